@@ -1,0 +1,37 @@
+# Two commands for a newcomer: `make report` and `make test`. Both set up their own environment in .venv first.
+#
+# To use a torch that is already installed (a GPU build, say):  make VENV_FLAGS=--system-site-packages test
+PYTHON ?= python3
+VENV ?= .venv
+VENV_FLAGS ?=
+OUT ?= report
+
+PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+READY = $(VENV)/.ready
+
+.PHONY: report test check bench clean
+
+report: $(READY)
+	$(VENV)/bin/lln report --out $(OUT)
+
+test: check
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
+
+check: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+# The CPU figures that the README quotes.
+bench: $(READY)
+	$(VENV)/bin/python benchmarks/cpu_forward.py --out benchmarks/results/cpu_forward.json
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	@echo "Installing into $(VENV): torch and the tools, a minute or two"
+	$(PIP_INSTALL) --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(OUT) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

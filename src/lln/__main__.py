@@ -1,0 +1,5 @@
+"""`python -m lln` is `lln`."""
+
+from lln.cli import main
+
+main()

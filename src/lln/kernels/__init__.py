@@ -1,0 +1,1 @@
+"""Kernels: tensors in, tensors out. Nothing here knows of modules or models."""

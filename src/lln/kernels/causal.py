@@ -1,0 +1,254 @@
+"""Causal LLN attention: the same state, carried from prefix to prefix, in chunks of rows.
+
+    L_t = logaddexp(L_{t-1}, x_t)     A_t = softmax_c(alpha q_t + L_t)     P_tj = sum_c A_tc e^(x_jc - L_tc)
+
+with x = beta k. Inside a chunk P is never built from one common reference: a key that is large in some
+channel would wipe out what came before it, or overflow. Instead every pair j < t is met at the edge b between
+them in a binary tree, where P_tj = sum_c [A_tc e^(L_b - L_t)] [e^(x_j - L_b)] and both exponents are <= 0:
+
+    rows 0..3 | 4..7        level of b = 4: queries 4..7 attend keys 0..3, edge at row 3
+    0 1 | 2 3   4 5 | 6 7   level of b = 2 ... and so on, down to b = 1; the pair t = j is added by itself.
+
+The backward pass walks the chunks twice: forwards for dq (the states are folded again rather than kept), then
+backwards for dk and dv with the suffix sums R_b = sum_{t>b} A_t e^(L_b - L_t) dO_t and r_b, likewise with
+D_t = dO_t . o_t in place of dO_t. Memory is linear in the length; shapes are those of `common`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from lln.kernels.common import (
+    Dropout,
+    drop,
+    exponents,
+    finite,
+    full_precision,
+    logaddexp,
+    softmax_or_zero,
+    zeros_like,
+)
+from lln.kernels.fold import fold_rows, merge
+
+CHUNK = 64
+
+
+@dataclasses.dataclass
+class Chunk:
+    """What a chunk of n rows (n a power of two) is made of. `before` is L at its start, [B, H, 1, 1, D]."""
+
+    x: Tensor  # [B, H, 1, n, D]  beta k, -inf where hidden
+    v: Tensor  # [B, H, 1, n, E]
+    before: Tensor
+    log_sums: Tensor  # [B, H, 1, n, D]  L_t of every row
+    a: Tensor  # [B, H, G, n, D]  A_t
+    dropped: Tensor  # A_t after dropout
+    mask: Tensor | None
+
+    def levels(self) -> Iterator[Level]:
+        half = self.x.shape[-2] // 2
+        while half:
+            edge = left(self.log_sums, half)[..., -1:, :]
+            keys = (left(self.x, half) - finite(edge)).exp()
+            decay = (edge - finite(right(self.log_sums, half))).exp()
+            yield Level(half, keys, decay)
+            half //= 2
+
+    def entering(self) -> Tensor:
+        """e^(L_b - L_t) for the edge b at the chunk's start: the share of the past in every row."""
+        return (self.before - finite(self.log_sums)).exp()
+
+    def own(self) -> Tensor:
+        """e^(x_t - L_t): the share of a row's own key."""
+        return (self.x - finite(self.log_sums)).exp()
+
+
+@dataclasses.dataclass
+class Level:
+    half: int
+    keys: Tensor  # [B, H, 1, n / 2b, b, D]  e^(x_j - L_b)
+    decay: Tensor  # [B, H, 1, n / 2b, b, D]  e^(L_b - L_t)
+
+
+def left(t: Tensor, half: int) -> Tensor:
+    """The left halves [..., n / 2b, b, D] of the blocks of 2b rows, b = half."""
+    halves: Tensor = t.unflatten(-2, (-1, 2, half))
+    return halves.select(-3, 0)
+
+
+def right(t: Tensor, half: int) -> Tensor:
+    halves: Tensor = t.unflatten(-2, (-1, 2, half))
+    return halves.select(-3, 1)
+
+
+def join(left_halves: Tensor, right_halves: Tensor) -> Tensor:
+    """The inverse of (left, right)."""
+    return torch.stack([left_halves, right_halves], -3).flatten(-4, -2)
+
+
+def prefix_log_sums(x: Tensor) -> Tensor:
+    """Inclusive cumulative logsumexp over the rows (a power of two of them), by doubling."""
+    half, sums = 1, x
+    while half < x.shape[-2]:
+        first, second = left(sums, half), right(sums, half)
+        sums = join(first, logaddexp(first[..., -1:, :], second))
+        half *= 2
+    return sums
+
+
+def pad_rows(t: Tensor, rows: int, value: float = 0.0) -> Tensor:
+    missing = rows - t.shape[-2]
+    return torch.nn.functional.pad(t, (0, 0, 0, missing), value=value) if missing else t
+
+
+def load(
+    rows: slice, before: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor,
+    hidden: Tensor | None, dropout: Dropout | None,
+) -> Chunk:  # fmt: skip
+    """A chunk from the rows of q, k, v, filled up with hidden rows to a power of two."""
+    count = 1 << (rows.stop - rows.start - 1).bit_length()
+    dtype = alpha.dtype
+    x = exponents(k[..., rows, :], beta, None if hidden is None else hidden[..., rows, :])
+    x = pad_rows(x, count, -torch.inf)
+    before = before.to(dtype).unsqueeze(-2)
+    log_sums = logaddexp(before, prefix_log_sums(x))
+    a = softmax_or_zero(pad_rows(q[..., rows, :].to(dtype) * alpha, count) + log_sums)
+    dropped, mask = drop(a, dropout, rows.start)
+    return Chunk(x, pad_rows(v[..., rows, :].to(dtype), count), before, log_sums, a, dropped, mask)
+
+
+def outputs(chunk: Chunk, mean_value: Tensor) -> Tensor:
+    """o_t of every row of the chunk; mean_value is S at its start."""
+    out = (chunk.dropped * chunk.entering()) @ mean_value
+    out = out + (chunk.dropped * chunk.own()).sum(-1, keepdim=True) * chunk.v
+    for level in chunk.levels():
+        weights = (right(chunk.dropped, level.half) * level.decay) @ level.keys.transpose(-1, -2)
+        out = add_right(out, weights @ left(chunk.v, level.half), level.half)
+    return out
+
+
+def value_products(chunk: Chunk, mean_value: Tensor, g: Tensor) -> Tensor:
+    """W_tc = dO_t . S_tc, with S_t never formed."""
+    w = chunk.entering() * (g @ mean_value.transpose(-1, -2))
+    w = w + chunk.own() * (g * chunk.v).sum(-1, keepdim=True)
+    for level in chunk.levels():
+        scores = right(g, level.half) @ left(chunk.v, level.half).transpose(-1, -2)
+        w = add_right(w, level.decay * (scores @ level.keys), level.half)
+    return w
+
+
+def key_value_gradients(chunk: Chunk, g: Tensor, d: Tensor, suffix: Tensor, suffix_d: Tensor) -> tuple[Tensor, Tensor]:
+    """(dx, dv) of the chunk's keys, from the queries of the chunk and, through R and r, of all later ones."""
+    last = (chunk.x - finite(chunk.log_sums[..., -1:, :])).exp()
+    dv = last @ suffix
+    dx = last * (chunk.v @ suffix.transpose(-1, -2) - suffix_d)
+    own = chunk.own()
+    dv = dv + ((chunk.dropped * own).sum(-1, keepdim=True) * g).sum(2, keepdim=True)
+    dx = dx + (own * (chunk.dropped * (g * chunk.v).sum(-1, keepdim=True) - chunk.a * d)).sum(2, keepdim=True)
+    for level in chunk.levels():
+        half = level.half
+        reach = right(chunk.dropped, half) * level.decay
+        g_right, v_left = right(g, half), left(chunk.v, half)
+        weights = reach @ level.keys.transpose(-1, -2)
+        dv = add_left(dv, (weights.transpose(-1, -2) @ g_right).sum(2, keepdim=True), half)
+        pull = (g_right @ v_left.transpose(-1, -2)).transpose(-1, -2) @ reach
+        pull = pull - (right(chunk.a * d, half) * level.decay).sum(-2, keepdim=True)
+        dx = add_left(dx, level.keys * pull.sum(2, keepdim=True), half)
+    return dx, dv
+
+
+def add_right(t: Tensor, update: Tensor, half: int) -> Tensor:
+    return join(left(t, half), right(t, half) + update)
+
+
+def add_left(t: Tensor, update: Tensor, half: int) -> Tensor:
+    return join(left(t, half) + update, right(t, half))
+
+
+def chunks(length: int) -> list[slice]:
+    return [slice(first, min(first + CHUNK, length)) for first in range(0, length, CHUNK)]
+
+
+class Causal(Function):
+    """(q, k, v, alpha, beta, log_sum, mean_value, weight, hidden, dtype, dropout) -> (out, log_sum, mean_value)
+
+    The incoming log_sum and mean_value are the state of everything before the first row."""
+
+    @staticmethod
+    @full_precision
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, log_sum: Tensor, mean_value: Tensor,
+        weight: Tensor | None, hidden: Tensor | None, dtype: torch.dtype, dropout: Dropout | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+        state = log_sum.clone(), mean_value.clone()
+        for rows in chunks(q.shape[-2]):
+            chunk = load(rows, state[0], q, k, v, alpha, beta, hidden, dropout)
+            o = outputs(chunk, state[1])[..., : rows.stop - rows.start, :]
+            out[..., rows, :] = o if weight is None else o * weight
+            state = merge(*state, *fold_rows(chunk.x, chunk.v))
+        return out, *state
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs[:9], output[2])
+        ctx.dropout = inputs[10]
+
+    @staticmethod
+    @full_precision
+    def backward(ctx: Any, g_out: Tensor, g_log_sum: Tensor, g_mean: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, alpha, beta, log_sum, mean_value, weight, hidden, mean_end = ctx.saved_tensors
+        dtype = alpha.dtype
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dalpha, dbeta = torch.zeros_like(alpha), torch.zeros_like(beta)
+        dweight = zeros_like(weight)
+
+        def load_rows(rows: slice, before: Tensor) -> tuple[Chunk, Tensor]:
+            chunk = load(rows, before, q, k, v, alpha, beta, hidden, ctx.dropout)
+            return chunk, pad_rows(g_out[..., rows, :].to(dtype), chunk.x.shape[-2])
+
+        starts, ds = [], []  # per chunk: L at its start, D_t of its rows
+        state = log_sum, mean_value
+        for rows in chunks(q.shape[-2]):
+            chunk, g = load_rows(rows, state[0])
+            n = rows.stop - rows.start
+            if weight is not None:
+                if ctx.needs_input_grad[7]:
+                    dweight = dweight + (g * outputs(chunk, state[1])).sum_to_size(weight.shape)
+                g = g * weight
+            w = value_products(chunk, state[1], g)
+            w = w if chunk.mask is None else w * chunk.mask
+            d = (chunk.a * w).sum(-1, keepdim=True)
+            dlogit = (chunk.a * (w - d))[..., :n, :]
+            dq[..., rows, :] = (alpha * dlogit).to(q.dtype)
+            if ctx.needs_input_grad[3]:
+                dalpha = dalpha + (dlogit * q[..., rows, :]).sum_to_size(alpha.shape)
+            starts.append(state[0])
+            ds.append(d)
+            state = merge(*state, *fold_rows(chunk.x.clone(), chunk.v))
+
+        suffix = g_mean  # R at the end of the sequence
+        suffix_d = ((mean_end * g_mean).sum(-1) - g_log_sum.to(dtype)).unsqueeze(-2)  # r
+        for rows, before, d in reversed(list(zip(chunks(q.shape[-2]), starts, ds, strict=True))):
+            chunk, g = load_rows(rows, before)
+            g = g if weight is None else g * weight
+            n = rows.stop - rows.start
+            dx, dv_rows = key_value_gradients(chunk, g, d, suffix, suffix_d)
+            dv[..., rows, :] = dv_rows[..., :n, :].to(v.dtype)
+            dk[..., rows, :] = (beta * dx[..., :n, :]).to(k.dtype)
+            if ctx.needs_input_grad[4]:
+                dbeta = dbeta + (dx[..., :n, :] * k[..., rows, :]).sum_to_size(beta.shape)
+            entering = chunk.entering()
+            through = (chunk.before - finite(chunk.log_sums[..., -1:, :])).exp()
+            reach = (chunk.dropped * entering).transpose(-1, -2) @ g
+            suffix = through.transpose(-1, -2) * suffix + reach.sum(2, keepdim=True)
+            reach_d = (chunk.a * entering * d).sum((2, -2), keepdim=True)
+            suffix_d = through * suffix_d + reach_d
+        dlog_sum = ((mean_value * suffix).sum(-1) - suffix_d.squeeze(-2)).to(log_sum.dtype)
+        return dq, dk, dv, dalpha, dbeta, dlog_sum, suffix, dweight, None, None, None

@@ -1,0 +1,125 @@
+"""Pieces that every eager kernel uses: safe softmaxes, spans of rows, dropout that can be drawn again.
+
+Layout of all kernels in this folder. Query heads are grouped by the key head they share, so that
+grouped-query attention is plain broadcasting and nothing is repeated in memory:
+
+    q          [B, H, G, N, D]     G query heads for each of the H key heads
+    k, v       [B, H, 1, M, D], [B, H, 1, M, E]
+    alpha      [B, H, G, 1, D]     any of these sizes may be 1; beta alike with G = 1
+    weight     [B, H, G, 1, E]     the factor of the output (one side of `mix`), or None
+    hidden     [B, 1, 1, M, 1]     True where a key is masked out, or None
+    log_sum    [B, H, 1, D]        L of the state
+    mean_value [B, H, 1, D, E]     S of the state
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Temporaries of about this many elements stay in a CPU's cache and keep the peak memory small.
+SPAN_ELEMENTS = 2**20
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 stays; everything narrower is computed in float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """The dtype of log_sum: float64, so that many small merges do not drift. (Apple's MPS has none.)"""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def spans(length: int, row_elements: int, at_least: int = 64) -> Iterator[slice]:
+    """Slices that cover `length` rows, each of about SPAN_ELEMENTS in all but of `at_least` so many rows."""
+    rows = max(SPAN_ELEMENTS // max(row_elements, 1), at_least)
+    for first in range(0, length, rows):
+        yield slice(first, min(first + rows, length))
+
+
+def reuse(buffer: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """The buffer of the last span where it still fits: on a CPU the page faults of a fresh temporary cost
+    more than the arithmetic in it."""
+    if buffer is not None and buffer.shape == like.shape:
+        return buffer
+    return torch.empty(like.shape, dtype=dtype, device=like.device)
+
+
+def zeros_like(weight: Tensor | None) -> Any:
+    """Where the gradient of an optional weight is summed up: None for None."""
+    return None if weight is None else torch.zeros_like(weight)
+
+
+def finite(t: Tensor) -> Tensor:
+    """-inf becomes 0: what is subtracted from an exponent must not turn -inf into NaN."""
+    return t.masked_fill(t == -torch.inf, 0.0)
+
+
+def logaddexp(a: Tensor, b: Tensor) -> Tensor:
+    """log(e^a + e^b) where two empty sums (-inf) make an empty sum with zero, not NaN, gradient."""
+    empty = (a == -torch.inf) & (b == -torch.inf)
+    both = torch.logaddexp(a.masked_fill(empty, 0.0), b.masked_fill(empty, 0.0))
+    return both.masked_fill(empty, -torch.inf)
+
+
+def softmax_or_zero(logits: Tensor) -> Tensor:
+    """Softmax over the last dimension; a row of -inf, which has nothing to attend to, gives zeros."""
+    top = finite(logits.detach().amax(-1, keepdim=True))
+    weights = (logits - top).exp()
+    # The largest weight of a row that has any is exactly 1, so the clamp changes empty rows only.
+    return weights / weights.sum(-1, keepdim=True).clamp_min(1.0)
+
+
+def exponents(t: Tensor, factor: Tensor, hidden: Tensor | None) -> Tensor:
+    """factor * t in the compute dtype, -inf where hidden."""
+    x = t.to(factor.dtype) * factor
+    return x if hidden is None else x.masked_fill(hidden, -torch.inf)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dropout:
+    """Inverted dropout whose masks are drawn again in the backward pass instead of being kept.
+
+    A mask is a function of (seed, place), where place says which rows of the computation it is for.
+    """
+
+    p: float
+    seed: int
+
+    def mask(self, like: Tensor, *place: int) -> Tensor:
+        generator = torch.Generator(like.device)
+        generator.manual_seed(hash((self.seed, *place)) & 0x7FFFFFFFFFFFFFFF)
+        keep = torch.rand(like.shape, generator=generator, device=like.device) >= self.p
+        return keep.to(like.dtype) * (1.0 / (1.0 - self.p) if self.p < 1.0 else 0.0)
+
+    def at(self, place: int) -> Dropout:
+        """An independent stream, for another part of the same call."""
+        return Dropout(self.p, hash((self.seed, place)) & 0x7FFFFFFFFFFFFFFF)
+
+
+def drop(weights: Tensor, dropout: Dropout | None, *place: int) -> tuple[Tensor, Tensor | None]:
+    """Dropped weights, and the mask that did it (None without dropout)."""
+    if dropout is None:
+        return weights, None
+    mask = dropout.mask(weights, *place)
+    return weights * mask, mask
+
+
+def full_precision(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run without autocast: the softmaxes must stay in the compute dtype in forward and backward alike."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any) -> Any:
+        device = next(a.device.type for a in args if isinstance(a, Tensor))
+        if not torch.is_autocast_enabled(device):
+            return function(*args)
+        with torch.autocast(device, enabled=False):
+            return function(*args)
+
+    return wrapped

@@ -1,0 +1,80 @@
+"""The eager back end: any device, plain PyTorch, the reference for every faster one.
+
+`attend` puts the pieces together: fold and read (bidirectional), the causal recurrence, softmax in blocks. Packed
+sequences are split apart and handled one by one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lln.kernels.blocks import Blocks
+from lln.kernels.call import Call
+from lln.kernels.causal import Causal
+from lln.kernels.common import compute_dtype
+from lln.kernels.fold import Fold, Read, empty, merge
+
+
+def attend(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """(out [B, Hq, N, E], log_sum [B, Hk, D], mean_value [B, Hk, D, E]) of a checked call."""
+    results = [attend_unpacked(sequence) for sequence in call.sequences()]
+    if len(results) == 1:
+        return results[0]
+    outs, log_sums, mean_values = zip(*results, strict=True)
+    return torch.cat(outs, -2), torch.cat(log_sums), torch.cat(mean_values)
+
+
+def attend_unpacked(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    heads = call.key.shape[1]
+    q = call.query.unflatten(1, (heads, -1))
+    k, v = call.key.unsqueeze(2), call.value.unsqueeze(2)
+    alpha, weight = by_key_head(call.alpha, heads), by_key_head(call.lln_weight, heads)
+    beta = call.beta[:, :, None, None]
+    hidden = None if call.key_mask is None else ~call.key_mask[:, None, None, :, None]
+    # The two parts of LLN+Diag are added before they are rounded to a narrow dtype.
+    dtype = q.dtype if call.block_size is None else compute_dtype(q.dtype)
+
+    state = None
+    if call.log_sum is not None and call.mean_value is not None:
+        state = call.log_sum.unsqueeze(2), call.mean_value.unsqueeze(2)
+    if call.is_causal:
+        before = empty(k, v, beta.dtype) if state is None else state
+        out, log_sum, mean = Causal.apply(q, k, v, alpha, beta, *before, weight, hidden, dtype, call.dropout)
+    else:
+        log_sum, mean = Fold.apply(k, v, beta, hidden)
+        if state is not None:
+            log_sum, mean = merge(*state, log_sum, mean)
+        out = Read.apply(q, alpha, log_sum, mean, weight, dtype, call.dropout)
+    if call.block_size is not None and q.shape[-2]:
+        out = (out + attend_blocks(call, q, k, v, dtype)).to(q.dtype)
+    return out.flatten(1, 2), log_sum.squeeze(2), mean.squeeze(2)
+
+
+def attend_blocks(call: Call, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+    weight = by_key_head(call.block_weight, k.shape[1])
+    opened = [None if t is None else t.unsqueeze(2) for t in (call.open_key, call.open_value)]
+
+    def blocks(rows: tuple[Tensor, ...], size: int, stream: int, *where: Tensor | None) -> Tensor:
+        # Streams below 0: independent of the linear part's dropout, and of each other.
+        dropout = None if call.dropout is None else call.dropout.at(stream)
+        out: Tensor = Blocks.apply(*rows, weight, *opened, *where, size, call.is_causal, call.scale, dtype, dropout)
+        return out
+
+    size = call.block_size
+    assert size is not None
+    if call.start is not None:
+        return blocks((q, k, v), size, -1, call.start, call.block_mask())
+    short = q.shape[-2] % size
+    if not short or size > q.shape[-2]:
+        return blocks((q, k, v), min(size, q.shape[-2]), -1, None, None)
+    whole, last = zip(*(t.split([t.shape[-2] - short, short], -2) for t in (q, k, v)), strict=True)
+    return torch.cat([blocks(whole, size, -1, None, None), blocks(last, short, -2, None, None)], -2)
+
+
+def by_key_head(t: Tensor | None, heads: int) -> Tensor | None:
+    """[B, Hq, D] -> [B, Hk, G, 1, D], where any size may be 1."""
+    if t is None:
+        return None
+    grouped: Tensor = t.unflatten(1, (heads, -1) if t.shape[1] > 1 else (1, 1))
+    return grouped.unsqueeze(-2)

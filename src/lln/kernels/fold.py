@@ -1,0 +1,163 @@
+"""Bidirectional LLN attention as two steps: fold the keys and values into a state, let the queries read it.
+
+    L_c = logsumexp_j(beta k_jc)            S_c = sum_j softmax_j(beta k_jc) v_j            (fold)
+    o_i = sum_c softmax_c(alpha q_ic + L_c) S_c                                             (read)
+
+Together they are eq. (8) of the paper, exactly. Both steps have their backward written out, so that only
+q, k, v, L and S are kept between the passes. The backward itself is made of differentiable operations:
+second derivatives work. Shapes are those of `common`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from lln.kernels.common import (
+    Dropout,
+    drop,
+    exponents,
+    finite,
+    full_precision,
+    logaddexp,
+    reuse,
+    spans,
+    wide_dtype,
+    zeros_like,
+)
+
+LOG2_E = 1.4426950408889634
+
+
+def merge(log_sum_1: Tensor, mean_1: Tensor, log_sum_2: Tensor, mean_2: Tensor) -> tuple[Tensor, Tensor]:
+    """The state of two sets of keys and values from the states of each. Associative and commutative."""
+    log_sum = logaddexp(log_sum_1, log_sum_2)
+    share = (log_sum_2 - finite(log_sum)).exp().to(mean_1.dtype).unsqueeze(-1)
+    # S1 + w (S2 - S1) rather than (1 - w) S1 + w S2: the rounding of 1 - w would drift over many merges.
+    mean = mean_1 + share * (mean_2 - mean_1)
+    return log_sum, mean.masked_fill((log_sum == -torch.inf).unsqueeze(-1), 0.0)
+
+
+def empty(key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The state of no keys at all, the identity of `merge`."""
+    batch, heads, _, _, dim = key.shape
+    log_sum = key.new_full((batch, heads, 1, dim), -torch.inf, dtype=wide_dtype(key.device))
+    return log_sum, value.new_zeros((batch, heads, 1, dim, value.shape[-1]), dtype=dtype)
+
+
+def fold_rows(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The state of a few rows: x = beta k [B, H, 1, n, D] (-inf where hidden) and v [B, H, 1, n, E].
+
+    Overwrites x."""
+    top = finite(x.detach().amax(-2, keepdim=True))
+    weights = x.sub_(top).mul_(LOG2_E).exp2_()  # exp2: half the time of exp on a CPU
+    total = weights.sum(-2)
+    # The largest weight of a channel that has keys is exactly 1, so the clamp changes empty channels only.
+    mean_value = (weights.transpose(-1, -2) @ v) / total.clamp_min(1.0).unsqueeze(-1)
+    wide = wide_dtype(x.device)
+    return top.squeeze(-2).to(wide) + total.to(wide).log(), mean_value
+
+
+class Fold(Function):
+    """(k, v, beta, hidden) -> (log_sum, mean_value)"""
+
+    @staticmethod
+    @full_precision
+    def forward(k: Tensor, v: Tensor, beta: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+        state, x = None, None
+        for rows in spans(k.shape[-2], k[..., 0, :].numel()):
+            k_rows = k[..., rows, :]
+            x = torch.mul(k_rows, beta, out=reuse(x, k_rows, beta.dtype))
+            if hidden is not None:
+                x.masked_fill_(hidden[..., rows, :], -torch.inf)
+            part = fold_rows(x, v[..., rows, :].to(beta.dtype))
+            state = part if state is None else merge(*state, *part)
+        return empty(k, v, beta.dtype) if state is None else state
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs, *output)
+
+    @staticmethod
+    @full_precision
+    def backward(ctx: Any, g_log_sum: Tensor, g_mean: Tensor) -> tuple[Tensor | None, ...]:
+        k, v, beta, hidden, log_sum, mean_value = ctx.saved_tensors
+        edge = finite(log_sum).to(beta.dtype).unsqueeze(-2)
+        shift = (g_log_sum.to(beta.dtype) - (mean_value * g_mean).sum(-1)).unsqueeze(-2)
+        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        dbeta = torch.zeros_like(beta)
+        for rows in spans(k.shape[-2], k[..., 0, :].numel()):
+            k_rows = k[..., rows, :].to(beta.dtype)
+            x = exponents(k_rows, beta, None if hidden is None else hidden[..., rows, :])
+            b = (x - edge).exp()  # B = softmax_j(beta k)
+            dv[..., rows, :] = (b @ g_mean).to(v.dtype)
+            dx = b * (v[..., rows, :].to(beta.dtype) @ g_mean.transpose(-1, -2) + shift)
+            dk[..., rows, :] = (beta * dx).to(k.dtype)
+            if ctx.needs_input_grad[2]:
+                dbeta = dbeta + (dx * k_rows).sum_to_size(beta.shape)
+        return dk, dv, dbeta, None
+
+
+class Read(Function):
+    """(q, alpha, log_sum, mean_value, weight, dtype, dropout) -> weight * softmax_c(alpha q + log_sum) @ mean_value"""
+
+    @staticmethod
+    @full_precision
+    def forward(
+        q: Tensor, alpha: Tensor, log_sum: Tensor, mean_value: Tensor, weight: Tensor | None,
+        dtype: torch.dtype, dropout: Dropout | None,
+    ) -> Tensor:  # fmt: skip
+        out = q.new_empty((*q.shape[:-1], mean_value.shape[-1]), dtype=dtype)
+        offset, mean_value, _ = readable(log_sum, mean_value)
+        logits = a = None
+        for rows in spans(q.shape[-2], q[..., 0, :].numel()):
+            q_rows = q[..., rows, :]
+            logits = torch.mul(q_rows, alpha, out=reuse(logits, q_rows, alpha.dtype)).add_(offset)
+            a = torch.softmax(logits, -1, out=reuse(a, q_rows, alpha.dtype))
+            o = drop(a, dropout, rows.start)[0] @ mean_value
+            out[..., rows, :] = o if weight is None else o.mul_(weight)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:5])
+        ctx.dropout = inputs[6]
+
+    @staticmethod
+    @full_precision
+    def backward(ctx: Any, g_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, alpha, log_sum, mean_value, weight = ctx.saved_tensors
+        offset, mean_value, alive = readable(log_sum, mean_value)
+        dq = torch.empty_like(q)
+        dalpha, dmean, dlog_sum = torch.zeros_like(alpha), torch.zeros_like(mean_value), torch.zeros_like(offset)
+        dweight = zeros_like(weight)
+        for rows in spans(q.shape[-2], q[..., 0, :].numel()):
+            q_rows, g = q[..., rows, :], g_out[..., rows, :].to(alpha.dtype)
+            a = (q_rows * alpha + offset).softmax(-1)
+            dropped, mask = drop(a, ctx.dropout, rows.start)
+            if weight is not None:
+                if ctx.needs_input_grad[4]:
+                    dweight = dweight + (g * (dropped @ mean_value)).sum_to_size(weight.shape)
+                g = g * weight
+            da = g @ mean_value.transpose(-1, -2)
+            da = da if mask is None else da * mask
+            dlogit = a * (da - (a * da).sum(-1, keepdim=True))
+            dq[..., rows, :] = (alpha * dlogit).to(q.dtype)
+            dmean = dmean + (dropped.transpose(-1, -2) @ g).sum_to_size(dmean.shape)
+            dlog_sum = dlog_sum + dlogit.sum(-2, keepdim=True).sum_to_size(dlog_sum.shape)
+            if ctx.needs_input_grad[1]:
+                dalpha = dalpha + (dlogit * q_rows).sum_to_size(alpha.shape)
+        return dq, dalpha, dlog_sum.squeeze(-2).to(log_sum.dtype), dmean * alive, dweight, None, None
+
+
+def readable(log_sum: Tensor, mean_value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The state as queries use it: L relative to its largest channel (a softmax over channels does not see
+    the difference, and small exponents round less), S zero and L finite where there is no key at all."""
+    top = log_sum.detach().amax(-1, keepdim=True)
+    alive = top > -torch.inf
+    offset = (log_sum - finite(top)).masked_fill(~alive, 0.0)
+    alive = alive.unsqueeze(-1).to(mean_value.dtype)
+    return offset.unsqueeze(-2).to(mean_value.dtype), mean_value * alive, alive

@@ -1,0 +1,174 @@
+"""LLNState: all that LLN attention needs to know of the keys and values it has seen.
+
+Per key head it is the pair (log_sum, mean_value) of D + D * E numbers, whatever the length:
+
+    L_c = logsumexp_j(beta k_jc)          S_c = sum_j softmax_j(beta k_jc) v_j
+
+Two states merge into the state of both sets of keys. The merge is associative and commutative, and the empty state
+(L = -inf, S = 0) is its identity, so a sequence may be cut anywhere and put together again in any grouping.
+
+With `block_size` (LLN+Diag) a state belongs to a causal sequence and also carries the block that is still open.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln.kernels.common import compute_dtype, wide_dtype
+from lln.kernels.fold import merge
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LLNState:
+    """The state of B sequences with H key heads of dimension D and values of dimension E.
+
+    Made by `lln_attention(..., return_state=True)` or `LLNState.empty`; taken by `lln_attention(..., state=...)`.
+    """
+
+    log_sum: Tensor  # [B, H, D] float64: 100,000 one-token merges in float32 would drift
+    mean_value: Tensor  # [B, H, D, E] float32, or float64 for float64 inputs
+    beta: Tensor | None = None  # [B, H, D], any size may be 1: what the keys were multiplied with. None: no keys yet
+    count: Tensor | None = None  # [B] int64, tokens since the first valid one; this and the rest only with block_size
+    block_key: Tensor | None = None  # [B, H, block_size, D]; the first count % block_size rows are the open block
+    block_value: Tensor | None = None  # [B, H, block_size, E]
+    block_mask: Tensor | None = None  # [B, block_size] bool, which of the rows hold a key that may be attended to
+
+    def __post_init__(self) -> None:
+        log_sum, mean = self.log_sum, self.mean_value
+        if log_sum.ndim != 3 or mean.ndim != 4 or mean.shape[:3] != log_sum.shape:
+            raise ValueError(
+                "LLNState: log_sum must be [batch, heads, dim] and mean_value [batch, heads, dim, value dim]; "
+                f"got {list(log_sum.shape)} and {list(mean.shape)}."
+            )
+        block = [self.count, self.block_key, self.block_value, self.block_mask]
+        if any(t is None for t in block) and any(t is not None for t in block):
+            raise ValueError("LLNState: count, block_key, block_value and block_mask go together; give all or none.")
+        if log_sum.dtype != wide_dtype(log_sum.device):
+            object.__setattr__(self, "log_sum", log_sum.to(wide_dtype(log_sum.device)))
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        heads: int,
+        head_dim: int,
+        value_dim: int | None = None,
+        *,
+        block_size: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> LLNState:
+        """The state of no keys at all. `heads` are key heads; `dtype` is that of the keys and values to come."""
+        device = torch.empty(0, device=device).device
+        value_dim = head_dim if value_dim is None else value_dim
+        log_sum = torch.full((batch, heads, head_dim), -torch.inf, dtype=wide_dtype(device), device=device)
+        mean = torch.zeros(batch, heads, head_dim, value_dim, dtype=compute_dtype(dtype), device=device)
+        if block_size is None:
+            return cls(log_sum, mean)
+        return cls(
+            log_sum,
+            mean,
+            count=torch.zeros(batch, dtype=torch.int64, device=device),
+            block_key=torch.zeros(batch, heads, block_size, head_dim, dtype=dtype, device=device),
+            block_value=torch.zeros(batch, heads, block_size, value_dim, dtype=dtype, device=device),
+            block_mask=torch.zeros(batch, block_size, dtype=torch.bool, device=device),
+        )
+
+    @property
+    def block_size(self) -> int | None:
+        return None if self.block_key is None else self.block_key.shape[-2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors. The same after one token and after a million."""
+        return sum(t.nbytes for t in vars(self).values() if t is not None)
+
+    def merge(self, other: LLNState) -> LLNState:
+        """The state of the keys of both. Raises ValueError where the two cannot be one."""
+        if not isinstance(other, LLNState):
+            raise TypeError(f"LLNState.merge: other must be an LLNState; got {type(other).__name__}.")
+        if self.mean_value.shape != other.mean_value.shape:
+            raise ValueError(
+                "LLNState.merge: the states must have the same [batch, heads, dim, value dim]; "
+                f"got {list(self.mean_value.shape)} and {list(other.mean_value.shape)}."
+            )
+        for what in ("dtype", "device"):
+            mine, others = getattr(self.mean_value, what), getattr(other.mean_value, what)
+            if mine != others:
+                raise ValueError(f"LLNState.merge: the states differ in {what}, {mine} and {others}; use .to() on one.")
+        if self.block_size is not None or other.block_size is not None:
+            return self._merge_blocks(other)
+        if not same_beta(self.beta, other.beta):
+            raise ValueError(
+                "LLNState.merge: the states were made with different beta, so their sums are not comparable; "
+                "make both with the same beta (statistics='fixed' or 'running', not 'sample' or 'batch')."
+            )
+        merged = merge(self.log_sum, self.mean_value, other.log_sum, other.mean_value)
+        return LLNState(*merged, self.beta if self.beta is not None else other.beta)
+
+    def _merge_blocks(self, other: LLNState) -> LLNState:
+        if self.block_size == other.block_size:
+            for state, rest in ((self, other), (other, self)):
+                if state.count is not None and not state.count.any():
+                    return rest
+        raise ValueError(
+            "LLNState.merge: states with an open block (block_size) do not merge, because where a block starts depends "
+            "on all that came before; pass the earlier state as lln_attention(..., state=...) with the later tokens."
+        )
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> LLNState:
+        fields: dict[str, Any] = {name: None if t is None else function(t) for name, t in vars(self).items()}
+        return LLNState(**fields)
+
+    def to(
+        self,
+        device: torch.device | str | torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        non_blocking: bool = False,
+    ) -> LLNState:
+        """Moved to a device, or for keys and values of another dtype, as Tensor.to: `state.to("cuda")`,
+        `state.to(torch.bfloat16)`. log_sum stays float64, and mean_value at least float32."""
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+        moved = self._map(lambda t: t.to(device=device, non_blocking=non_blocking))
+        if dtype is None:
+            return moved
+        cast = {"mean_value": moved.mean_value.to(compute_dtype(dtype))}
+        if moved.block_key is not None and moved.block_value is not None:
+            cast |= {"block_key": moved.block_key.to(dtype), "block_value": moved.block_value.to(dtype)}
+        return dataclasses.replace(moved, **cast)
+
+    def detach(self) -> LLNState:
+        """The same numbers, cut off from the graph that made them (truncated backpropagation through time)."""
+        return self._map(Tensor.detach)
+
+    def clone(self) -> LLNState:
+        return self._map(Tensor.clone)
+
+    def index_select(self, index: Tensor) -> LLNState:
+        """The states of the sequences in `index` (int64 [n]), as beam search reorders them."""
+        batch = self.log_sum.shape[0]
+        return self._map(lambda t: t.index_select(0, index) if t.shape[0] == batch else t)
+
+    def __repr__(self) -> str:
+        batch, heads, dim, value_dim = self.mean_value.shape
+        block = "" if self.block_size is None else f", block_size={self.block_size}"
+        return (
+            f"LLNState(batch={batch}, heads={heads}, head_dim={dim}, value_dim={value_dim}{block}, "
+            f"dtype={self.mean_value.dtype}, device={self.mean_value.device})"
+        )
+
+
+def same_beta(first: Tensor | None, second: Tensor | None) -> bool:
+    """Whether two states, or a state and a call, used one beta. On a GPU the values are not compared: that would
+    wait for the device."""
+    if first is None or second is None or first is second or not first.is_cpu or not second.is_cpu:
+        return True
+    first, second = torch.broadcast_tensors(first, second)
+    return torch.allclose(first.float(), second.float(), rtol=1e-6, atol=0.0)
