@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# These tensors are small: threads mostly wait for each other, and on a busy machine ten times as long.
+torch.set_num_threads(1)
+
 
 class State(NamedTuple):
     """What came before: same fields as the package's state, so that either can be passed to either side."""
@@ -165,9 +168,7 @@ def _block_diagonal(
     visible = visible & (block[:, None, :, None] == block[:, None, None, :])
     if state.block_key is not None:  # the keys of the block that was open when the state was taken
         is_open = state.block_mask & (count % block_size != 0)[:, None]  # [B, block_size]
-        is_open = (
-            is_open[:, None, :] & (block == (count // block_size)[:, None])[:, :, None]
-        )  # [B, Nq, block_size]
+        is_open = is_open[:, None, :] & (block == (count // block_size)[:, None])[:, :, None]  # [B, Nq, block_size]
         visible = torch.cat([is_open[:, None], visible], -1)
         key = torch.cat([state.block_key.double(), key], 2)
         value = torch.cat([state.block_value.double(), value], 2)
@@ -180,9 +181,7 @@ def _fold(bk: Tensor, value: Tensor, key_mask: Tensor, state: Any) -> tuple[Tens
     exponent = torch.cat([state.log_sum.double()[:, :, None], bk], 2)  # [B, Hk, 1 + Nk, D]
     present = torch.cat([state.log_sum.isfinite()[:, :, None], key_mask[:, None, :, None].expand_as(bk)], 2)
     weight = masked_softmax(exponent, present, dim=2)
-    mean_value = (
-        weight[:, :, 0, :, None] * state.mean_value.double() + weight[:, :, 1:].transpose(-1, -2) @ value
-    )
+    mean_value = weight[:, :, 0, :, None] * state.mean_value.double() + weight[:, :, 1:].transpose(-1, -2) @ value
     log_sum = exponent.masked_fill(~present, torch.finfo(torch.float64).min).logsumexp(2)
     return log_sum.masked_fill(~present.any(2), -torch.inf), mean_value
 

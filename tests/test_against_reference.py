@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from reference import State, lln_reference, normal, relative_error
 from torch import Tensor
 
 from lln import LLNState, lln_attention
+from reference import State, lln_reference, normal, relative_error
 
 PRECISIONS = [(torch.float64, 1e-12), (torch.float32, 1e-5)]
 
@@ -37,17 +37,17 @@ def check(qkv: tuple[Tensor, ...], alpha: Any = 1.25, beta: Any = 1.75, **option
     state = options.pop("state", None)
     for dtype, tolerance in PRECISIONS:
         if state is not None:
-            given = state._replace(
-                **{f: cast(getattr(state, f), dtype) for f in State._fields if f != "log_sum"}
-            )
+            given = state._replace(**{f: cast(getattr(state, f), dtype) for f in State._fields if f != "log_sum"})
             options["state"] = LLNState(**{f: x for f, x in given._asdict().items() if x is not None})
         arguments = (*cast(qkv, dtype), cast(alpha, dtype), cast(beta, dtype))
         with_dtype = {name: cast(x, dtype) for name, x in options.items()}
         out = lln_attention(*arguments, **with_dtype)
-        assert out.dtype == dtype and relative_error(out, expected.out) <= tolerance
+        assert out.dtype == dtype
+        assert relative_error(out, expected.out) <= tolerance
         if options.get("block_size") is None or options.get("is_causal"):  # an open block is causal only
             out, returned = lln_attention(*arguments, **with_dtype, return_state=True)
-            assert returned.mean_value.dtype == dtype and returned.log_sum.dtype == torch.float64
+            assert returned.mean_value.dtype == dtype
+            assert returned.log_sum.dtype == torch.float64
             assert relative_error(out, expected.out) <= tolerance
             assert relative_error(returned.mean_value, expected.mean_value) <= tolerance
             assert torch.allclose(returned.log_sum, expected.log_sum, rtol=tolerance, atol=tolerance)
@@ -71,9 +71,7 @@ def key_masks(kind: str, batch: int, length: int) -> Tensor:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dim", [3, 60, 64, 80])
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 500])
-def test_attention_is_equation_8_at_every_length_and_dimension(
-    length: int, dim: int, is_causal: bool
-) -> None:
+def test_attention_is_equation_8_at_every_length_and_dimension(length: int, dim: int, is_causal: bool) -> None:
     heads = 1 if length == 500 else 2  # the reference holds Nq x Nk x D numbers a head
     check(inputs(1, heads, heads, length, dim=dim), 0.5 + dim / 40, 2.5 - dim / 40, is_causal=is_causal)
 
@@ -140,6 +138,13 @@ def test_an_empty_causal_sequence_gives_an_empty_output(block_size: int | None) 
     check(inputs(2, 2, 2, 0), is_causal=True, block_size=block_size)
 
 
+@pytest.mark.parametrize("block_size", [None, 8])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_memory_layout_is_invisible(is_causal: bool, block_size: int | None) -> None:
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(2, 4, 2))  # as projections give them
+    check((q, k, v[:, :1].expand(-1, 2, -1, -1)), is_causal=is_causal, block_size=block_size)
+
+
 SHAPES = ["[]", "[H]", "[B, H]", "[H, D]", "[B, H, D]"]
 
 
@@ -151,9 +156,7 @@ def shaped(kind: str, seed: int, batch: int, heads: int, width: int) -> Tensor:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kind", SHAPES)
-def test_alpha_and_beta_scale_their_own_sample_head_and_channel(
-    kind: str, is_causal: bool, packed: bool
-) -> None:
+def test_alpha_and_beta_scale_their_own_sample_head_and_channel(kind: str, is_causal: bool, packed: bool) -> None:
     alpha, beta = shaped(kind, 3, 3, 4, 5), shaped(kind, 4, 3, 2, 5)
     cu_seqlens = torch.tensor([0, 20, 66, 70], dtype=torch.int32) if packed else None
     check(inputs(1 if packed else 3, 4, 2, dim=5), alpha, beta, is_causal=is_causal, cu_seqlens=cu_seqlens)
@@ -230,10 +233,7 @@ def test_half_precision_is_as_good_as_plain_pytorch(dtype: torch.dtype, size: fl
     q, k, v = cast(inputs(1, 2, 2, 130, dim=16), dtype)
     alpha, beta = 1.5 * size, 1.25 * size
     if is_causal:  # each row: the two softmaxes of its prefix
-        rows = [
-            two_softmaxes(q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1], alpha, beta)
-            for i in range(130)
-        ]
+        rows = [two_softmaxes(q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1], alpha, beta) for i in range(130)]
         plain = torch.cat(rows, 2)
     else:
         plain = two_softmaxes(q, k, v, alpha, beta)
@@ -247,31 +247,22 @@ def test_autocast_gives_the_type_that_torch_attention_gives() -> None:
     q, k, v = (x.float().requires_grad_() for x in inputs(2, 2, 2, 66))
     with torch.autocast("cpu", torch.bfloat16):
         theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-        outs = [
-            lln_attention(q, k, v, 1.5, 1.5, is_causal=c, block_size=b)
-            for c in (False, True)
-            for b in (None, 8)
-        ]
-    for out, (is_causal, block_size) in zip(
-        outs, [(c, b) for c in (False, True) for b in (None, 8)], strict=True
-    ):
+        outs = [lln_attention(q, k, v, 1.5, 1.5, is_causal=c, block_size=b) for c in (False, True) for b in (None, 8)]
+    for out, (is_causal, block_size) in zip(outs, [(c, b) for c in (False, True) for b in (None, 8)], strict=True):
         assert out.dtype == theirs.dtype == torch.bfloat16
         expected = lln_reference(q, k, v, 1.5, 1.5, is_causal=is_causal, block_size=block_size).out
         assert relative_error(out, expected) <= 1e-2  # a few roundings to bfloat16, each up to 2 ** -9
         gradients = torch.autograd.grad(out.float().square().sum(), (q, k, v))
-        for actual, wanted in zip(
-            gradients, torch.autograd.grad(expected.square().sum(), (q, k, v)), strict=True
-        ):
-            assert actual.dtype == torch.float32 and relative_error(actual, wanted) <= 3e-2
+        for actual, wanted in zip(gradients, torch.autograd.grad(expected.square().sum(), (q, k, v)), strict=True):
+            assert actual.dtype == torch.float32
+            assert relative_error(actual, wanted) <= 3e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1.0, 1e4])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("length", [1, 70])
-def test_nothing_is_ever_nan_or_infinite(
-    length: int, is_causal: bool, size: float, dtype: torch.dtype
-) -> None:
+def test_nothing_is_ever_nan_or_infinite(length: int, is_causal: bool, size: float, dtype: torch.dtype) -> None:
     for block_size in (None, 8):
         for kind in ("none", "holes", "left", "dead sample"):
             q, k, v = cast(inputs(2, 2, 1, length), dtype)
@@ -285,7 +276,8 @@ def test_nothing_is_ever_nan_or_infinite(
             if is_causal or block_size is None:
                 _, state = lln_attention(*leaves, **options, return_state=True)
                 loss = loss + state.mean_value.mean()
-                assert state.mean_value.isfinite().all() and not state.log_sum.isnan().any()
+                assert state.mean_value.isfinite().all()
+                assert not state.log_sum.isnan().any()
             gradients = torch.autograd.grad(loss, leaves)
             assert all(x.isfinite().all() for x in (out, *gradients))
             if kind == "dead sample":

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from reference import State, lln_reference, normal, relative_error
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from lln import LLNState, lln_attention
+from reference import State, lln_reference, normal, relative_error
 
 Case = dict[str, Any]
 
@@ -46,9 +46,7 @@ def all_pairs() -> list[Case]:
     rng = random.Random(0)
 
     def draw(**fixed: Any) -> Case:
-        return {
-            name: fixed[name] if name in fixed else rng.choice(choices) for name, choices in OPTIONS.items()
-        }
+        return {name: fixed[name] if name in fixed else rng.choice(choices) for name, choices in OPTIONS.items()}
 
     cases: list[Case] = []
     covered: set[tuple] = set()
@@ -190,9 +188,23 @@ def test_gradients_are_those_of_equation_8(case: Case) -> None:
         assert all(x.dtype == dtype or name.endswith("log_sum") for name, x in actual.items())
 
 
-def small(
-    is_causal: bool, block_size: int | None, masked: bool, length: int = 5
-) -> tuple[Callable, list[Tensor]]:
+@pytest.mark.parametrize("block_size", [None, 6])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_each_gradient_can_be_asked_for_alone(is_causal: bool, block_size: int | None) -> None:
+    case = {name: choices[0] for name, choices in OPTIONS.items()} | {"alpha": "[H]", "beta": "[H, D]"}
+    case |= {"is_causal": is_causal, "block_size": block_size, "mix": "wide pair"}
+    for name in tensors_in(build(case)[0]):
+        found = []
+        for function in (lln_attention, lln_reference):
+            inputs, options = build(case)
+            leaf = tensors_in(inputs)[name].requires_grad_()
+            out = function(**inputs, **options)
+            out = out if isinstance(out, Tensor) else out.out
+            found += torch.autograd.grad((out * normal(30, *out.shape)).sum(), leaf)
+        assert relative_error(*found) <= 1e-10
+
+
+def small(is_causal: bool, block_size: int | None, masked: bool, length: int = 5) -> tuple[Callable, list[Tensor]]:
     """A function of leaves only, with the returned state among its results, and small leaves."""
     shapes = [(2, 2, length, 2), (2, 1, length, 2), (2, 1, length, 3), (2,), (1, 2)]
     leaves = [normal(s, *shape) for s, shape in enumerate(shapes)]
@@ -225,9 +237,7 @@ def test_gradients_are_numerical_derivatives(is_causal: bool, block_size: int | 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("block_size", [None, 2])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_second_derivatives_are_numerical_derivatives(
-    is_causal: bool, block_size: int | None, masked: bool
-) -> None:
+def test_second_derivatives_are_numerical_derivatives(is_causal: bool, block_size: int | None, masked: bool) -> None:
     assert gradgradcheck(*small(is_causal, block_size, masked), fast_mode=True)
 
 
@@ -249,9 +259,9 @@ def test_nothing_before_and_nothing_now_has_zero_gradient() -> None:
         )
         total = out.sum() + state.mean_value.sum() + state.merge(given).mean_value.sum()
         found = torch.autograd.grad(total, leaves, allow_unused=True)
-        assert not out.any() and (state.log_sum == -torch.inf).all()
-        assert all(g is None or g.isfinite().all() for g in found)
-        assert not any(g is not None and g.any() for g in found[:3])  # of query, key and value
+        assert not out.any()
+        assert (state.log_sum == -torch.inf).all()
+        assert not any(g is not None and g.any() for g in found)  # NaN counts as any
 
 
 @pytest.mark.parametrize("block_size", [None, 3])
@@ -291,7 +301,8 @@ def test_dropout_drops_whole_weights_and_rescales_the_rest(options: dict[str, An
     dropped = lln_attention(q, k, v, 1.0, 1.0, dropout_p=0.25, is_causal=is_causal, **options)
     ratio = dropped / lln_attention(q, k, v, 1.0, 1.0, is_causal=is_causal, **options)
     kept = ratio > 0.5
-    assert (ratio[kept] - 1 / 0.75).abs().max() <= 1e-12 and not ratio[~kept].any()
+    assert (ratio[kept] - 1 / 0.75).abs().max() <= 1e-12
+    assert not ratio[~kept].any()
     assert abs(kept.double().mean().item() - 0.75) <= 4 * (0.25 * 0.75 / 4000) ** 0.5
 
 

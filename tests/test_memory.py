@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from reference import normal
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lln import lln_attention
+from reference import normal
 
 DIM = 16
 CASES: dict[str, dict[str, Any]] = {
@@ -79,13 +79,13 @@ def test_no_tensor_is_quadratic_in_length_or_holds_a_state_per_token(case: str) 
 @pytest.mark.parametrize("case", CASES)
 def test_peak_memory_grows_with_length_not_its_square(case: str) -> None:
     peaks = []
-    for length in (2048, 4096):
+    for length in (1024, 2048):
         held, peak = 0, 0
         for nbytes in allocations(case, length):
             held += nbytes
             peak = max(peak, held)
         peaks.append(peak)
-    assert peaks[0] > 2048 * DIM * 4
+    assert peaks[0] > 1024 * DIM * 4
     assert peaks[1] <= 2.2 * peaks[0]
 
 
@@ -106,8 +106,10 @@ def test_only_query_key_and_value_are_kept_for_backward(case: str) -> None:
     extra = {address: nbytes for address, nbytes in storages.items() if address not in inputs}
     assert kept, "nothing was saved through autograd: this test would see nothing"
     assert out.untyped_storage().data_ptr() not in extra  # not even the output
-    # log_sum in float64 and mean_value in float32; as much again for alpha, beta and mix; a boolean mask
-    assert sum(extra.values()) <= 2 * (8 * DIM + 4 * DIM * DIM) + length
+    # log_sum in float64 and mean_value in float32; as much again for the end state of a scan, alpha, beta, mix;
+    # and of the mask a byte a token for each of the two parts, the block's rounded up to whole blocks
+    masks = 2 * (length + 64) if "key_mask" in options else 0
+    assert sum(extra.values()) <= 2 * (8 * DIM + 4 * DIM * DIM) + masks
 
 
 @pytest.mark.parametrize("case", CASES)

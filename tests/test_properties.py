@@ -1,6 +1,7 @@
 """What attention must be whatever the numbers: distributions, blind to padding, batch mates and the future,
 and a fold whose parts may be computed anywhere and merged."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import normal, relative_error
 from torch import Tensor
 
 from lln import LLNState, lln_attention
+from reference import normal, relative_error
 
 SEEDS = st.integers(0, 10**6)
 LENGTHS = st.integers(1, 140)  # up to three chunks of a chunked scan
@@ -25,9 +26,7 @@ def holds_for(*strategies: Any) -> Callable[[Callable], Callable]:
     return lambda test: rules(given(*strategies)(test))
 
 
-def inputs(
-    seed: int, length: int, batch: int = 1, groups: int = 2, dim: int = 4, dv: int = 3
-) -> list[Tensor]:
+def inputs(seed: int, length: int, batch: int = 1, groups: int = 2, dim: int = 4, dv: int = 3) -> list[Tensor]:
     shapes = [(batch, 2 * groups, length, dim), (batch, 2, length, dim), (batch, 2, length, dv)]
     return [normal(3 * seed + s, *shape) for s, shape in enumerate(shapes)]
 
@@ -45,9 +44,7 @@ def test_each_row_is_a_distribution_over_keys(
     p = attend(size * q, size * k, identity, block_size=block_size, is_causal=is_causal)
     assert p.min() >= 0
     assert (p.sum(-1) - 1).abs().max() <= EXACT
-    ones = attend(
-        size * q, size * k, torch.ones(1, 2, length, 2).double(), block_size=block_size, is_causal=is_causal
-    )
+    ones = attend(size * q, size * k, torch.ones(1, 2, length, 2).double(), block_size=block_size, is_causal=is_causal)
     assert (ones - 1).abs().max() <= EXACT
     if is_causal:
         assert not p.triu(1).any()
@@ -66,9 +63,7 @@ def test_padding_is_invisible(
 ) -> None:
     plain = [x.requires_grad_() for x in inputs(seed, length)]
     rows = slice(left, left + length)
-    padded = [
-        100 * normal(seed + s, *x.shape[:2], left + length + right, x.shape[3]) for s, x in enumerate(plain)
-    ]
+    padded = [100 * normal(seed + s, *x.shape[:2], left + length + right, x.shape[3]) for s, x in enumerate(plain)]
     for x, y in zip(padded, plain, strict=True):
         x[:, :, rows] = y.detach()
         x.requires_grad_()
@@ -83,7 +78,8 @@ def test_padding_is_invisible(
     floor = 1e-3 * max(x.norm().item() for x in wanted)
     for actual, gradient in zip(found, wanted, strict=True):
         assert relative_error(actual[:, :, rows], gradient, floor) <= 1e-10
-        assert not actual[:, :, :left].any() and not actual[:, :, left + length :].any()
+        assert not actual[:, :, :left].any()
+        assert not actual[:, :, left + length :].any()
 
 
 @holds_for(SEEDS, LENGTHS, BLOCKS, st.booleans())
@@ -99,9 +95,7 @@ def test_batch_mates_are_invisible(seed: int, length: int, block_size: int | Non
 
 
 @holds_for(SEEDS, st.integers(2, 140), st.data(), BLOCKS)
-def test_prefixes_do_not_see_the_future(
-    seed: int, length: int, data: st.DataObject, block_size: int | None
-) -> None:
+def test_prefixes_do_not_see_the_future(seed: int, length: int, data: st.DataObject, block_size: int | None) -> None:
     now = data.draw(st.integers(1, length - 1))
     q, k, v = (x.float() for x in inputs(seed, length))
     before = attend(q, k, v, is_causal=True, block_size=block_size)
@@ -138,7 +132,7 @@ def test_merged_parts_are_the_whole(seed: int, length: int, data: st.DataObject)
     key_mask = normal(seed, 2, length) > -0.5
     cuts = cuts_of(data, length)
     state = LLNState.empty(2, 2, 4, 3, dtype=torch.float64)
-    for a, b in zip(cuts, cuts[1:], strict=False):
+    for a, b in itertools.pairwise(cuts):
         state = state.merge(fold(k[:, :, a:b], v[:, :, a:b], key_mask=key_mask[:, a:b]))
     read = attend(q, k[:, :, :0], v[:, :, :0], state=state)
     assert relative_error(read, attend(q, k, v, key_mask=key_mask)) <= EXACT
@@ -156,7 +150,7 @@ def test_a_causal_sequence_may_be_cut_anywhere(
     options = {"is_causal": True, "block_size": block_size}
     whole, end = attend(q, k, v, key_mask=key_mask, return_state=True, **options)
     cuts, parts, state = cuts_of(data, length), [], None
-    for a, b in zip(cuts, cuts[1:], strict=False):
+    for a, b in itertools.pairwise(cuts):
         part = (x[:, :, a:b] for x in leaves)
         out, state = attend(*part, key_mask=key_mask[:, a:b], state=state, return_state=True, **options)
         parts.append(out)
@@ -195,9 +189,7 @@ def test_packed_causal_sequences_may_be_cut_anywhere(
         return list(out.split(sizes, 2)), state
 
     whole, _ = pack(samples, None)
-    heads, state = pack(
-        [[x[:, :, :c] for x in sample] for sample, c in zip(samples, cuts, strict=True)], None
-    )
+    heads, state = pack([[x[:, :, :c] for x in sample] for sample, c in zip(samples, cuts, strict=True)], None)
     tails, _ = pack([[x[:, :, c:] for x in sample] for sample, c in zip(samples, cuts, strict=True)], state)
     for expected, head, tail in zip(whole, heads, tails, strict=True):
         assert relative_error(torch.cat([head, tail], 2), expected) <= EXACT
@@ -209,9 +201,7 @@ def same(a: LLNState, b: LLNState) -> bool:
 
 
 @holds_for(SEEDS, st.lists(st.integers(0, 9), min_size=3, max_size=3), st.sampled_from([1.0, 100.0]))
-def test_merge_is_associative_commutative_and_has_an_identity(
-    seed: int, lengths: list[int], size: float
-) -> None:
+def test_merge_is_associative_commutative_and_has_an_identity(seed: int, lengths: list[int], size: float) -> None:
     a, b, c = (
         fold(size * k, v, key_mask=normal(seed + s, 2, n) > 0)  # some samples end up empty
         for s, n in enumerate(lengths)
@@ -220,7 +210,9 @@ def test_merge_is_associative_commutative_and_has_an_identity(
     empty = LLNState.empty(2, 2, 4, 3, dtype=torch.float64)
     assert same(a.merge(b).merge(c), a.merge(b.merge(c)))
     assert same(a.merge(b), b.merge(a))
-    assert same(a.merge(empty), a) and same(empty.merge(a), a) and same(empty.merge(empty), empty)
+    assert same(a.merge(empty), a)
+    assert same(empty.merge(a), a)
+    assert same(empty.merge(empty), empty)
 
 
 def test_a_hundred_thousand_single_tokens_merge_to_one_pass() -> None:
@@ -229,9 +221,7 @@ def test_a_hundred_thousand_single_tokens_merge_to_one_pass() -> None:
     x = 1.5 * k
     expected = x.softmax(2).transpose(-1, -2) @ v  # the definition of mean_value
     exponents = x.unbind(2)  # each [1, 1, D]
-    values = (
-        v.float()[..., None, :].expand(-1, -1, -1, 4, -1).unbind(2)
-    )  # each [1, 1, D, Dv]: one token's mean
+    values = v.float()[..., None, :].expand(-1, -1, -1, 4, -1).unbind(2)  # each [1, 1, D, Dv]: one token's mean
     with torch.no_grad():
         state = LLNState.empty(1, 1, 4, 4)
         for log_sum, mean_value in zip(exponents, values, strict=True):
@@ -244,11 +234,11 @@ def test_a_hundred_thousand_single_tokens_merge_to_one_pass() -> None:
 def test_open_blocks_do_not_merge() -> None:
     q, k, v = inputs(0, 6)
     _, state = attend(q, k, v, is_causal=True, block_size=4, return_state=True)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="block"):
         state.merge(state)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="block"):
         state.merge(fold(k, v))
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="causal"):
         attend(*inputs(1, 6), block_size=4, state=state)  # bidirectional
 
 
@@ -258,6 +248,4 @@ def test_a_detached_state_stops_the_gradient() -> None:
         _, state = attend(q, k, v, is_causal=True, block_size=block_size, return_state=True)
         later = attend(*inputs(1, 6), is_causal=True, block_size=block_size, state=state)
         assert all(g.any() for g in torch.autograd.grad(later.sum(), (k, v)))
-        assert not attend(
-            *inputs(1, 6), is_causal=True, block_size=block_size, state=state.detach()
-        ).requires_grad
+        assert not attend(*inputs(1, 6), is_causal=True, block_size=block_size, state=state.detach()).requires_grad

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from reference import State, lln_reference, log_similarity, masked_softmax, normal, raw_map, relative_error
 
 
@@ -39,9 +40,7 @@ def test_block_part_is_softmax_attention_inside_each_block() -> None:
     q, k, v = normal(0, 1, 2, 10, 3), normal(1, 1, 2, 10, 3), normal(2, 1, 2, 10, 3)
     out = lln_reference(q, k, v, 1.0, 1.0, block_size=4, mix=(0.0, 1.0)).out
     blocks = [
-        torch.nn.functional.scaled_dot_product_attention(
-            q[:, :, b : b + 4], k[:, :, b : b + 4], v[:, :, b : b + 4]
-        )
+        torch.nn.functional.scaled_dot_product_attention(q[:, :, b : b + 4], k[:, :, b : b + 4], v[:, :, b : b + 4])
         for b in (0, 4, 8)
     ]
     assert relative_error(out, torch.cat(blocks, 2)) <= 1e-14
@@ -58,10 +57,7 @@ def test_a_state_stands_for_the_keys_that_were_folded_into_it() -> None:
 
 
 def test_reference_gradient_is_the_derivative() -> None:
-    inputs = [
-        normal(s, *shape).requires_grad_()
-        for s, shape in enumerate([(1, 2, 4, 2), (1, 1, 4, 2), (1, 1, 4, 3)])
-    ]
+    inputs = [normal(s, *shape).requires_grad_() for s, shape in enumerate([(1, 2, 4, 2), (1, 1, 4, 2), (1, 1, 4, 3)])]
     key_mask = torch.tensor([[False, True, True, False]])
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:

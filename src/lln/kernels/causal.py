@@ -36,7 +36,7 @@ from lln.kernels.common import (
 )
 from lln.kernels.fold import fold_rows, merge
 
-CHUNK = 64
+CHUNK = 128
 
 
 @dataclasses.dataclass
@@ -87,17 +87,12 @@ def right(t: Tensor, half: int) -> Tensor:
     return halves.select(-3, 1)
 
 
-def join(left_halves: Tensor, right_halves: Tensor) -> Tensor:
-    """The inverse of (left, right)."""
-    return torch.stack([left_halves, right_halves], -3).flatten(-4, -2)
-
-
 def prefix_log_sums(x: Tensor) -> Tensor:
     """Inclusive cumulative logsumexp over the rows (a power of two of them), by doubling."""
     half, sums = 1, x
     while half < x.shape[-2]:
         first, second = left(sums, half), right(sums, half)
-        sums = join(first, logaddexp(first[..., -1:, :], second))
+        sums = torch.stack([first, logaddexp(first[..., -1:, :], second)], -3).flatten(-4, -2)
         half *= 2
     return sums
 
@@ -129,7 +124,7 @@ def outputs(chunk: Chunk, mean_value: Tensor) -> Tensor:
     out = out + (chunk.dropped * chunk.own()).sum(-1, keepdim=True) * chunk.v
     for level in chunk.levels():
         weights = (right(chunk.dropped, level.half) * level.decay) @ level.keys.transpose(-1, -2)
-        out = add_right(out, weights @ left(chunk.v, level.half), level.half)
+        right(out, level.half).add_(weights @ left(chunk.v, level.half))
     return out
 
 
@@ -139,7 +134,7 @@ def value_products(chunk: Chunk, mean_value: Tensor, g: Tensor) -> Tensor:
     w = w + chunk.own() * (g * chunk.v).sum(-1, keepdim=True)
     for level in chunk.levels():
         scores = right(g, level.half) @ left(chunk.v, level.half).transpose(-1, -2)
-        w = add_right(w, level.decay * (scores @ level.keys), level.half)
+        right(w, level.half).add_(level.decay * (scores @ level.keys))
     return w
 
 
@@ -156,19 +151,11 @@ def key_value_gradients(chunk: Chunk, g: Tensor, d: Tensor, suffix: Tensor, suff
         reach = right(chunk.dropped, half) * level.decay
         g_right, v_left = right(g, half), left(chunk.v, half)
         weights = reach @ level.keys.transpose(-1, -2)
-        dv = add_left(dv, (weights.transpose(-1, -2) @ g_right).sum(2, keepdim=True), half)
+        left(dv, half).add_((weights.transpose(-1, -2) @ g_right).sum(2, keepdim=True))
         pull = (g_right @ v_left.transpose(-1, -2)).transpose(-1, -2) @ reach
         pull = pull - (right(chunk.a * d, half) * level.decay).sum(-2, keepdim=True)
-        dx = add_left(dx, level.keys * pull.sum(2, keepdim=True), half)
+        left(dx, half).add_(level.keys * pull.sum(2, keepdim=True))
     return dx, dv
-
-
-def add_right(t: Tensor, update: Tensor, half: int) -> Tensor:
-    return join(left(t, half), right(t, half) + update)
-
-
-def add_left(t: Tensor, update: Tensor, half: int) -> Tensor:
-    return join(left(t, half) + update, right(t, half))
 
 
 def chunks(length: int) -> list[slice]:

@@ -57,12 +57,14 @@ def zeros_like(weight: Tensor | None) -> Any:
 
 
 def finite(t: Tensor) -> Tensor:
-    """-inf becomes 0: what is subtracted from an exponent must not turn -inf into NaN."""
-    return t.masked_fill(t == -torch.inf, 0.0)
+    """-inf becomes the lowest finite number, so that subtracting it from an exponent of -inf gives -inf, not NaN."""
+    return t.clamp_min(torch.finfo(t.dtype).min)
 
 
 def logaddexp(a: Tensor, b: Tensor) -> Tensor:
     """log(e^a + e^b) where two empty sums (-inf) make an empty sum with zero, not NaN, gradient."""
+    if not torch.is_grad_enabled():
+        return torch.logaddexp(a, b)
     empty = (a == -torch.inf) & (b == -torch.inf)
     both = torch.logaddexp(a.masked_fill(empty, 0.0), b.masked_fill(empty, 0.0))
     return both.masked_fill(empty, -torch.inf)

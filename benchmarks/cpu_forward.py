@@ -1,0 +1,115 @@
+"""LLN's forward pass on a CPU beside torch's softmax attention and beside the bare products q @ (k^T v).
+
+    python benchmarks/cpu_forward.py --out benchmarks/results/cpu_forward.json
+
+The bare products are the arithmetic that any linear attention must do, so their time is what bounds LLN. All works
+take turns within one run, and the times are ratios of medians. The result also fills in the table in the README.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from lln import lln_attention
+from lln.bench.lengths import ALPHA, BETA, check
+from lln.bench.measure import Work, peak_memory, provenance, time_calls
+from lln.files import write_json, write_text
+
+README = Path(__file__).parent.parent / "README.md"
+MARKS = "<!-- benchmarks/cpu_forward.py -->\n", "<!-- end -->"
+SHAPE = {"batch": 1, "heads": 12, "length": 8192, "dim": 64}
+MEMORY_LENGTHS = (4096, 8192, 16384, 32768)
+
+
+def works(length: int) -> dict[str, Work]:
+    q, k, v = (torch.randn(SHAPE["batch"], SHAPE["heads"], length, SHAPE["dim"]) for _ in range(3))
+    return {
+        "softmax": lambda: scaled_dot_product_attention(q, k, v),
+        "q @ (k^T v)": lambda: q @ (k.transpose(-1, -2) @ v),
+        "LLN": lambda: lln_attention(q, k, v, ALPHA, BETA),
+        "LLN+Diag": lambda: lln_attention(q, k, v, ALPHA, BETA, block_size=64),
+        "LLN, causal": lambda: lln_attention(q, k, v, ALPHA, BETA, is_causal=True),
+    }
+
+
+@torch.no_grad()
+def measure(repeats: int, threads: int, seed: int) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    cpu = torch.device("cpu")
+    check(SHAPE["heads"], SHAPE["dim"], cpu)
+    times = time_calls(works(SHAPE["length"]), repeats=repeats, device=cpu, warmup=2)
+    memory: dict[str, list[int]] = {}
+    for length in MEMORY_LENGTHS:
+        for name, work in works(length).items():
+            if name != "softmax":  # minutes at the longer lengths
+                memory.setdefault(name, []).append(peak_memory(work, cpu))
+    return {
+        "what": "forward pass in float32, ms (median and quartiles), and peak extra bytes against length",
+        "shape": SHAPE,
+        "provenance": provenance(seed, cpu),
+        "ms": {name: dataclasses.asdict(timing) for name, timing in times.items()},
+        "memory_lengths": MEMORY_LENGTHS,
+        "peak_bytes": memory,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    ms, shape, made = result["ms"], result["shape"], result["provenance"]
+    lines = [
+        "| forward, float32 | ms (quartiles) | softmax / it | it / bare products |",
+        "|---|---|---|---|",
+    ]
+    for name, t in ms.items():
+        against_softmax = ms["softmax"]["median"] / t["median"]
+        against_products = t["median"] / ms["q @ (k^T v)"]["median"]
+        label = f"`{name}`" if "@" in name else name
+        lines.append(
+            f"| {label} | {t['median']:.3g} ({t['low']:.3g} to {t['high']:.3g}) "
+            f"| {against_softmax:.3g} | {against_products:.3g} |"
+        )
+    lines += [
+        "",
+        f"Batch {shape['batch']}, {shape['heads']} heads of {shape['dim']}, {shape['length']:,} tokens; "
+        f"{made['device']}, {made['threads']} threads, torch {made['torch']}, {made['date'][:10]}, "
+        f"commit {made['commit']}. LLN's peak extra memory grows with length to the power {growth(result, 'LLN'):.2f}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def growth(result: dict[str, Any], name: str) -> float:
+    """The exponent of peak memory against length, between the shortest and the longest."""
+    lengths, peaks = result["memory_lengths"], result["peak_bytes"][name]
+    return math.log(peaks[-1] / peaks[0]) / math.log(lengths[-1] / lengths[0])
+
+
+def readme_with(text: str, readme: str) -> str:
+    start, end = readme.index(MARKS[0]) + len(MARKS[0]), readme.index(MARKS[1])
+    return readme[:start] + text + readme[end:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="where to store the result; also updates the README")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    result = json.loads(json.dumps(measure(args.repeats, args.threads, args.seed)))
+    print(table(result))
+    if args.out:
+        write_json(args.out, result)
+        write_text(README, readme_with(table(result), README.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""What a user gets: a light import, types, a command line that answers in sentences, a page that stands alone."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import lln
+from lln.cli import app
+from lln.report.lengths import section
+from lln.report.page import write_page
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ("triton", "transformers", "datasets", "scipy", "pandas", "altair", "jinja2", "typer", "rich", "matplotlib")
+
+
+def test_importing_lln_loads_nothing_heavy_but_torch() -> None:
+    # Against a plain `import torch`, since torch may load some of these itself.
+    code = "import sys, torch; before = set(sys.modules); import lln; print(*sorted(set(sys.modules) - before))"
+    new = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "lln.attention" in new
+    assert [name for name in new if name.split(".")[0] in HEAVY] == []
+    # Of everything else that comes with it, only small pieces of torch and of the standard library.
+    allowed = {"lln", "torch"} | sys.stdlib_module_names
+    assert [name for name in new if name.split(".")[0] not in allowed] == []
+
+
+def test_the_package_is_typed_and_names_its_version_once() -> None:
+    assert (Path(lln.__file__).parent / "py.typed").exists()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["dynamic"] == ["version"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", lln.__version__)
+    assert lln.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_public_name_is_there_and_documented() -> None:
+    for name in set(lln.__all__) - {"__version__"}:
+        assert getattr(lln, name).__doc__
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize("command", [[], ["report"], ["info"]])
+def test_help_teaches(command: list[str]) -> None:
+    code, output = run(*command, "--help")
+    assert code == 0
+    assert "Usage" in output
+    if command:
+        assert f"Example: lln {command[0]}" in output
+
+
+def test_version_and_info_answer() -> None:
+    assert run("--version") == (0, f"lln-attention {lln.__version__}\n")
+    code, output = run("info")
+    assert code == 0
+    for line in ("lln-attention", "python", "torch", "devices", "back ends", "extra report"):
+        assert line in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["report", "--lengths", "many"], "like 512,2048; got 'many'"),
+        (["report", "--lengths", "0"], "must be positive whole numbers"),
+        (["report", "--repeats", "0"], "--repeats"),
+        (["report", "--device", "nowhere"], "torch cannot use 'nowhere' here"),
+        (["report", "--out", "pyproject.toml"], "pyproject.toml is a file; name a folder"),
+        (["rapport"], "No such command 'rapport'"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence_and_exit_code_2(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    code, output = run(*arguments)
+    assert code == 2
+    assert message in output
+    assert "Traceback" not in output
+
+
+def test_a_missing_extra_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lln.cli.EXTRAS", {"report": ("altair", "no_such_module")})
+    code, output = run("report")
+    assert code == 2
+    assert "needs no_such_module" in output
+    assert "pip install 'lln-attention[report]'" in output
+    assert "missing no_such_module" in run("info")[1]
+
+
+class Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_report_is_a_page_that_stands_alone(tmp_path: Path) -> None:
+    out = tmp_path / "page"
+    code, output = run("report", "--lengths", "32,64", "--repeats", "2", "--out", str(out))
+    assert code == 0
+    assert str(out / "index.html") in output.replace("\n", "")
+    text = (out / "index.html").read_text()
+    page = Page(text)
+    assert page.open == []
+    assert [link for link in page.links if not link.startswith("#")] == []  # nothing is fetched
+    assert "url(http" not in text
+    names = {path.name for path in out.iterdir()}
+    assert names == {"index.html", "lengths.json", "time-against-length.svg", "memory-against-length.svg"}
+    data = json.loads((out / "lengths.json").read_text())
+    assert {"command", "commit", "device", "seed", "torch"} <= data["provenance"].keys()
+    for row in data["rows"]:
+        assert row["forward"]["median"] > 0
+        assert row["training_bytes"] >= 3 * 12 * row["length"] * 64 * 4  # at least the three gradients
+        assert f"{row['forward']['median']:.3g}" in text
+
+
+def fake(times: dict[str, list[float]], lengths: list[int]) -> dict:
+    def timing(ms: float) -> dict:
+        return {"median": ms, "low": ms, "high": ms, "repeats": 1}
+
+    return {
+        "rows": [
+            {"attention": name, "length": n, "forward": timing(ms), "training": timing(ms)}
+            | {"forward_bytes": 2**20, "training_bytes": 2**20}
+            for name, series in times.items()
+            for n, ms in zip(lengths, series, strict=True)
+        ]
+    }
+
+
+def test_the_page_says_where_softmax_wins() -> None:
+    lengths = [256, 512, 1024]
+    said = section(fake({"softmax": [1, 4, 16], "LLN": [2, 3, 4], "LLN+Diag": [0.5, 9, 17]}, lengths)).sentences
+    assert "LLN trains 4 times" in said[0]
+    assert said[1] == "LLN is faster from 512 tokens on; at 256 and below, softmax wins."
+    assert said[2] == "LLN+Diag was not reliably faster than softmax attention at any measured length."
+
+
+def test_text_in_the_page_is_escaped(tmp_path: Path) -> None:
+    part = section(fake({"softmax": [1.0], "LLN": [1.0], "LLN+Diag": [1.0]}, [8]))
+    text = write_page(tmp_path, [part], {"command": "lln <script>alert(1)</script>"}).read_text()
+    assert "<script>" not in text
+    assert "&lt;script&gt;" in text
+
+
+def test_files_are_whole_or_not_there(tmp_path: Path) -> None:
+    from lln.files import write_json, write_text
+
+    path = tmp_path / "deep" / "result.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json(path, float("nan"))
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "\ud800")
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert list(path.parent.iterdir()) == [path]

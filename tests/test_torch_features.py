@@ -1,0 +1,118 @@
+"""What users of PyTorch do with an op: compile it, checkpoint it, differentiate it functionally, autocast it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from lln import lln_attention
+
+CALLS: dict[str, dict[str, Any]] = {
+    "bidirectional": {},
+    "causal": {"is_causal": True},
+    "blocks": {"block_size": 8},
+    "blocks with padding": {"block_size": 8, "key_mask": torch.arange(20).expand(2, 20) >= torch.tensor([[3], [0]])},
+}
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, 2, 20, 4, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+def gradients(out: torch.Tensor, leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return torch.autograd.grad(out, leaves, weights)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+@pytest.mark.parametrize("name", CALLS)
+def test_compiled_as_one_graph_it_gives_the_same(name: str) -> None:
+    torch.compiler.reset()
+    leaves = inputs()
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return lln_attention(q, k, v, 1.5, 1.5, **CALLS[name])
+
+    out, expected = torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves), call(*leaves)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    for got, wanted in zip(gradients(out, leaves), gradients(expected, leaves), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_repeats_dropout_and_gradients_exactly(use_reentrant: bool) -> None:
+    leaves = inputs()
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return lln_attention(q, k, v, 1.5, 1.5, block_size=8, dropout_p=0.3)
+
+    results = []
+    for run in (lambda: call(*leaves), lambda: checkpoint(call, *leaves, use_reentrant=use_reentrant)):
+        for leaf in leaves:
+            leaf.grad = None
+        torch.manual_seed(5)
+        run().square().sum().backward()
+        results.append([leaf.grad for leaf in leaves])
+    for got, wanted in zip(*results, strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_functional_gradients_are_the_gradients(name: str) -> None:
+    leaves = inputs()
+
+    def loss(*tensors: torch.Tensor) -> torch.Tensor:
+        return lln_attention(*tensors, 1.5, 1.5, **CALLS[name]).square().sum()
+
+    functional = torch.func.grad(loss, argnums=(0, 1, 2))(*leaves)
+    for got, wanted in zip(functional, torch.autograd.grad(loss(*leaves), leaves), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_autocast_narrows_the_inputs_and_nothing_inside(name: str) -> None:
+    leaves = inputs(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = lln_attention(*leaves, 1.5, 1.5, **CALLS[name])
+        grads = gradients(out, leaves)  # the backward pass, too, may run under autocast
+    narrow = [leaf.detach().bfloat16().requires_grad_() for leaf in leaves]
+    expected = lln_attention(*narrow, 1.5, 1.5, **CALLS[name])
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, expected)
+    for got, wanted in zip(grads, gradients(expected, narrow), strict=True):
+        assert got.dtype == torch.float32
+        assert torch.equal(got, wanted.float())
+
+
+def test_float64_is_left_alone_by_autocast() -> None:
+    leaves = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = lln_attention(*leaves, 1.5, 1.5, is_causal=True)
+    assert torch.equal(out, lln_attention(*leaves, 1.5, 1.5, is_causal=True))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_transposed_views_as_models_pass_them_give_the_same(name: str) -> None:
+    leaves = inputs()
+    views = [leaf.transpose(1, 2).contiguous().transpose(1, 2) for leaf in leaves]
+    assert not views[0].is_contiguous()
+    out, expected = (lln_attention(*t, 1.5, 1.5, **CALLS[name]) for t in (views, leaves))
+    torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_inputs_are_not_written_to() -> None:
+    for options in CALLS.values():
+        leaves = inputs()
+        copies = [leaf.detach().clone() for leaf in leaves]
+        gradients(lln_attention(*leaves, 1.5, 1.5, **options), leaves)
+        for leaf, copy in zip(leaves, copies, strict=True):
+            assert torch.equal(leaf, copy)
+
+
+def test_repeated_runs_are_bit_equal() -> None:
+    leaves = inputs(torch.float32)
+    runs = [gradients(lln_attention(*leaves, 1.5, 1.5, block_size=8, is_causal=True), leaves) for _ in range(2)]
+    for first, second in zip(*runs, strict=True):
+        assert torch.equal(first, second)
