@@ -12,9 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# These tensors are small: threads mostly wait for each other, and on a busy machine ten times as long.
-torch.set_num_threads(1)
-
 
 class State(NamedTuple):
     """What came before: same fields as the package's state, so that either can be passed to either side."""

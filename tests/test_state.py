@@ -52,6 +52,18 @@ def test_two_empty_states_merge_into_an_empty_one_with_zero_gradient() -> None:
         assert torch.equal(leaf.grad, torch.zeros_like(leaf))
 
 
+def test_an_empty_state_that_meets_no_tokens_has_zero_gradient() -> None:
+    state = LLNState.empty(1, 1, 3)
+    nothing = torch.zeros(1, 1, 0, 3)
+    for is_causal in (False, True):
+        mean = state.mean_value.clone().requires_grad_()
+        before = LLNState(state.log_sum, mean)
+        _, after = lln_attention(
+            nothing, nothing, nothing, 1.0, 1.0, is_causal=is_causal, state=before, return_state=True
+        )
+        assert torch.equal(torch.autograd.grad(after.mean_value.sum(), mean)[0], torch.zeros_like(mean))
+
+
 def test_reordering_a_state_is_reordering_the_batch() -> None:
     order = torch.tensor([2, 0, 0])
     state = state_after(13, 8)

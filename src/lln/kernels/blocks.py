@@ -9,7 +9,6 @@ Shapes are those of `common`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -112,7 +111,7 @@ class Blocks(Function):
         placement = place(start, key_mask, block_size, open_key)
         qs, ks, vs, visible = in_blocks(q, k, v, open_key, open_value, placement, block_size)
         out = q.new_empty((*qs.shape[:-1], v.shape[-1]), dtype=dtype)
-        for part in block_spans(qs):
+        for part in spans(qs, dim=-3, at_least=1):
             q_part, k_part, v_part = (t[..., part, :, :].to(computed) for t in (qs, ks, vs))
             p = weights(q_part, k_part, None if visible is None else visible[..., part, :], is_causal, scale)
             o = drop(p, dropout, part.start)[0] @ v_part
@@ -136,7 +135,7 @@ class Blocks(Function):
         gs = (g_out if placement is None else placement.queries(g_out)).unflatten(-2, (-1, block_size))
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (qs, ks, vs))
         dweight = zeros_like(weight)
-        for part in block_spans(qs):
+        for part in spans(qs, dim=-3, at_least=1):
             q_part, k_part, v_part, g = (t[..., part, :, :].to(dtype) for t in (qs, ks, vs, gs))
             p = weights(q_part, k_part, None if visible is None else visible[..., part, :], is_causal, scale)
             dropped, mask = drop(p, dropout, part.start)
@@ -178,7 +177,3 @@ def in_blocks(
         visible = placement.visible[:, None, None].unflatten(-1, (-1, block_size))
     q, k, v = (t.unflatten(-2, (-1, block_size)) for t in (q, k, v))
     return q, k, v, visible
-
-
-def block_spans(blocks: Tensor) -> Iterator[slice]:
-    return spans(blocks.shape[-3], blocks[..., 0, :, 0].numel() * max(blocks.shape[-2:]), at_least=1)

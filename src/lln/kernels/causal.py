@@ -237,5 +237,11 @@ class Causal(Function):
             suffix = through.transpose(-1, -2) * suffix + reach.sum(2, keepdim=True)
             reach_d = (chunk.a * entering * d).sum((2, -2), keepdim=True)
             suffix_d = through * suffix_d + reach_d
+        # An empty incoming state has no say, also when there are no rows.
+        no_past = log_sum == -torch.inf
+        suffix, suffix_d = (
+            suffix.masked_fill(no_past.unsqueeze(-1), 0.0),
+            suffix_d.masked_fill(no_past.unsqueeze(-2), 0.0),
+        )
         dlog_sum = ((mean_value * suffix).sum(-1) - suffix_d.squeeze(-2)).to(log_sum.dtype)
         return dq, dk, dv, dalpha, dbeta, dlog_sum, suffix, dweight, None, None, None

@@ -36,11 +36,12 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def spans(length: int, row_elements: int, at_least: int = 64) -> Iterator[slice]:
-    """Slices that cover `length` rows, each of about SPAN_ELEMENTS in all but of `at_least` so many rows."""
-    rows = max(SPAN_ELEMENTS // max(row_elements, 1), at_least)
-    for first in range(0, length, rows):
-        yield slice(first, min(first + rows, length))
+def spans(t: Tensor, dim: int = -2, at_least: int = 64) -> Iterator[slice]:
+    """Slices that cover dimension `dim` of t, each of about SPAN_ELEMENTS elements but at least so many long."""
+    length = t.shape[dim]
+    step = max(SPAN_ELEMENTS * length // max(t.numel(), 1), at_least)
+    for first in range(0, length, step):
+        yield slice(first, min(first + step, length))
 
 
 def reuse(buffer: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:

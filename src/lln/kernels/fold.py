@@ -68,7 +68,7 @@ class Fold(Function):
     @full_precision
     def forward(k: Tensor, v: Tensor, beta: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
         state, x = None, None
-        for rows in spans(k.shape[-2], k[..., 0, :].numel()):
+        for rows in spans(k):
             k_rows = k[..., rows, :]
             x = torch.mul(k_rows, beta, out=reuse(x, k_rows, beta.dtype))
             if hidden is not None:
@@ -85,11 +85,11 @@ class Fold(Function):
     @full_precision
     def backward(ctx: Any, g_log_sum: Tensor, g_mean: Tensor) -> tuple[Tensor | None, ...]:
         k, v, beta, hidden, log_sum, mean_value = ctx.saved_tensors
-        edge = finite(log_sum).to(beta.dtype).unsqueeze(-2)
+        edge = finite(log_sum.to(beta.dtype)).unsqueeze(-2)
         shift = (g_log_sum.to(beta.dtype) - (mean_value * g_mean).sum(-1)).unsqueeze(-2)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         dbeta = torch.zeros_like(beta)
-        for rows in spans(k.shape[-2], k[..., 0, :].numel()):
+        for rows in spans(k):
             k_rows = k[..., rows, :].to(beta.dtype)
             x = exponents(k_rows, beta, None if hidden is None else hidden[..., rows, :])
             b = (x - edge).exp()  # B = softmax_j(beta k)
@@ -112,12 +112,13 @@ class Read(Function):
     ) -> Tensor:  # fmt: skip
         out = q.new_empty((*q.shape[:-1], mean_value.shape[-1]), dtype=dtype)
         offset, mean_value, _ = readable(log_sum, mean_value)
-        logits = a = None
-        for rows in spans(q.shape[-2], q[..., 0, :].numel()):
+        logits = a = o = None
+        for rows in spans(q):
             q_rows = q[..., rows, :]
             logits = torch.mul(q_rows, alpha, out=reuse(logits, q_rows, alpha.dtype)).add_(offset)
             a = torch.softmax(logits, -1, out=reuse(a, q_rows, alpha.dtype))
-            o = drop(a, dropout, rows.start)[0] @ mean_value
+            dropped, _ = drop(a, dropout, rows.start)
+            o = torch.matmul(dropped, mean_value, out=reuse(o, out[..., rows, :], alpha.dtype))
             out[..., rows, :] = o if weight is None else o.mul_(weight)
         return out
 
@@ -134,7 +135,7 @@ class Read(Function):
         dq = torch.empty_like(q)
         dalpha, dmean, dlog_sum = torch.zeros_like(alpha), torch.zeros_like(mean_value), torch.zeros_like(offset)
         dweight = zeros_like(weight)
-        for rows in spans(q.shape[-2], q[..., 0, :].numel()):
+        for rows in spans(q):
             q_rows, g = q[..., rows, :], g_out[..., rows, :].to(alpha.dtype)
             a = (q_rows * alpha + offset).softmax(-1)
             dropped, mask = drop(a, ctx.dropout, rows.start)

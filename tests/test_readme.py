@@ -1,0 +1,26 @@
+"""What the README says is what was measured, and what it shows runs."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_speed_table_is_the_stored_result() -> None:
+    spec = importlib.util.spec_from_file_location("cpu_forward", ROOT / "benchmarks" / "cpu_forward.py")
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    result = json.loads((ROOT / "benchmarks" / "results" / "cpu_forward.json").read_text())
+    assert benchmark.readme_with(benchmark.table(result), README) == README
+
+
+def test_every_python_block_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block.replace("4096", "96"), {})
