@@ -1,0 +1,58 @@
+"""On every device of this machine the op gives what it gives in float64 on the CPU: outputs, gradients, states."""
+
+from typing import Any
+
+import pytest
+import torch
+from reference import relative_error
+
+from lln import lln_attention
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+CALLS: dict[str, dict[str, Any]] = {
+    "bidirectional": {},
+    "causal": {"is_causal": True},
+    "blocks": {"block_size": 16, "mix": (0.7, 0.6)},
+    "causal blocks": {"block_size": 16, "is_causal": True},
+}
+
+
+def on(device: str, dtype: torch.dtype, packed: bool, options: dict[str, Any]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1 if packed else 2, heads, 70, dim) for heads, dim in ((4, 12), (2, 12), (2, 10))]
+    q, k, v = (torch.randn(s, generator=generator).to(device, dtype).requires_grad_() for s in shapes)
+    alpha = torch.linspace(1.0, 2.0, 4).to(device, dtype).requires_grad_()
+    where = {"cu_seqlens": torch.tensor([0, 23, 23, 70], dtype=torch.int32, device=device)} if packed else {}
+    if not packed:
+        where["key_mask"] = (torch.arange(70).expand(2, 70) >= torch.tensor([[5], [0]])).to(device)
+    out = lln_attention(q, k, v, alpha, 1.3, **options, **where)
+    weights = torch.linspace(-1.0, 1.0, out.numel()).view(out.shape).to(device, dtype)
+    grads = torch.autograd.grad(out, (q, k, v, alpha), weights)
+    results = [out, *grads]
+    if options.get("is_causal") or "block_size" not in options:
+        _, state = lln_attention(q, k, v, alpha, 1.3, **options, **where, return_state=True)
+        results += [state.log_sum.exp(), state.mean_value]  # an empty segment has -inf
+        if state.block_size is not None:
+            results += [state.block_key, state.block_value, state.count.double()]
+    return [t.detach().cpu().double() for t in results]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_every_device_agrees_with_float64(device: str, packed: bool, name: str) -> None:
+    exact = on("cpu", torch.float64, packed, CALLS[name])
+    for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        for got, wanted in zip(on(device, dtype, packed, CALLS[name]), exact, strict=True):
+            assert relative_error(got, wanted) < tolerance
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dropout_is_repeated_by_the_seed_on_every_device(device: str) -> None:
+    q, k, v = (torch.randn(1, 2, 70, 8, device=device) for _ in range(3))
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(lln_attention(q, k, v, 1.5, 1.5, block_size=16, dropout_p=0.4))
+    assert torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[0], outs[2])
