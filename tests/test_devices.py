@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from reference import relative_error
 
 from lln import lln_attention
+from reference import relative_error
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 CALLS: dict[str, dict[str, Any]] = {

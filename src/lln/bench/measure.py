@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ def peak_memory(work: Work, device: torch.device) -> int:
         synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # some builds of the profiler write a line a run to stderr
+    warnings.filterwarnings("ignore", ".*Profiler clears events", UserWarning)  # of no concern to a single run
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = work()
     del result

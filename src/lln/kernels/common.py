@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Temporaries of about this many elements stay in a CPU's cache and keep the peak memory small.
-SPAN_ELEMENTS = 2**20
+# Temporaries of about this many elements: they stay in a CPU's cache; on other devices launches cost more than memory.
+SPAN_ELEMENTS = {"cpu": 2**20}
+SPAN_ELEMENTS_ELSEWHERE = 2**24
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -39,7 +40,8 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 def spans(t: Tensor, dim: int = -2, at_least: int = 64) -> Iterator[slice]:
     """Slices that cover dimension `dim` of t, each of about SPAN_ELEMENTS elements but at least so many long."""
     length = t.shape[dim]
-    step = max(SPAN_ELEMENTS * length // max(t.numel(), 1), at_least)
+    elements = SPAN_ELEMENTS.get(t.device.type, SPAN_ELEMENTS_ELSEWHERE)
+    step = max(elements * length // max(t.numel(), 1), at_least)
     for first in range(0, length, step):
         yield slice(first, min(first + step, length))
 
