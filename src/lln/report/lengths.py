@@ -1,0 +1,91 @@
+"""The section on time and memory against length, from a result of lln.bench.lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lln.report.charts import against_length, svg
+from lln.report.page import Chart, Section
+
+MIB = 2**20
+
+
+def section(result: dict[str, Any]) -> Section:
+    rows = result["rows"]
+    times = [
+        {"attention": row["attention"], "length": row["length"], "ms": row["training"]["median"]}
+        | {"low": row["training"]["low"], "high": row["training"]["high"]}
+        for row in rows
+    ]
+    memory = [
+        {"attention": row["attention"], "length": row["length"], "MiB": row["training_bytes"] / MIB} for row in rows
+    ]
+    charts = [
+        Chart(
+            "time-against-length",
+            svg(against_length(times, "ms", "forward + backward (ms)")),
+            "Time of forward and backward against length, for softmax attention, LLN and LLN+Diag. "
+            "Bars span the quartiles of the repeats.",
+        ),
+        Chart(
+            "memory-against-length",
+            svg(against_length(memory, "MiB", "peak extra memory (MiB)")),
+            "Peak extra memory of forward and backward against length, for the same three.",
+        ),
+    ]
+    header = ["length", "attention", "forward ms", "forward + backward ms", "times faster", "peak extra MiB"]
+    return Section(
+        name="lengths",
+        title="Time and memory against length",
+        sentences=sentences(result),
+        charts=charts,
+        header=header,
+        table=[table_row(row, rows) for row in rows],
+        data=result,
+    )
+
+
+def table_row(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    def spread(timing: dict[str, Any]) -> str:
+        return f"{timing['median']:.3g} ({timing['low']:.3g} to {timing['high']:.3g})"
+
+    return [
+        f"{row['length']:,}",
+        row["attention"],
+        spread(row["forward"]),
+        spread(row["training"]),
+        f"{speedup(rows, row['attention'], row['length']):.2g}",
+        f"{row['training_bytes'] / MIB:.3g}",
+    ]
+
+
+def training_ms(rows: list[dict[str, Any]], attention: str, length: int) -> float:
+    return next(
+        float(row["training"]["median"]) for row in rows if (row["attention"], row["length"]) == (attention, length)
+    )
+
+
+def speedup(rows: list[dict[str, Any]], attention: str, length: int) -> float:
+    return training_ms(rows, "softmax", length) / training_ms(rows, attention, length)
+
+
+def sentences(result: dict[str, Any]) -> list[str]:
+    rows = result["rows"]
+    lengths = sorted({row["length"] for row in rows})
+    longest = lengths[-1]
+    said = [
+        f"At {longest:,} tokens, LLN trains {speedup(rows, 'LLN', longest):.3g} times and LLN+Diag "
+        f"{speedup(rows, 'LLN+Diag', longest):.3g} times as fast as softmax attention: softmax grows with the square "
+        "of the length, LLN with the length."
+    ]
+    for name in ("LLN", "LLN+Diag"):
+        # From here on, not merely here: a lucky short length is not a crossover.
+        faster = [n for i, n in enumerate(lengths) if all(speedup(rows, name, m) > 1 for m in lengths[i:])]
+        slower = [n for n in lengths if n not in faster]
+        if not faster:
+            said.append(f"{name} was not reliably faster than softmax attention at any measured length.")
+        elif slower:
+            said.append(f"{name} is faster from {faster[0]:,} tokens on; at {slower[-1]:,} and below, softmax wins.")
+        else:
+            said.append(f"{name} is faster at every measured length, from {lengths[0]:,} tokens on.")
+    return said
