@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lln import lln_attention
 from lln.bench.lengths import ALPHA, BETA, check
-from lln.bench.measure import Work, peak_memory, provenance, time_calls
+from lln.bench.measure import Work, peak_memory, provenance, show, time_calls
 from lln.files import write_json, write_text
 
 README = Path(__file__).parent.parent / "README.md"
@@ -73,10 +73,7 @@ def table(result: dict[str, Any]) -> str:
         against_softmax = ms["softmax"]["median"] / t["median"]
         against_products = t["median"] / ms["q @ (k^T v)"]["median"]
         label = f"`{name}`" if "@" in name else name
-        lines.append(
-            f"| {label} | {t['median']:.3g} ({t['low']:.3g} to {t['high']:.3g}) "
-            f"| {against_softmax:.3g} | {against_products:.3g} |"
-        )
+        lines.append(f"| {label} | {show(t)} | {against_softmax:.3g} | {against_products:.3g} |")
     lines += [
         "",
         f"Batch {shape['batch']}, {shape['heads']} heads of {shape['dim']}, {shape['length']:,} tokens; "

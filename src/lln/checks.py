@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 import torch
@@ -19,15 +20,14 @@ from lln.kernels.common import Dropout, compute_dtype
 from lln.state import LLNState, same_beta
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-Number = int | float
 
 
 def check_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    alpha: Number | Tensor,
-    beta: Number | Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
     block_size: int | None,
     mix: Any,
     is_causal: bool,
@@ -140,7 +140,7 @@ def check_packing(cu_seqlens: Any, query: Tensor, key: Tensor) -> tuple[Tensor |
     """(offsets of the queries, offsets of the keys, whether they are different sequences)"""
     if cu_seqlens is None:
         return None, None, False
-    cross = isinstance(cu_seqlens, tuple | list)
+    cross = isinstance(cu_seqlens, (tuple, list))
     pair = tuple(cu_seqlens) if cross else (cu_seqlens, cu_seqlens)
     if len(pair) != 2 or not all(isinstance(t, Tensor) for t in pair):
         raise TypeError(
@@ -208,7 +208,7 @@ def check_block_size(block_size: int | None, is_causal: bool, cross: bool, with_
 
 
 def check_number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, Number):
+    if isinstance(value, bool) or not isinstance(value, (int, float, Real)):
         raise TypeError(f"{name} must be a number; got {describe(value)}.")
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite; got {value}.")
@@ -258,10 +258,10 @@ def mix_weights(
 ) -> tuple[Tensor | None, Tensor | None]:
     """(factor of the linear part, factor of the block part), None where there are no blocks."""
     if block_size is None:
-        if isinstance(mix, Tensor | tuple | list) or mix != 0.5:
+        if isinstance(mix, (Tensor, tuple, list)) or mix != 0.5:
             raise ValueError(f"mix weighs LLN against the blocks and needs block_size; got {describe(mix)}.")
         return None, None
-    if isinstance(mix, tuple | list):
+    if isinstance(mix, (tuple, list)):
         if len(mix) != 2:
             raise ValueError(f"mix must be a number, a tensor, or a pair (r, p); got {len(mix)} of them.")
         first, second = (coefficient("mix", m, shape, dtype, device, positive=False) for m in mix)

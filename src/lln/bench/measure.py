@@ -46,6 +46,16 @@ def time_calls(works: dict[str, Work], *, repeats: int, device: torch.device, wa
     return {name: summarize([1e3 * s for s in values]) for name, values in seconds.items()}
 
 
+def show(timing: dict[str, Any]) -> str:
+    """A stored Timing as text: median (low to high)."""
+    return f"{number(timing['median'])} ({number(timing['low'])} to {number(timing['high'])})"
+
+
+def number(value: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def summarize(values: list[float]) -> Timing:
     if len(values) < 2:
         return Timing(values[0], values[0], values[0], 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lln.bench.measure import number, show
 from lln.report.charts import against_length, svg
 from lln.report.page import Chart, Section
 
@@ -33,7 +34,7 @@ def section(result: dict[str, Any]) -> Section:
             "Peak extra memory of forward and backward against length, for the same three.",
         ),
     ]
-    header = ["length", "attention", "forward ms", "forward + backward ms", "times faster", "peak extra MiB"]
+    header = ["length", "attention", "forward ms", "forward + backward ms", "times faster", "extra MiB"]
     return Section(
         name="lengths",
         title="Time and memory against length",
@@ -46,16 +47,13 @@ def section(result: dict[str, Any]) -> Section:
 
 
 def table_row(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
-    def spread(timing: dict[str, Any]) -> str:
-        return f"{timing['median']:.3g} ({timing['low']:.3g} to {timing['high']:.3g})"
-
     return [
         f"{row['length']:,}",
         row["attention"],
-        spread(row["forward"]),
-        spread(row["training"]),
+        show(row["forward"]),
+        show(row["training"]),
         f"{speedup(rows, row['attention'], row['length']):.2g}",
-        f"{row['training_bytes'] / MIB:.3g}",
+        number(row["training_bytes"] / MIB),
     ]
 
 
