@@ -76,6 +76,11 @@ def sentences(result: dict[str, Any]) -> list[str]:
         f"{speedup(rows, 'LLN+Diag', longest):.3g} times as fast as softmax attention: softmax grows with the square "
         "of the length, LLN with the length."
     ]
+    memory = {row["attention"]: number(row["training_bytes"] / MIB) for row in rows if row["length"] == longest}
+    said.append(
+        f"Memory there peaks at {memory['LLN']} MiB for LLN, {memory['LLN+Diag']} for LLN+Diag and {memory['softmax']} "
+        "for softmax attention: torch's does not keep its matrix either, so time is the difference."
+    )
     for name in ("LLN", "LLN+Diag"):
         # From here on, not merely here: a lucky short length is not a crossover.
         faster = [n for i, n in enumerate(lengths) if all(speedup(rows, name, m) > 1 for m in lengths[i:])]
