@@ -1,11 +1,13 @@
-"""The command line: `lln report`, `lln info`."""
+"""The command line. Heavy imports wait until a command needs them."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import platform
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -53,6 +55,17 @@ def need(extra: str) -> None:
         )
 
 
+@contextlib.contextmanager
+def progress_bar(steps: int) -> Iterator[Callable[[str], None]]:
+    """Yields a function to call with a few words as each of the steps begins."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description:36}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with Progress(*columns) as progress:
+        task = progress.add_task("start", total=steps)
+        yield lambda text: progress.update(task, advance=1, description=text)
+
+
 def parse_lengths(text: str) -> list[int]:
     try:
         lengths = sorted({int(part) for part in text.split(",")})
@@ -92,28 +105,50 @@ def report(
         raise typer.BadParameter(f"{out} is a file; name a folder.", param_hint="--out")
 
     import torch
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from lln.bench.lengths import measure
     from lln.report.lengths import section
     from lln.report.page import write_page
 
-    console = Console()
-    columns = TextColumn("{task.description:24}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("start", total=2 * len(chosen) + 1)
-
-        def step(text: str) -> None:
-            progress.update(task, advance=1, description=text)
-
-        where = torch.device(device)
-        result = measure(chosen, repeats=2 if quick else repeats, seed=seed, device=where, progress=step)
-        progress.update(task, completed=2 * len(chosen) + 1, description="measured")
+    with progress_bar(2 * len(chosen)) as step:
+        repeats = 2 if quick else repeats
+        result = measure(chosen, repeats=repeats, seed=seed, device=torch.device(device), progress=step)
     page = write_page(out, [section(result)], result["provenance"])
-    console.print(
-        f"The page is [bold]{page}[/bold]: open it in a browser. Charts and data are beside it.", soft_wrap=True
-    )
+    typer.echo(f"The page is {page}: open it in a browser. Charts and data are beside it.")
+
+
+@app.command(epilog="Example: [bold]lln calibrate --head-dims 64 --lengths 1024 --seeds 8 --out my-curves.json[/bold]")
+def calibrate(
+    out: Annotated[Path, typer.Option(help="The JSON file to write.")] = Path("curves.json"),
+    head_dims: Annotated[str, typer.Option(help="Head dims to measure, with commas between. Default: all.")] = "",
+    lengths: Annotated[str, typer.Option(help="Numbers of keys for the entropy curves. Default: all.")] = "",
+    seeds: Annotated[int, typer.Option(min=0, help="Draws for each entropy curve; 0: as shipped.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all draws.")] = 0,
+    device: Annotated[str, typer.Option(help="Where to measure: cpu, cuda, ...", callback=parse_device)] = "cpu",
+) -> None:
+    """Measure the curves of variance and entropy matching (minutes on a GPU, hours for all of them on a CPU)."""
+    import dataclasses
+
+    import torch
+
+    from lln.bench.measure import provenance
+    from lln.calibrate import Plan, measure
+    from lln.files import write_json
+
+    changed: dict[str, Any] = {}
+    if head_dims:
+        changed["head_dims"] = tuple(parse_lengths(head_dims))
+    if lengths:
+        changed["lengths"] = tuple(parse_lengths(lengths))
+    if seeds == 1:
+        raise typer.BadParameter("a standard error needs at least 2 seeds.", param_hint="--seeds")
+    if seeds:
+        changed["entropy_seeds"] = seeds
+    plan, where = dataclasses.replace(Plan(), **changed), torch.device(device)
+    with progress_bar(plan.steps()) as step:
+        curves = measure(plan, seed, where, step)
+    write_json(out, {"provenance": provenance(seed, where), **curves})
+    typer.echo(f"The curves are in {out}.")
 
 
 @app.command(epilog="Example: [bold]lln info[/bold] before you report a problem.")
