@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +77,14 @@ def table(result: dict[str, Any]) -> str:
         "",
         f"Batch {shape['batch']}, {shape['heads']} heads of {shape['dim']}, {shape['length']:,} tokens; "
         f"{made['device']}, {made['threads']} threads, torch {made['torch']}, {made['date'][:10]}, "
-        f"commit {made['commit']}. LLN's peak extra memory grows with length to the power {growth(result, 'LLN'):.2f}.",
+        f"commit {made['commit']}. Peak extra memory of LLN: {memory(result, 'LLN')}.",
     ]
     return "\n".join(lines) + "\n"
 
 
-def growth(result: dict[str, Any], name: str) -> float:
-    """The exponent of peak memory against length, between the shortest and the longest."""
-    lengths, peaks = result["memory_lengths"], result["peak_bytes"][name]
-    return math.log(peaks[-1] / peaks[0]) / math.log(lengths[-1] / lengths[0])
+def memory(result: dict[str, Any], name: str) -> str:
+    pairs = zip(result["memory_lengths"], result["peak_bytes"][name], strict=True)
+    return ", ".join(f"{peak / 2**20:.0f} MiB at {length:,}" for length, peak in pairs)
 
 
 def readme_with(text: str, readme: str) -> str:

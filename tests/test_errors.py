@@ -51,11 +51,14 @@ REFUSED: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     "zero beta": (ValueError, tensors(beta=0), "beta must be positive; got 0"),
     "infinite alpha": (ValueError, tensors(alpha=math.inf), "alpha must be finite; got inf"),
     "NaN beta": (ValueError, tensors(beta=math.nan), "beta must be finite; got nan"),
-    "text alpha": (TypeError, tensors(alpha="2"), r"alpha must be a number; got '2' \(str\)"),
-    "bool beta": (TypeError, tensors(beta=True), "beta must be a number; got True"),
+    "text alpha": (TypeError, tensors(alpha="2"), r"alpha must be a number or a tensor; got '2' \(str\)"),
+    "bool beta": (TypeError, tensors(beta=True), "beta must be a number or a tensor; got True"),
     "alpha of key heads": (ValueError, tensors(alpha=torch.ones(HK)), r"alpha must be .*2, 4, 8; got \[2\]"),
     "beta of query heads": (ValueError, tensors(beta=torch.ones(HQ)), r"beta must be .*2, 2, 8; got \[4\]"),
     "four-dimensional alpha": (ValueError, tensors(alpha=torch.ones(B, HQ, N, D)), r"alpha must be .*\[2, 4, 6, 8\]"),
+    "two readings": (ValueError, tensors(alpha=torch.ones(2, 1)), r"alpha must be .*2, 4, 8; got \[2, 1\]"),
+    "huge alpha": (ValueError, tensors(alpha=1e39), "alpha must lie between .* and .* for torch.float32; got 1e[+]39"),
+    "vanishing beta": (ValueError, tensors(beta=1e-320), "beta must lie between"),
     "integer alpha": (TypeError, tensors(alpha=torch.ones(HQ, dtype=torch.int64)), "alpha must be a floating-point"),
     "alpha elsewhere": (ValueError, tensors(alpha=torch.ones(HQ, device="meta")), "alpha must be on the device"),
     # blocks and mix
@@ -94,7 +97,7 @@ REFUSED: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     "pairwise mask": (
         ValueError,
         tensors(key_mask=torch.ones(N, N).bool()),
-        r"key_mask must have shape \[batch, key length\] = \[2, 6\]; got \[6, 6\].*cannot mask single ones",
+        r"key_mask must have shape \[batch, key length\] = \[2, 6\]; got \[6, 6\].*no query-key pairs",
     ),
     "float mask": (TypeError, tensors(key_mask=torch.ones(B, N)), r"key_mask must be bool.*Use key_mask.bool\(\)"),
     "mask elsewhere": (
@@ -122,7 +125,7 @@ REFUSED: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     "packed cross without a pair": (
         ValueError,
         packed(query=torch.randn(1, HQ, 3, D), cu_seqlens=torch.tensor([0, 3])),
-        "rise from 0 to the total length of key, 6|takes a pair",
+        "different lengths, 3 and 6; cross attention takes a pair",
     ),
     "packed causal pair": (
         ValueError,
@@ -167,6 +170,12 @@ def test_a_wrong_argument_is_named_in_the_error(name: str) -> None:
     with pytest.raises(error, match=message) as caught:
         lln_attention(**arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_a_nested_tensor_is_sent_to_cu_seqlens() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 3)], layout=torch.jagged)
+    with pytest.raises(TypeError, match=r"query must be a dense tensor; got a nested tensor.*cu_seqlens"):
+        lln_attention(**tensors(query=nested))
 
 
 def test_the_right_arguments_are_accepted() -> None:

@@ -15,7 +15,9 @@ from lln import LLNState, lln_attention
 from reference import normal, relative_error
 
 SEEDS = st.integers(0, 10**6)
-LENGTHS = st.integers(1, 140)  # up to three chunks of a chunked scan
+LENGTHS = st.integers(1, 140)
+
+pytestmark = pytest.mark.usefixtures("short_chunks_throughout")
 BLOCKS = st.sampled_from([None, 1, 5, 64, 200])
 EXACT = 1e-12
 

@@ -1,12 +1,16 @@
 """What users of PyTorch do with an op: compile it, checkpoint it, differentiate it functionally, autocast it."""
 
+import copy
+import io
+import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lln import lln_attention
+from lln import LLNState, lln_attention
 
 CALLS: dict[str, dict[str, Any]] = {
     "bidirectional": {},
@@ -107,8 +111,8 @@ def test_inputs_are_not_written_to() -> None:
         leaves = inputs()
         copies = [leaf.detach().clone() for leaf in leaves]
         gradients(lln_attention(*leaves, 1.5, 1.5, **options), leaves)
-        for leaf, copy in zip(leaves, copies, strict=True):
-            assert torch.equal(leaf, copy)
+        for leaf, before in zip(leaves, copies, strict=True):
+            assert torch.equal(leaf, before)
 
 
 def test_repeated_runs_are_bit_equal() -> None:
@@ -116,3 +120,70 @@ def test_repeated_runs_are_bit_equal() -> None:
     runs = [gradients(lln_attention(*leaves, 1.5, 1.5, block_size=8, is_causal=True), leaves) for _ in range(2)]
     for first, second in zip(*runs, strict=True):
         assert torch.equal(first, second)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("block_size", [None, 8])
+def test_a_compiled_step_takes_and_gives_a_state(block_size: int | None) -> None:
+    torch.compiler.reset()
+    options = {"is_causal": True, "block_size": block_size, "return_state": True}
+    first, second = inputs(), inputs()
+    state = lln_attention(*first, 1.5, 1.5, **options)[1].detach()
+    expected, after = lln_attention(*second, 1.5, 1.5, state=state, **options)
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: LLNState) -> tuple[torch.Tensor, LLNState]:
+        return lln_attention(q, k, v, 1.5, 1.5, state=state, **options)
+
+    out, compiled_after = torch.compile(step, fullgraph=True, backend="aot_eager")(*second, state)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(compiled_after.mean_value, after.mean_value)
+
+
+def test_a_state_survives_copying_pickling_and_saving() -> None:
+    leaves = [leaf.detach() for leaf in inputs()]
+    _, state = lln_attention(*leaves, 1.5, 1.5, is_causal=True, block_size=8, return_state=True)
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    for copied in (copy.deepcopy(state), pickle.loads(pickle.dumps(state)), torch.load(file)):
+        out, expected = (
+            lln_attention(*leaves, 1.5, 1.5, is_causal=True, block_size=8, state=s) for s in (copied, state)
+        )
+        assert torch.equal(out, expected)
+
+
+def test_inference_mode_gives_the_same() -> None:
+    leaves = inputs()
+    with torch.inference_mode():
+        out, state = lln_attention(*leaves, 1.5, 1.5, is_causal=True, return_state=True)
+        again = lln_attention(*leaves, 1.5, 1.5, is_causal=True, state=state)
+    assert torch.equal(out, lln_attention(*leaves, 1.5, 1.5, is_causal=True))
+    assert again.isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"block_size": 8}])
+def test_shapes_can_be_worked_out_without_data(options: dict[str, Any]) -> None:
+    q, k, v = (torch.empty(2, h, 20, d, device="meta", requires_grad=True) for h, d in ((4, 6), (2, 6), (2, 5)))
+    out = lln_attention(q, k, v, 1.5, 1.5, **options)
+    assert out.shape == (2, 4, 20, 5)
+    assert [g.shape for g in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape, k.shape, v.shape]
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"block_size": 8}])
+def test_an_empty_batch_gives_an_empty_output(options: dict[str, Any]) -> None:
+    leaves = [leaf[:0].detach().requires_grad_() for leaf in inputs()]
+    out = lln_attention(*leaves, 1.5, 1.5, **options)
+    assert out.shape == (0, 2, 20, 4)
+    assert [g.shape for g in torch.autograd.grad(out.sum(), leaves)] == [leaf.shape for leaf in leaves]
+
+
+def test_offsets_may_be_int64_and_numbers_numpy_ones() -> None:
+    q, k, v = (leaf[:1].detach() for leaf in inputs())
+    for block_size in (4, np.int64(4)):
+        outs = [
+            lln_attention(
+                q, k, v, factor, factor, block_size=block_size, cu_seqlens=torch.tensor([0, 7, 20], dtype=dtype)
+            )
+            for dtype, factor in ((torch.int32, 1.5), (torch.int64, np.float32(1.5)))
+        ]
+        assert torch.equal(*outs)

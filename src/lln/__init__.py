@@ -1,4 +1,4 @@
-"""Linear-time attention that behaves like softmax attention, and the instruments that prove it."""
+"""Linear-time attention that behaves like softmax attention."""
 
 from lln.attention import lln_attention
 from lln.state import LLNState

@@ -12,6 +12,7 @@ from lln.checks import check_call
 from lln.kernels import eager
 from lln.kernels.call import Call
 from lln.kernels.carry import open_block
+from lln.kernels.common import autocast_enabled
 from lln.state import LLNState
 
 Coefficient = float | Tensor
@@ -72,7 +73,7 @@ def lln_attention(
             (with value dim for dim). Needs block_size.
         is_causal: a query attends its own and earlier positions. Needs query and key of equal length.
         key_mask: [batch, key length] bool, True = attend. It hides keys; it never touches query rows. A row that has
-            nothing to attend to gives zeros.
+            nothing to attend to gives zeros. What is hidden must still be finite: 0 times NaN is NaN.
         dropout_p: dropout on the softmax over channels and on the blocks' P. Applied whenever it is not 0, as in
             scaled_dot_product_attention: pass 0.0 in eval.
         cu_seqlens: int32 offsets [sequences + 1] of sequences packed along the length with batch 1, as in
@@ -99,8 +100,12 @@ def lln_attention(
     if not return_state:
         return out
     block = {} if block_size is None else open_block(call)
-    # A copy: a learnable beta changes in place with the next optimiser step.
-    return out, LLNState(log_sum, mean_value, call.beta.detach().clone(), **block)
+    if key.shape[-2] == 0:  # no new keys, so whatever beta is now has no part in the state
+        used = None if state is None else state.beta
+    else:
+        # A copy: a learnable beta changes in place with the next optimiser step.
+        used = call.beta.detach().clone() if isinstance(beta, Tensor) else float(beta)
+    return out, LLNState(log_sum, mean_value, used, **block)
 
 
 def choose(backend: str) -> Callable[[Call], tuple[Tensor, Tensor, Tensor]]:
@@ -115,7 +120,7 @@ def choose(backend: str) -> Callable[[Call], tuple[Tensor, Tensor, Tensor]]:
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under torch.autocast the inputs take its dtype, as they do for scaled_dot_product_attention."""
     first = tensors[0]
-    if not isinstance(first, Tensor) or not torch.is_autocast_enabled(first.device.type):
+    if not isinstance(first, Tensor) or not autocast_enabled(first.device.type):
         return tensors
     dtype = torch.get_autocast_dtype(first.device.type)
     return tuple(

@@ -45,23 +45,25 @@ def within_row_variance(z_q: Tensor, z_k: Tensor, s2: float) -> Tensor:
 
     log P and log n differ by a constant in each row, so this is the variance of log P within a row, free of N."""
     a = math.sqrt(s2 / 2)
-    return ((a * z_q).exp() @ (a * z_k).exp().mT).log().var(-1).mean()
+    log_n: Tensor = ((a * z_q).exp() @ (a * z_k).exp().T).log()
+    return log_n.var(-1).mean()
 
 
 def lln_entropy(z_q: Tensor, z_k: Tensor, s2: float) -> Tensor:
     """Mean entropy in bits of the rows of P_LLN."""
     x = math.sqrt(s2 / 2) * z_k
     a = (math.sqrt(s2 / 2) * z_q + x.logsumexp(-2)).softmax(-1)
-    return row_entropy(a @ x.softmax(-2).mT)
+    return row_entropy(a @ x.softmax(-2).T)
 
 
 def softmax_entropy(z_q: Tensor, z_k: Tensor, t: float) -> Tensor:
     """Mean entropy in bits of the rows of softmax attention whose scores have variance t."""
-    return row_entropy((math.sqrt(t / z_q.shape[-1]) * z_q @ z_k.mT).softmax(-1))
+    return row_entropy((math.sqrt(t / z_q.shape[-1]) * z_q @ z_k.T).softmax(-1))
 
 
 def row_entropy(p: Tensor) -> Tensor:
-    return torch.special.entr(p).sum(-1).mean() / math.log(2)
+    nats: Tensor = torch.special.entr(p).sum(-1)
+    return nats.mean() / math.log(2)
 
 
 def mean_and_error(rows: list[Tensor]) -> tuple[Tensor, Tensor]:

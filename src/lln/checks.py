@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -49,18 +49,15 @@ def check_call(
     if cu_query is not None:
         batch = cu_query.numel() - 1
     if is_causal and (cross or length != key_length):
-        raise ValueError(
-            f"is_causal needs query and key of one sequence; got {'a pair of cu_seqlens' if cross else 'lengths'} "
-            f"{'' if cross else f'{length} and {key_length}'}".rstrip()
-            + ". What came before the first query goes into `state`."
-        )
+        came = "a pair of cu_seqlens" if cross else f"lengths {length} and {key_length}"
+        raise ValueError(f"is_causal needs query and key of one sequence; got {came}. Earlier tokens go into `state`.")
     check_key_mask(key_mask, key)
     check_block_size(block_size, is_causal, cross or length != key_length, state is not None or return_state)
     dtype = compute_dtype(query.dtype)
     alpha = coefficient("alpha", alpha, (batch, query_heads, dim), dtype, query.device)
-    beta = coefficient("beta", beta, (batch, key_heads, dim), dtype, query.device)
+    given, beta = beta, coefficient("beta", beta, (batch, key_heads, dim), dtype, query.device)
     weights = mix_weights(mix, block_size, (batch, query_heads, value_dim), dtype, query.device)
-    check_state(state, batch, key, value, block_size, beta)
+    check_state(state, batch, key, value, block_size, beta.detach() if isinstance(given, Tensor) else float(given))
     scale = 1.0 / math.sqrt(dim) if scale is None else check_number("scale", scale)
     p = check_number("dropout_p", dropout_p)
     if not 0.0 <= p <= 1.0:
@@ -105,8 +102,9 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, t in tensors.items():
         if not isinstance(t, Tensor):
             raise TypeError(f"{name} must be a tensor; got {describe(t)}.")
-        if t.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense tensor; got layout {t.layout}. Packed sequences use cu_seqlens.")
+        if t.is_nested or t.layout != torch.strided:
+            kind = "a nested tensor" if t.is_nested else f"layout {t.layout}"
+            raise TypeError(f"{name} must be a dense tensor; got {kind}. Packed sequences use cu_seqlens.")
         if t.ndim != 4:
             raise ValueError(f"{name} must have 4 dimensions, [batch, heads, length, dim]; got shape {list(t.shape)}.")
         if t.dtype not in DTYPES:
@@ -149,6 +147,11 @@ def check_packing(cu_seqlens: Any, query: Tensor, key: Tensor) -> tuple[Tensor |
         )
     if query.shape[0] != 1:
         raise ValueError(f"cu_seqlens packs sequences along the length, with batch 1; got batch {query.shape[0]}.")
+    if not cross and query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"cu_seqlens: query and key have different lengths, {query.shape[2]} and {key.shape[2]}; "
+            "cross attention takes a pair (queries, keys)."
+        )
     for t, what, total in ((pair[0], "query", query.shape[2]), (pair[1], "key", key.shape[2])):
         if t.dtype not in (torch.int32, torch.int64) or t.ndim != 1 or t.numel() < 2:
             raise ValueError(
@@ -165,11 +168,6 @@ def check_packing(cu_seqlens: Any, query: Tensor, key: Tensor) -> tuple[Tensor |
             "cu_seqlens: queries and keys must have the same number of sequences; "
             f"got {pair[0].numel() - 1} and {pair[1].numel() - 1}."
         )
-    if not cross and query.shape[2] != key.shape[2]:
-        raise ValueError(
-            f"cu_seqlens: query and key have different lengths, {query.shape[2]} and {key.shape[2]}; "
-            "cross attention takes a pair (queries, keys)."
-        )
     return pair[0], pair[1], cross
 
 
@@ -182,7 +180,7 @@ def check_key_mask(key_mask: Tensor | None, key: Tensor) -> None:
     if list(key_mask.shape) != expected:
         raise ValueError(
             f"key_mask must have shape [batch, key length] = {expected}; got {list(key_mask.shape)}. "
-            "Linear attention forms no query-key pairs, so it cannot mask single ones."
+            "It hides whole keys: linear attention forms no query-key pairs that could be masked one by one."
         )
     if key_mask.dtype != torch.bool:
         raise TypeError(f"key_mask must be bool, True = attend; got {key_mask.dtype}. Use key_mask.bool().")
@@ -193,7 +191,7 @@ def check_key_mask(key_mask: Tensor | None, key: Tensor) -> None:
 def check_block_size(block_size: int | None, is_causal: bool, cross: bool, with_state: bool) -> None:
     if block_size is None:
         return
-    if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
+    if not isinstance(block_size, (int, Integral)) or isinstance(block_size, bool) or block_size < 1:
         raise ValueError(f"block_size must be a positive int, or None for LLN alone; got {describe(block_size)}.")
     if cross:
         raise ValueError(
@@ -207,9 +205,9 @@ def check_block_size(block_size: int | None, is_causal: bool, cross: bool, with_
         )
 
 
-def check_number(name: str, value: Any) -> float:
+def check_number(name: str, value: Any, or_tensor: str = "") -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, Real)):
-        raise TypeError(f"{name} must be a number; got {describe(value)}.")
+        raise TypeError(f"{name} must be a number{or_tensor}; got {describe(value)}.")
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite; got {value}.")
     return float(value)
@@ -220,9 +218,12 @@ def coefficient(
 ) -> Tensor:
     """alpha, beta or a side of mix as a tensor [batch, heads, dim] in which any size may be 1."""
     if not isinstance(value, Tensor):
-        number = check_number(name, value)
+        number = check_number(name, value, " or a tensor")
         if positive and number <= 0.0:
             raise ValueError(f"{name} must be positive; got {value}.")
+        info = torch.finfo(dtype)
+        if abs(number) > info.max or (positive and number < info.tiny):
+            raise ValueError(f"{name} must lie between {info.tiny:.1e} and {info.max:.1e} for {dtype}; got {value}.")
         return torch.full((1, 1, 1), number, dtype=dtype, device=device)
     if not value.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor or a number; got {describe(value)}.")
@@ -235,18 +236,15 @@ def coefficient(
         forms = {(): (1, 1, 1), (heads,): (1, -1, 1)}
     elif value.ndim == 2:
         forms = {(batch, heads): (*sizes, 1), (heads, dim): (1, *sizes)}
-        if batch == heads == dim > 1 and value.numel() > 1:
+        if len(forms) == 1 and value.numel() > 1:
             raise ValueError(
                 f"{name} of shape {list(sizes)} may be [batch, heads] or [heads, dim] here; "
                 "say which with [batch, heads, 1] or [1, heads, dim]."
             )
-    elif value.ndim == 3:
-        forms = {(batch, heads, dim): sizes}
+    elif value.ndim == 3 and all(n in (1, m) for n, m in zip(sizes, shape, strict=True)):
+        return value.to(dtype)
     if sizes in forms:
         return value.reshape(forms[sizes]).to(dtype)
-    for form, view in forms.items():
-        if len(form) == value.ndim and all(n in (1, m) for n, m in zip(sizes, form, strict=True)):
-            return value.reshape(view).to(dtype)
     raise ValueError(
         f"{name} must be a number or a tensor of shape [heads], [batch, heads], [heads, dim] or "
         f"[batch, heads, dim], here with batch, heads, dim = {batch}, {heads}, {dim}; got {list(sizes)}."
@@ -258,7 +256,7 @@ def mix_weights(
 ) -> tuple[Tensor | None, Tensor | None]:
     """(factor of the linear part, factor of the block part), None where there are no blocks."""
     if block_size is None:
-        if isinstance(mix, (Tensor, tuple, list)) or mix != 0.5:
+        if not isinstance(mix, (int, float)) or mix != 0.5:
             raise ValueError(f"mix weighs LLN against the blocks and needs block_size; got {describe(mix)}.")
         return None, None
     if isinstance(mix, (tuple, list)):
@@ -273,7 +271,7 @@ def mix_weights(
 
 
 def check_state(
-    state: LLNState | None, batch: int, key: Tensor, value: Tensor, block_size: int | None, beta: Tensor
+    state: LLNState | None, batch: int, key: Tensor, value: Tensor, block_size: int | None, beta: float | Tensor
 ) -> None:
     if state is None:
         return
@@ -295,8 +293,8 @@ def check_state(
     wanted = compute_dtype(key.dtype) if state.block_key is None else key.dtype
     if held != wanted or state.mean_value.dtype != compute_dtype(key.dtype):
         raise ValueError(f"state is for keys of another dtype than {key.dtype}; use state.to({key.dtype}).")
-    if not same_beta(state.beta, beta.detach()):
+    if not same_beta(state.beta, beta):
         raise ValueError(
             "state was made with another beta than this call's, so their sums are not comparable; "
-            "give every call of one sequence the same beta (statistics 'fixed' or 'running')."
+            "give every call of one sequence the same beta."
         )

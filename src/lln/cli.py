@@ -12,12 +12,14 @@ from typing import Annotated, Any
 import typer
 
 app = typer.Typer(
-    help="Linear-time attention that behaves like softmax attention, and the instruments that prove it.",
+    help="Linear-time attention that behaves like softmax attention.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+LENGTHS, QUICK_LENGTHS = "256,512,1024,2048,4096,8192", "256,512,1024"
 
 # What each extra of the package brings, by the module that shows it is there.
 EXTRAS = {"report": ("altair", "vl_convert", "jinja2")}
@@ -91,16 +93,20 @@ def parse_device(text: str) -> str:
 def report(
     out: Annotated[Path, typer.Option(help="Folder for the page, its charts (SVG) and data (JSON).")] = Path("report"),
     lengths: Annotated[
-        str, typer.Option(help="Sequence lengths to measure, with commas between.")
-    ] = "256,512,1024,2048,4096,8192",
+        str | None,
+        typer.Option(help=f"Sequence lengths to measure, with commas between.  [default: {LENGTHS}]"),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Short lengths and fewer repeats: a look in seconds.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Calls of each; the page shows median and quartiles.")] = 5,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Calls of each; the page shows median and quartiles.  [default: 5]")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
     device: Annotated[str, typer.Option(help="Where to measure: cpu, cuda, ...", callback=parse_device)] = "cpu",
 ) -> None:
     """Measure softmax attention and LLN on this machine and write a page about it."""
     need("report")
-    chosen = [256, 512, 1024] if quick else parse_lengths(lengths)
+    chosen = parse_lengths(lengths or (QUICK_LENGTHS if quick else LENGTHS))
+    repeats = repeats or (2 if quick else 5)
     if out.exists() and not out.is_dir():
         raise typer.BadParameter(f"{out} is a file; name a folder.", param_hint="--out")
 
@@ -111,7 +117,6 @@ def report(
     from lln.report.page import write_page
 
     with progress_bar(2 * len(chosen)) as step:
-        repeats = 2 if quick else repeats
         result = measure(chosen, repeats=repeats, seed=seed, device=torch.device(device), progress=step)
     page = write_page(out, [section(result)], result["provenance"])
     typer.echo(f"The page is {page}: open it in a browser. Charts and data are beside it.")

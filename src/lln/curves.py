@@ -2,7 +2,7 @@
 
 `data/curves.json` is the output of `lln calibrate`. It holds, for independent Gaussian queries and keys,
 
-    variance   V_d(s2): the variance of log P_LLN within a row, for head dim d and s2 = alpha^2 sigma_q^2 + beta^2 sigma_k^2
+    variance   V_d(s2): the variance of log P_LLN within a row, where s2 = alpha^2 sigma_q^2 + beta^2 sigma_k^2
     entropy    s2_{d,N}(t): the s2 at which LLN has the entropy of softmax with score variance t, over N keys
 
 All are smooth and close to straight in logarithms, so they are interpolated there: monotone cubic (PCHIP) along a curve

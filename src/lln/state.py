@@ -13,6 +13,7 @@ With `block_size` (LLN+Diag) a state belongs to a causal sequence and also carri
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,9 @@ class LLNState:
 
     log_sum: Tensor  # [B, H, D] float64: 100,000 one-token merges in float32 would drift
     mean_value: Tensor  # [B, H, D, E] float32, or float64 for float64 inputs
-    beta: Tensor | None = None  # [B, H, D], any size may be 1: what the keys were multiplied with. None: no keys yet
+    beta: float | Tensor | None = (
+        None  # what the keys were multiplied with; [B, H, D], any size may be 1. None: no keys
+    )
     count: Tensor | None = None  # [B] int64, tokens since the first valid one; this and the rest only with block_size
     block_key: Tensor | None = None  # [B, H, block_size, D]; the first count % block_size rows are the open block
     block_value: Tensor | None = None  # [B, H, block_size, E]
@@ -40,6 +43,8 @@ class LLNState:
 
     def __post_init__(self) -> None:
         log_sum, mean = self.log_sum, self.mean_value
+        if not isinstance(log_sum, Tensor) or not isinstance(mean, Tensor):
+            raise TypeError("LLNState: log_sum and mean_value must be tensors; LLNState.empty(...) makes an empty one.")
         if log_sum.ndim != 3 or mean.ndim != 4 or mean.shape[:3] != log_sum.shape:
             raise ValueError(
                 "LLNState: log_sum must be [batch, heads, dim] and mean_value [batch, heads, dim, value dim]; "
@@ -48,6 +53,8 @@ class LLNState:
         block = [self.count, self.block_key, self.block_value, self.block_mask]
         if any(t is None for t in block) and any(t is not None for t in block):
             raise ValueError("LLNState: count, block_key, block_value and block_mask go together; give all or none.")
+        if mean.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"LLNState: mean_value must be float32 or float64; got {mean.dtype}.")
         if log_sum.dtype != wide_dtype(log_sum.device):
             object.__setattr__(self, "log_sum", log_sum.to(wide_dtype(log_sum.device)))
 
@@ -86,10 +93,11 @@ class LLNState:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors. The same after one token and after a million."""
-        return sum(t.nbytes for t in vars(self).values() if t is not None)
+        return sum(t.nbytes for t in vars(self).values() if isinstance(t, Tensor))
 
     def merge(self, other: LLNState) -> LLNState:
-        """The state of the keys of both. Raises ValueError where the two cannot be one."""
+        """The state of the keys of both. Raises ValueError where the two cannot be one: other sizes, dtype or device,
+        another beta (tensors on a GPU are not compared: that would wait for the device), an open block."""
         if not isinstance(other, LLNState):
             raise TypeError(f"LLNState.merge: other must be an LLNState; got {type(other).__name__}.")
         if self.mean_value.shape != other.mean_value.shape:
@@ -106,7 +114,7 @@ class LLNState:
         if not same_beta(self.beta, other.beta):
             raise ValueError(
                 "LLNState.merge: the states were made with different beta, so their sums are not comparable; "
-                "make both with the same beta (statistics='fixed' or 'running', not 'sample' or 'batch')."
+                "make both with the same beta."
             )
         merged = merge(self.log_sum, self.mean_value, other.log_sum, other.mean_value)
         return LLNState(*merged, self.beta if self.beta is not None else other.beta)
@@ -122,7 +130,7 @@ class LLNState:
         )
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> LLNState:
-        fields: dict[str, Any] = {name: None if t is None else function(t) for name, t in vars(self).items()}
+        fields: dict[str, Any] = {n: function(t) if isinstance(t, Tensor) else t for n, t in vars(self).items()}
         return LLNState(**fields)
 
     def to(
@@ -165,10 +173,17 @@ class LLNState:
         )
 
 
-def same_beta(first: Tensor | None, second: Tensor | None) -> bool:
-    """Whether two states, or a state and a call, used one beta. On a GPU the values are not compared: that would
-    wait for the device."""
-    if first is None or second is None or first is second or not first.is_cpu or not second.is_cpu:
+def same_beta(first: float | Tensor | None, second: float | Tensor | None) -> bool:
+    """Whether two states, or a state and a call, used one beta, as far as is known without waiting for a device."""
+    if first is None or second is None or first is second:
         return True
-    first, second = torch.broadcast_tensors(first, second)
-    return torch.allclose(first.float(), second.float(), rtol=1e-6, atol=0.0)
+    if isinstance(first, float) and isinstance(second, float):
+        return math.isclose(first, second, rel_tol=1e-6)
+    one, two = torch.broadcast_tensors(torch.as_tensor(first), torch.as_tensor(second))
+    if not one.is_cpu or not two.is_cpu or torch.compiler.is_compiling():
+        return True
+    return torch.allclose(one.float(), two.float(), rtol=1e-6, atol=0.0)
+
+
+# A state may be saved with torch.save and loaded with weights_only=True, the default.
+torch.serialization.add_safe_globals([LLNState])

@@ -11,8 +11,17 @@ from torch import Tensor
 from lln.kernels.common import Dropout
 
 PER_SEQUENCE = (
-    *("alpha", "beta", "lln_weight", "block_weight", "log_sum", "mean_value"),
-    *("count", "start", "open_key", "open_value", "open_mask"),
+    "alpha",
+    "beta",
+    "lln_weight",
+    "block_weight",
+    "log_sum",
+    "mean_value",
+    "count",
+    "start",
+    "open_key",
+    "open_value",
+    "open_mask",
 )
 
 

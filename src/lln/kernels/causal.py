@@ -41,12 +41,15 @@ CHUNK = 128
 
 @dataclasses.dataclass
 class Chunk:
-    """What a chunk of n rows (n a power of two) is made of. `before` is L at its start, [B, H, 1, 1, D]."""
+    """What a chunk of n rows (n a power of two) is made of.
 
-    x: Tensor  # [B, H, 1, n, D]  beta k, -inf where hidden
+    Exponents are kept wide (float64) and narrowed only as differences, which are small where they matter: rounded to
+    float32, an exponent of 400 is off by 1e-5, and so is every weight made from it."""
+
+    x: Tensor  # [B, H, 1, n, D] wide  beta k, -inf where hidden
     v: Tensor  # [B, H, 1, n, E]
-    before: Tensor
-    log_sums: Tensor  # [B, H, 1, n, D]  L_t of every row
+    before: Tensor  # [B, H, 1, 1, D] wide  L at the start of the chunk
+    log_sums: Tensor  # [B, H, 1, n, D] wide  L_t of every row
     a: Tensor  # [B, H, G, n, D]  A_t
     dropped: Tensor  # A_t after dropout
     mask: Tensor | None
@@ -55,18 +58,22 @@ class Chunk:
         half = self.x.shape[-2] // 2
         while half:
             edge = left(self.log_sums, half)[..., -1:, :]
-            keys = (left(self.x, half) - finite(edge)).exp()
-            decay = (edge - finite(right(self.log_sums, half))).exp()
+            keys = self.share(left(self.x, half), edge)
+            decay = self.share(edge, right(self.log_sums, half))
             yield Level(half, keys, decay)
             half //= 2
 
     def entering(self) -> Tensor:
         """e^(L_b - L_t) for the edge b at the chunk's start: the share of the past in every row."""
-        return (self.before - finite(self.log_sums)).exp()
+        return self.share(self.before, self.log_sums)
 
     def own(self) -> Tensor:
         """e^(x_t - L_t): the share of a row's own key."""
-        return (self.x - finite(self.log_sums)).exp()
+        return self.share(self.x, self.log_sums)
+
+    def share(self, part: Tensor, whole: Tensor) -> Tensor:
+        """e^(part - whole), at most 1; 0 for an empty part of an empty whole."""
+        return (part - finite(whole)).to(self.v.dtype).exp()
 
 
 @dataclasses.dataclass
@@ -111,11 +118,17 @@ def load(
     dtype = alpha.dtype
     x = exponents(k[..., rows, :], beta, None if hidden is None else hidden[..., rows, :])
     x = pad_rows(x, count, -torch.inf)
-    before = before.to(dtype).unsqueeze(-2)
+    before, x = before.unsqueeze(-2), x.to(before.dtype)
     log_sums = logaddexp(before, prefix_log_sums(x))
-    a = softmax_or_zero(pad_rows(q[..., rows, :].to(dtype) * alpha, count) + log_sums)
+    offset = (log_sums - finite(log_sums.detach().amax(-1, keepdim=True))).to(dtype)
+    a = softmax_or_zero(pad_rows(exponents(q[..., rows, :], alpha), count) + offset)
     dropped, mask = drop(a, dropout, rows.start)
     return Chunk(x, pad_rows(v[..., rows, :].to(dtype), count), before, log_sums, a, dropped, mask)
+
+
+def fold_chunk(chunk: Chunk) -> tuple[Tensor, Tensor]:
+    """The state of the chunk's own keys and values."""
+    return fold_rows(chunk.x.to(chunk.v.dtype, copy=True), chunk.v)
 
 
 def outputs(chunk: Chunk, mean_value: Tensor) -> Tensor:
@@ -140,7 +153,7 @@ def value_products(chunk: Chunk, mean_value: Tensor, g: Tensor) -> Tensor:
 
 def key_value_gradients(chunk: Chunk, g: Tensor, d: Tensor, suffix: Tensor, suffix_d: Tensor) -> tuple[Tensor, Tensor]:
     """(dx, dv) of the chunk's keys, from the queries of the chunk and, through R and r, of all later ones."""
-    last = (chunk.x - finite(chunk.log_sums[..., -1:, :])).exp()
+    last = chunk.share(chunk.x, chunk.log_sums[..., -1:, :])
     dv = last @ suffix
     dx = last * (chunk.v @ suffix.transpose(-1, -2) - suffix_d)
     own = chunk.own()
@@ -179,7 +192,7 @@ class Causal(Function):
             chunk = load(rows, state[0], q, k, v, alpha, beta, hidden, dropout)
             o = outputs(chunk, state[1])[..., : rows.stop - rows.start, :]
             out[..., rows, :] = o if weight is None else o * weight
-            state = merge(*state, *fold_rows(chunk.x, chunk.v))
+            state = merge(*state, *fold_chunk(chunk))
         return out, *state
 
     @staticmethod
@@ -218,7 +231,7 @@ class Causal(Function):
                 dalpha = dalpha + (dlogit * q[..., rows, :]).sum_to_size(alpha.shape)
             starts.append(state[0])
             ds.append(d)
-            state = merge(*state, *fold_rows(chunk.x.clone(), chunk.v))
+            state = merge(*state, *fold_chunk(chunk))
 
         suffix = g_mean  # R at the end of the sequence
         suffix_d = ((mean_end * g_mean).sum(-1) - g_log_sum.to(dtype)).unsqueeze(-2)  # r
@@ -232,7 +245,7 @@ class Causal(Function):
             if ctx.needs_input_grad[4]:
                 dbeta = dbeta + (dx[..., :n, :] * k[..., rows, :]).sum_to_size(beta.shape)
             entering = chunk.entering()
-            through = (chunk.before - finite(chunk.log_sums[..., -1:, :])).exp()
+            through = chunk.share(chunk.before, chunk.log_sums[..., -1:, :])
             reach = (chunk.dropped * entering).transpose(-1, -2) @ g
             suffix = through.transpose(-1, -2) * suffix + reach.sum(2, keepdim=True)
             reach_d = (chunk.a * entering * d).sum((2, -2), keepdim=True)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -81,10 +82,16 @@ def softmax_or_zero(logits: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True).clamp_min(1.0)
 
 
-def exponents(t: Tensor, factor: Tensor, hidden: Tensor | None) -> Tensor:
-    """factor * t in the compute dtype, -inf where hidden."""
-    x = t.to(factor.dtype) * factor
-    return x if hidden is None else x.masked_fill(hidden, -torch.inf)
+def exponents(t: Tensor, factor: Tensor, hidden: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """factor * t in the compute dtype, -inf where hidden; written to `out` where given.
+
+    Kept well inside the finite numbers: differences of two exponents must be finite, too."""
+    limit = torch.finfo(factor.dtype).max / 8
+    if out is None:
+        x = (t * factor).clamp(-limit, limit)
+        return x if hidden is None else x.masked_fill(hidden, -torch.inf)
+    x = torch.mul(t, factor, out=out).clamp_(-limit, limit)
+    return x if hidden is None else x.masked_fill_(hidden, -torch.inf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,13 +106,15 @@ class Dropout:
 
     def mask(self, like: Tensor, *place: int) -> Tensor:
         generator = torch.Generator(like.device)
-        generator.manual_seed(hash((self.seed, *place)) & 0x7FFFFFFFFFFFFFFF)
+        generator.manual_seed(self.at(*place).seed)
         keep = torch.rand(like.shape, generator=generator, device=like.device) >= self.p
         return keep.to(like.dtype) * (1.0 / (1.0 - self.p) if self.p < 1.0 else 0.0)
 
-    def at(self, place: int) -> Dropout:
+    def at(self, *place: int) -> Dropout:
         """An independent stream, for another part of the same call."""
-        return Dropout(self.p, hash((self.seed, place)) & 0x7FFFFFFFFFFFFFFF)
+        # Not hash(): in CPython hash(-1) == hash(-2).
+        digest = hashlib.blake2b(repr((self.seed, *place)).encode(), digest_size=8).digest()
+        return Dropout(self.p, int.from_bytes(digest, "big") >> 2)
 
 
 def drop(weights: Tensor, dropout: Dropout | None, *place: int) -> tuple[Tensor, Tensor | None]:
@@ -116,13 +125,17 @@ def drop(weights: Tensor, dropout: Dropout | None, *place: int) -> tuple[Tensor,
     return weights * mask, mask
 
 
+def autocast_enabled(device_type: str) -> bool:
+    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
 def full_precision(function: Callable[..., Any]) -> Callable[..., Any]:
     """Run without autocast: the softmaxes must stay in the compute dtype in forward and backward alike."""
 
     @functools.wraps(function)
     def wrapped(*args: Any) -> Any:
         device = next(a.device.type for a in args if isinstance(a, Tensor))
-        if not torch.is_autocast_enabled(device):
+        if not autocast_enabled(device):
             return function(*args)
         with torch.autocast(device, enabled=False):
             return function(*args)

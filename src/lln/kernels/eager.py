@@ -56,7 +56,7 @@ def attend_blocks(call: Call, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtyp
     opened = [None if t is None else t.unsqueeze(2) for t in (call.open_key, call.open_value)]
 
     def blocks(rows: tuple[Tensor, ...], size: int, stream: int, *where: Tensor | None) -> Tensor:
-        # Streams below 0: independent of the linear part's dropout, and of each other.
+        # A stream of its own: independent of the linear part's dropout, and of the other blocks'.
         dropout = None if call.dropout is None else call.dropout.at(stream)
         out: Tensor = Blocks.apply(*rows, weight, *opened, *where, size, call.is_causal, call.scale, dtype, dropout)
         return out

@@ -70,9 +70,8 @@ class Fold(Function):
         state, x = None, None
         for rows in spans(k):
             k_rows = k[..., rows, :]
-            x = torch.mul(k_rows, beta, out=reuse(x, k_rows, beta.dtype))
-            if hidden is not None:
-                x.masked_fill_(hidden[..., rows, :], -torch.inf)
+            mask = None if hidden is None else hidden[..., rows, :]
+            x = exponents(k_rows, beta, mask, out=reuse(x, k_rows, beta.dtype))
             part = fold_rows(x, v[..., rows, :].to(beta.dtype))
             state = part if state is None else merge(*state, *part)
         return empty(k, v, beta.dtype) if state is None else state
@@ -86,13 +85,15 @@ class Fold(Function):
     def backward(ctx: Any, g_log_sum: Tensor, g_mean: Tensor) -> tuple[Tensor | None, ...]:
         k, v, beta, hidden, log_sum, mean_value = ctx.saved_tensors
         edge = finite(log_sum.to(beta.dtype)).unsqueeze(-2)
+        # What log_sum loses in the narrower dtype would be an error of every weight of its channel.
+        lost = (finite(log_sum) - edge.squeeze(-2)).clamp(-1.0, 1.0).to(beta.dtype).unsqueeze(-2)
         shift = (g_log_sum.to(beta.dtype) - (mean_value * g_mean).sum(-1)).unsqueeze(-2)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         dbeta = torch.zeros_like(beta)
         for rows in spans(k):
             k_rows = k[..., rows, :].to(beta.dtype)
             x = exponents(k_rows, beta, None if hidden is None else hidden[..., rows, :])
-            b = (x - edge).exp()  # B = softmax_j(beta k)
+            b = (x - edge - lost).exp()  # B = softmax_j(beta k)
             dv[..., rows, :] = (b @ g_mean).to(v.dtype)
             dx = b * (v[..., rows, :].to(beta.dtype) @ g_mean.transpose(-1, -2) + shift)
             dk[..., rows, :] = (beta * dx).to(k.dtype)
@@ -115,7 +116,7 @@ class Read(Function):
         logits = a = o = None
         for rows in spans(q):
             q_rows = q[..., rows, :]
-            logits = torch.mul(q_rows, alpha, out=reuse(logits, q_rows, alpha.dtype)).add_(offset)
+            logits = exponents(q_rows, alpha, out=reuse(logits, q_rows, alpha.dtype)).add_(offset)
             a = torch.softmax(logits, -1, out=reuse(a, q_rows, alpha.dtype))
             dropped, _ = drop(a, dropout, rows.start)
             o = torch.matmul(dropped, mean_value, out=reuse(o, out[..., rows, :], alpha.dtype))
@@ -137,7 +138,7 @@ class Read(Function):
         dweight = zeros_like(weight)
         for rows in spans(q):
             q_rows, g = q[..., rows, :], g_out[..., rows, :].to(alpha.dtype)
-            a = (q_rows * alpha + offset).softmax(-1)
+            a = (exponents(q_rows, alpha) + offset).softmax(-1)
             dropped, mask = drop(a, ctx.dropout, rows.start)
             if weight is not None:
                 if ctx.needs_input_grad[4]:

@@ -73,8 +73,7 @@ def sentences(result: dict[str, Any]) -> list[str]:
     longest = lengths[-1]
     said = [
         f"At {longest:,} tokens, LLN trains {speedup(rows, 'LLN', longest):.3g} times and LLN+Diag "
-        f"{speedup(rows, 'LLN+Diag', longest):.3g} times as fast as softmax attention: softmax grows with the square "
-        "of the length, LLN with the length."
+        f"{speedup(rows, 'LLN+Diag', longest):.3g} times as fast as softmax attention."
     ]
     memory = {row["attention"]: number(row["training_bytes"] / MIB) for row in rows if row["length"] == longest}
     said.append(
