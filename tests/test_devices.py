@@ -1,11 +1,13 @@
 """On every device of this machine the op gives what it gives in float64 on the CPU: outputs, gradients, states."""
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from lln import lln_attention
+from lln import LLNAttention, lln_attention
 from reference import relative_error
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -56,3 +58,46 @@ def test_dropout_is_repeated_by_the_seed_on_every_device(device: str) -> None:
         outs.append(lln_attention(q, k, v, 1.5, 1.5, block_size=16, dropout_p=0.4))
     assert torch.equal(outs[0], outs[1])
     assert not torch.equal(outs[0], outs[2])
+
+
+@contextlib.contextmanager
+def without_waiting(device: str) -> Iterator[None]:
+    """An error if the host waits for the device."""
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def captured(device: str, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The result of a call; on a GPU, of its replay from a CUDA graph."""
+    call()  # curves are brought to the device once
+    with without_waiting(device):
+        out = call()
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = call()
+        graph.replay()
+    return out
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("matching", ["paper", "variance", "entropy"])
+@pytest.mark.parametrize("statistics", ["sample", "batch", "running", "fixed"])
+def test_statistics_and_matching_never_wait_for_the_device(device: str, matching: str, statistics: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(2, heads, 40, 16, generator=generator) for heads in (4, 2, 2)]
+    key_mask = torch.arange(40).expand(2, 40) < torch.tensor([[33], [40]])
+    modules = [
+        LLNAttention(4, 16, num_key_heads=2, matching=matching, statistics=statistics, block_size=8).to(d).eval()
+        for d in ("cpu", device)
+    ]
+    expected = modules[0](*tensors, key_mask=key_mask)
+    moved = [t.to(device) for t in tensors]
+    hidden = key_mask.to(device)
+    out = captured(device, lambda: modules[1](*moved, key_mask=hidden))
+    assert relative_error(out.cpu(), expected) < 1e-5

@@ -23,4 +23,4 @@ def test_every_python_block_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert blocks
     for block in blocks:
-        exec(block.replace("4096", "96"), {})
+        exec(block.replace("4096", "96").replace("1024", "64"), {})

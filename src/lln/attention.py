@@ -35,6 +35,13 @@ def lln_attention(
     dropout_p: float = ..., cu_seqlens: CuSeqlens | None = ..., state: LLNState | None = ...,
     return_state: Literal[True], scale: float | None = ..., backend: Backend = ...,
 ) -> tuple[Tensor, LLNState]: ...  # fmt: skip
+@overload
+def lln_attention(
+    query: Tensor, key: Tensor, value: Tensor, alpha: Coefficient, beta: Coefficient, *,
+    block_size: int | None = ..., mix: Mix = ..., is_causal: bool = ..., key_mask: Tensor | None = ...,
+    dropout_p: float = ..., cu_seqlens: CuSeqlens | None = ..., state: LLNState | None = ...,
+    return_state: bool, scale: float | None = ..., backend: Backend = ...,
+) -> Tensor | tuple[Tensor, LLNState]: ...  # fmt: skip
 def lln_attention(
     query: Tensor,
     key: Tensor,

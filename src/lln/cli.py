@@ -94,11 +94,11 @@ def report(
     out: Annotated[Path, typer.Option(help="Folder for the page, its charts (SVG) and data (JSON).")] = Path("report"),
     lengths: Annotated[
         str | None,
-        typer.Option(help=f"Sequence lengths to measure, with commas between.  [default: {LENGTHS}]"),
+        typer.Option(help="Sequence lengths to measure, with commas between.", show_default=LENGTHS),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Short lengths and fewer repeats: a look in seconds.")] = False,
     repeats: Annotated[
-        int | None, typer.Option(min=1, help="Calls of each; the page shows median and quartiles.  [default: 5]")
+        int | None, typer.Option(min=1, help="Calls of each; the page shows median and quartiles.", show_default="5")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
     device: Annotated[str, typer.Option(help="Where to measure: cpu, cuda, ...", callback=parse_device)] = "cpu",
@@ -113,12 +113,15 @@ def report(
     import torch
 
     from lln.bench.lengths import measure
-    from lln.report.lengths import section
+    from lln.report import lengths as time_and_memory
+    from lln.report import moments
     from lln.report.page import write_page
 
-    with progress_bar(2 * len(chosen)) as step:
+    plan = moments.QUICK if quick else moments.Plan()
+    with progress_bar(2 * len(chosen) + plan.seeds) as step:
         result = measure(chosen, repeats=repeats, seed=seed, device=torch.device(device), progress=step)
-    page = write_page(out, [section(result)], result["provenance"])
+        matched = moments.measure(plan, seed=seed, progress=step)
+    page = write_page(out, [time_and_memory.section(result), moments.section(matched)], result["provenance"])
     typer.echo(f"The page is {page}: open it in a browser. Charts and data are beside it.")
 
 

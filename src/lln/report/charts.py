@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import altair as alt
@@ -32,6 +33,75 @@ def against_length(rows: list[dict[str, Any]], field: str, title: str) -> alt.La
     chart = lines + base.mark_point(size=70, filled=True, opacity=1).encode(y=y)
     if all("low" in row for row in rows):
         chart += base.mark_rule().encode(y=alt.Y("low:Q"), y2=alt.Y2("high:Q"), shape=alt.value("stroke"))
+    return framed(chart)
+
+
+@dataclasses.dataclass(frozen=True)
+class Style:
+    """How one series looks: three signs that each tell it from the others."""
+
+    colour: str
+    dash: tuple[int, ...]  # lengths of stroke and gap
+    shape: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    field: str
+    title: str
+    logarithmic: bool = False
+
+
+def lines(
+    rows: list[dict[str, Any]],
+    styles: dict[str, Style],
+    x: Axis,
+    y: Axis,
+    *,
+    points: bool = False,
+    shaded: list[tuple[float, float]] | None = None,
+) -> alt.LayerChart:
+    """A line for each series. Rows: series, the two fields, and where they have a spread low and high. `points` marks
+    the rows themselves; `shaded` lists ranges of x."""
+    names = [name for name in styles if any(row["series"] == name for row in rows)]
+    chosen = [styles[name] for name in names]
+    # Above the drawing, since these curves leave no corner free; one legend for all signs, as they share a domain.
+    legend = alt.Legend(title=None, orient="top", columns=5, symbolStrokeWidth=2.5, symbolSize=250)
+
+    def signs(values: list[Any]) -> dict[str, Any]:
+        return {"scale": alt.Scale(domain=names, range=values), "legend": legend}
+
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        x=alt.X(f"{x.field}:Q", **axis_options(x)), color=alt.Color("series:N", **signs([s.colour for s in chosen]))
+    )
+    vertical = alt.Y(f"{y.field}:Q", **axis_options(y))
+    dashes = alt.StrokeDash("series:N", **signs([list(s.dash) for s in chosen]))
+    marks = [base.mark_line(strokeWidth=2).encode(y=vertical, strokeDash=dashes)]
+    if points:
+        shapes = alt.Shape("series:N", **signs([s.shape for s in chosen]))
+        marks.append(base.mark_point(size=60, filled=True, opacity=1).encode(y=vertical, shape=shapes))
+    if all("low" in row for row in rows):
+        marks.append(base.mark_rule().encode(y=alt.Y("low:Q"), y2=alt.Y2("high:Q")))
+    if shaded:
+        ranges = alt.Chart(alt.Data(values=[{"from": low, "to": high} for low, high in shaded]))
+        marks.insert(0, ranges.mark_rect(color=INK, opacity=0.25).encode(x=alt.X("from:Q"), x2=alt.X2("to:Q")))
+    return framed(alt.layer(*marks))
+
+
+def axis_options(axis: Axis) -> dict[str, Any]:
+    if axis.logarithmic:
+        # Powers of ten only: the labels between them run into each other.
+        scale, ticks = (
+            alt.Scale(type="log", nice=False),
+            alt.Axis(labelExpr="log(datum.value) / LN10 % 1 ? '' : datum.label"),
+        )
+    else:
+        scale, ticks = alt.Scale(zero=False), alt.Axis()
+    return {"title": axis.title, "scale": scale, "axis": ticks}
+
+
+def framed(chart: alt.LayerChart) -> alt.LayerChart:
+    """The size and look that all charts share."""
     chart = chart.properties(width=520, height=300)
     axis: dict[str, Any] = {f"{part}Color": INK for part in ("label", "title", "grid", "domain", "tick")}
     config = alt.Config(

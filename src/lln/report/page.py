@@ -30,6 +30,7 @@ class Section:
     header: list[str]
     table: list[list[str]]
     data: dict[str, Any]
+    caption: str = "The numbers behind the charts: medians, quartiles in brackets"  # of the table
 
 
 def write_page(out: Path, sections: list[Section], provenance: dict[str, Any]) -> Path:
