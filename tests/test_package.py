@@ -125,7 +125,9 @@ def test_the_report_is_a_page_that_stands_alone(tmp_path: Path) -> None:
     assert [link for link in page.links if not link.startswith("#")] == []  # nothing is fetched
     assert "url(http" not in text
     names = {path.name for path in out.iterdir()}
-    assert names == {"index.html", "lengths.json", "time-against-length.svg", "memory-against-length.svg"}
+    charts = {"time-against-length.svg", "memory-against-length.svg", "variance-curve.svg"}
+    charts |= {"alpha-against-sigma.svg", "entropy-against-sigma.svg"}
+    assert names == {"index.html", "lengths.json", "moments.json"} | charts
     data = json.loads((out / "lengths.json").read_text())
     assert {"command", "commit", "device", "seed", "torch"} <= data["provenance"].keys()
     for row in data["rows"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import altair as alt
@@ -43,6 +44,22 @@ class Style:
     colour: str
     dash: tuple[int, ...]  # lengths of stroke and gap
     shape: str
+    width: float = 2
+
+
+MATCHED = {
+    "softmax": Style("#D55E00", (1, 0), "circle", 5),  # what matches it well lies on it, and it must show below
+    "paper": Style("#CC79A7", (8, 3), "square"),
+    "variance": Style("#009E73", (2, 2), "triangle-up"),
+    "entropy": Style("#0072B2", (10, 3, 2, 3), "diamond"),
+    "unmatched": Style("#E69F00", (4, 4), "cross"),
+}
+CURVES = {
+    "head dim 16": Style("#56B4E9", (10, 3, 2, 3), "circle"),
+    "head dim 64": Style("#009E73", (1, 0), "square"),
+    "head dim 128": Style("#E69F00", (2, 2), "triangle-up"),
+    "paper's line": Style("#CC79A7", (8, 3), "diamond"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,18 +82,25 @@ def lines(
     the rows themselves; `shaded` lists ranges of x."""
     names = [name for name in styles if any(row["series"] == name for row in rows)]
     chosen = [styles[name] for name in names]
-    # Above the drawing, since these curves leave no corner free; one legend for all signs, as they share a domain.
-    legend = alt.Legend(title=None, orient="top", columns=5, symbolStrokeWidth=2.5, symbolSize=250)
 
-    def signs(values: list[Any]) -> dict[str, Any]:
-        return {"scale": alt.Scale(domain=names, range=values), "legend": legend}
+    # Above the drawing, since these curves leave no corner free. It shows the shapes of points, else the dashes of
+    # lines: both at once make neither plain.
+    look: dict[str, Any] = {"symbolSize": 250, "symbolStrokeWidth": 2.5}
+    if points:
+        look = {"symbolSize": 120, "symbolDash": [1, 0]}
+    legend = alt.Legend(title=None, orient="top", columns=5, **look)
+
+    def signs(values: list[Any], legend: alt.Legend | None = legend) -> dict[str, Any]:
+        return {"scale": alt.Scale(type="ordinal", domain=names, range=values), "legend": legend}
 
     base = alt.Chart(alt.Data(values=rows)).encode(
-        x=alt.X(f"{x.field}:Q", **axis_options(x)), color=alt.Color("series:N", **signs([s.colour for s in chosen]))
+        x=alt.X(f"{x.field}:Q", **axis_options(x, rows)),
+        color=alt.Color("series:N", **signs([s.colour for s in chosen])),
     )
-    vertical = alt.Y(f"{y.field}:Q", **axis_options(y))
-    dashes = alt.StrokeDash("series:N", **signs([list(s.dash) for s in chosen]))
-    marks = [base.mark_line(strokeWidth=2).encode(y=vertical, strokeDash=dashes)]
+    vertical = alt.Y(f"{y.field}:Q", **axis_options(y, rows))
+    dashes = alt.StrokeDash("series:N", **signs([list(s.dash) for s in chosen], None if points else legend))
+    widths = alt.StrokeWidth("series:N", **signs([s.width for s in chosen], None))
+    marks = [base.mark_line().encode(y=vertical, strokeDash=dashes, strokeWidth=widths)]
     if points:
         shapes = alt.Shape("series:N", **signs([s.shape for s in chosen]))
         marks.append(base.mark_point(size=60, filled=True, opacity=1).encode(y=vertical, shape=shapes))
@@ -85,19 +109,16 @@ def lines(
     if shaded:
         ranges = alt.Chart(alt.Data(values=[{"from": low, "to": high} for low, high in shaded]))
         marks.insert(0, ranges.mark_rect(color=INK, opacity=0.25).encode(x=alt.X("from:Q"), x2=alt.X2("to:Q")))
-    return framed(alt.layer(*marks))
+    return framed(alt.LayerChart(layer=marks))
 
 
-def axis_options(axis: Axis) -> dict[str, Any]:
-    if axis.logarithmic:
-        # Powers of ten only: the labels between them run into each other.
-        scale, ticks = (
-            alt.Scale(type="log", nice=False),
-            alt.Axis(labelExpr="log(datum.value) / LN10 % 1 ? '' : datum.label"),
-        )
-    else:
-        scale, ticks = alt.Scale(zero=False), alt.Axis()
-    return {"title": axis.title, "scale": scale, "axis": ticks}
+def axis_options(axis: Axis, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    if not axis.logarithmic:
+        return {"title": axis.title, "scale": alt.Scale(zero=False, padding=10)}
+    low, high = (math.log10(end(row[axis.field] for row in rows)) for end in (min, max))
+    # Powers of ten only: the labels between them run into each other.
+    ticks = alt.Axis(values=[10.0**power for power in range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1)])
+    return {"title": axis.title, "scale": alt.Scale(type="log", nice=False), "axis": ticks}
 
 
 def framed(chart: alt.LayerChart) -> alt.LayerChart:

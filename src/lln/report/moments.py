@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -14,29 +15,16 @@ from lln.bench.measure import number, provenance
 from lln.calibrate import draw, lln_entropy, normal, softmax_entropy
 from lln.curves import pchip, stored
 from lln.moments import MATCHINGS, PAPER_A, PAPER_B, Matching, match_moments
-from lln.report.charts import Axis, Style, lines, svg
+from lln.report.charts import CURVES, MATCHED, Axis, lines, svg
 from lln.report.page import Chart, Section
 
+CPU = torch.device("cpu")
 HEAD_DIMS = (16, 64, 128)  # of the variance curves that are drawn
 HEAD_DIM = 64  # of everything else
 TOLERANCE = 0.1  # relative: nearer than this, the paper's line holds
 LLN_KINDS = (*MATCHINGS, "unmatched")
+FINE = tuple(0.25 + 0.05 * i for i in range(46))  # sigmas of the chart of alpha, to 2.5
 S2_DRAWN = 0.1  # the smallest; below, no matching leads for the sigmas shown
-
-# Okabe and Ito's colours; dashes and shapes say the same once more.
-STYLES = {
-    "softmax": Style("#D55E00", (1, 0), "circle"),
-    "paper": Style("#CC79A7", (8, 3), "square"),
-    "variance": Style("#009E73", (2, 2), "triangle-up"),
-    "entropy": Style("#0072B2", (10, 3, 2, 3), "diamond"),
-    "unmatched": Style("#E69F00", (4, 4), "cross"),
-}
-CURVE_STYLES = {
-    "head dim 16": Style("#56B4E9", (10, 3, 2, 3), "circle"),
-    "head dim 64": Style("#009E73", (1, 0), "square"),
-    "head dim 128": Style("#E69F00", (2, 2), "triangle-up"),
-    "paper's line": Style("#CC79A7", (8, 3), "diamond"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,53 +32,57 @@ class Plan:
     """What is measured of the entropy, on Gaussian queries and keys with sigma_q = sigma_k = sigma."""
 
     sigmas: tuple[float, ...] = tuple(0.25 * i for i in range(1, 11))
-    seeds: int = 8
+    seeds: int = 32
     rows: int = 128
     keys: int = 512
 
 
-QUICK = Plan(sigmas=(0.25, 0.5, 1.0, 1.5, 2.0, 2.5), seeds=4, rows=64)
+QUICK = Plan(sigmas=(0.25, 0.5, 1.0, 1.5, 2.0, 2.5), seeds=8, rows=64)
 
 
 def measure(plan: Plan, *, seed: int, progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """The result, ready for JSON. `progress` hears of plan.seeds steps. Always on the CPU, in float64: these numbers say
-    what the equations do, not how fast a device is."""
-    cpu = torch.device("cpu")
+    """The result, ready for JSON. `progress` hears of plan.seeds steps. Always on the CPU, in float64: these numbers
+    say what the equations do, not what a device does."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the matrices are small: threads that wait for a busy core cost far more than they save
+    try:
+        rows = entropies(plan, seed, progress)
+        made = provenance(seed, CPU)
+    finally:
+        torch.set_num_threads(threads)
+    curves = stored()
+    return {
+        "what": f"moment matching on Gaussian queries and keys, head dim {HEAD_DIM}, sigma_q = sigma_k, float64",
+        "provenance": made,
+        "settings": dataclasses.asdict(plan),
+        "line": {"a": PAPER_A, "b": PAPER_B},
+        "curves": {name: curves[name] for name in ("provenance", "settings", "s2")}
+        | {"variance": {str(dim): curves["variance"][str(dim)] for dim in HEAD_DIMS}},
+        "alpha": [{"series": k, "sigma": s, "alpha": alpha_of(k, s, plan.keys)} for k in MATCHINGS for s in FINE],
+        "entropy": rows,
+    }
 
-    def alpha(kind: str, sigma: float) -> float:
-        if kind == "unmatched":
-            return 1.0
-        return float(match_moments(sigma, sigma, HEAD_DIM, cast(Matching, kind), length=plan.keys)[0])
 
+def alpha_of(kind: str, sigma: float, keys: int) -> float:
+    if kind == "unmatched":
+        return 1.0
+    return float(match_moments(sigma, sigma, HEAD_DIM, cast(Matching, kind), length=keys)[0])
+
+
+def entropies(plan: Plan, seed: int, progress: Callable[[str], None]) -> list[dict[str, Any]]:
+    """A row for each attention and sigma, with the mean entropy of P for each set of draws."""
+    alphas = {(kind, sigma): alpha_of(kind, sigma, plan.keys) for kind in LLN_KINDS for sigma in plan.sigmas}
     bits: dict[tuple[str, float], list[float]] = {}
     for run in range(plan.seeds):
         progress(f"entropy, draw {run + 1} of {plan.seeds}")
         # The same draws for every sigma and every attention: their differences are steadier than they are.
-        z_q = normal(draw(seed, HEAD_DIM, plan.keys, run), plan.rows, HEAD_DIM, device=cpu)
-        z_k = normal(draw(seed, HEAD_DIM, plan.keys, run, 1), plan.keys, HEAD_DIM, device=cpu)
+        z_q = normal(draw(seed, HEAD_DIM, plan.keys, run), plan.rows, HEAD_DIM, device=CPU)
+        z_k = normal(draw(seed, HEAD_DIM, plan.keys, run, 1), plan.keys, HEAD_DIM, device=CPU)
         for sigma in plan.sigmas:
             bits.setdefault(("softmax", sigma), []).append(softmax_entropy(z_q, z_k, sigma**4).item())
-            for kind in LLN_KINDS:
-                s2 = 2 * (alpha(kind, sigma) * sigma) ** 2
-                bits.setdefault((kind, sigma), []).append(lln_entropy(z_q, z_k, s2).item())
-    fine = [0.25 + 0.05 * i for i in range(46)]  # to 2.5
-    return {
-        "what": f"moment matching on Gaussian queries and keys, head dim {HEAD_DIM}, sigma_q = sigma_k, float64",
-        "provenance": provenance(seed, cpu),
-        "settings": dataclasses.asdict(plan),
-        "line": {"a": PAPER_A, "b": PAPER_B},
-        "curves": {
-            "provenance": stored()["provenance"],
-            "settings": stored()["settings"],
-            "s2": stored()["s2"],
-            "variance": {str(dim): stored()["variance"][str(dim)] for dim in HEAD_DIMS},
-        },
-        "alpha": [{"series": kind, "sigma": s, "alpha": alpha(kind, s)} for kind in MATCHINGS for s in fine],
-        "entropy": [
-            entropy_row(kind, sigma, None if kind == "softmax" else alpha(kind, sigma), values)
-            for (kind, sigma), values in bits.items()
-        ],
-    }
+        for (kind, sigma), alpha in alphas.items():
+            bits.setdefault((kind, sigma), []).append(lln_entropy(z_q, z_k, 2 * (alpha * sigma) ** 2).item())
+    return [entropy_row(*key, alphas.get(key), values) for key, values in bits.items()]
 
 
 def entropy_row(series: str, sigma: float, alpha: float | None, bits: list[float]) -> dict[str, Any]:
@@ -101,43 +93,40 @@ def entropy_row(series: str, sigma: float, alpha: float | None, bits: list[float
 
 def section(result: dict[str, Any]) -> Section:
     holds = where_the_line_holds(result)
-    points = variance_points(result)
     error = max(e / v for c in result["curves"]["variance"].values() for v, e in zip(c["value"], c["se"], strict=True))
     keys, seeds = result["settings"]["keys"], result["settings"]["seeds"]
-    s2, sigma = Axis("s2", "s2", logarithmic=True), Axis("sigma", "sigma of queries and keys")
-    alpha, entropy = Axis("alpha", "alpha = beta"), Axis("mean", f"entropy of a row (bits), {keys} keys")
-    shaded = [(low, high) for low, high in holds if high > S2_DRAWN]
-    variance = lines(points, CURVE_STYLES, s2, Axis("value", "variance of log P in a row", True), shaded=shaded)
+    s2 = Axis("s2", "s2 = alpha² sigma_q² + beta² sigma_k²", logarithmic=True)
+    variance = Axis("value", "variance of log P in a row", logarithmic=True)
+    sigma, alpha = Axis("sigma", "sigma of queries and keys"), Axis("alpha", "alpha = beta")
+    entropy = Axis("mean", f"entropy of a row (bits), {keys} keys")
     charts = [
         Chart(
             "variance-curve",
-            svg(variance),
+            svg(lines(variance_points(result), CURVES, s2, variance, shaded=holds)),
             f"Variance of log P within a row of LLN attention against s2, measured for head dims {listed(HEAD_DIMS)} "
             f"(standard errors of at most {100 * error:.1g} % are thinner than the curves), and the paper's straight "
-            f"line, shaded where it is within {TOLERANCE:.0%} of the curve for head dim {HEAD_DIM}.",
+            f"line, shaded where it is within {100 * TOLERANCE:.0f} % of the curve for head dim {HEAD_DIM}.",
         ),
         Chart(
             "alpha-against-sigma",
-            svg(lines(result["alpha"], STYLES, sigma, alpha)),
+            svg(lines(result["alpha"], MATCHED, sigma, alpha)),
             f"Alpha, equal to beta here, against the standard deviation sigma of queries and keys, as set by paper, "
             f"variance and entropy matching for head dim {HEAD_DIM} and {keys} keys.",
         ),
         Chart(
             "entropy-against-sigma",
-            svg(lines(result["entropy"], STYLES, sigma, entropy, points=True)),
-            "Mean entropy of the rows of P against sigma, for softmax attention and for LLN with each matching and with "
-            f"none (alpha = beta = 1); bars span a standard deviation either side over {seeds} sets of draws.",
+            svg(lines(result["entropy"], MATCHED, sigma, entropy, points=True)),
+            "Mean entropy of the rows of P against sigma, for softmax attention and for LLN with each matching and "
+            f"with none (alpha = beta = 1); bars span a standard deviation either side over {seeds} sets of draws.",
         ),
     ]
-    sigmas = sorted({row["sigma"] for row in result["entropy"]})
-    header = ["sigma", "softmax", "unmatched", *(f"{kind}{what}" for kind in MATCHINGS for what in ("", ", alpha"))]
     return Section(
         name="moments",
         title="How alpha and beta are set: moment matching",
         sentences=sentences(result, holds),
         charts=charts,
-        header=header,
-        table=[table_row(result, sigma) for sigma in sigmas],
+        header=["sigma", "softmax", "unmatched", *(f"{kind}{what}" for kind in MATCHINGS for what in ("", ", alpha"))],
+        table=[table_row(result, sigma) for sigma in sorted({row["sigma"] for row in result["entropy"]})],
         data={**result, "line_holds": holds},
         caption="Mean entropy of a row in bits ± its standard deviation over the sets of draws, and alpha (= beta)",
     )
@@ -146,33 +135,24 @@ def section(result: dict[str, Any]) -> Section:
 def table_row(result: dict[str, Any], sigma: float) -> list[str]:
     def cell(series: str) -> str:
         row = entropy_of(result, series, sigma)
-        return f"{row['mean']:.3f} ± {row['spread']:.3f}"
+        return f"{row['mean']:.2f} ± {row['spread']:.2f}"
 
     matched = [(cell(kind), f"{entropy_of(result, kind, sigma)['alpha']:.2f}") for kind in MATCHINGS]
     return [f"{sigma:g}", cell("softmax"), cell("unmatched"), *(text for pair in matched for text in pair)]
 
 
 def entropy_of(result: dict[str, Any], series: str, sigma: float) -> dict[str, Any]:
-    row: dict[str, Any] = next(r for r in result["entropy"] if (r["series"], r["sigma"]) == (series, sigma))
-    return row
-
-
-def line_at(result: dict[str, Any], s2: float) -> float:
-    return float(result["line"]["a"] * s2 + result["line"]["b"])
+    return dict(next(row for row in result["entropy"] if (row["series"], row["sigma"]) == (series, sigma)))
 
 
 def measured_variance(result: dict[str, Any], dim: int, s2: list[float]) -> list[float]:
     """The stored curve between its points, read as `variance` matching reads it."""
-    at, x, y = (
-        torch.tensor(v, dtype=torch.float64).log()
-        for v in (s2, result["curves"]["s2"], result["curves"]["variance"][str(dim)]["value"])
-    )
-    values: list[float] = pchip(x, y)(at).exp().tolist()
-    return values
+    series = (s2, result["curves"]["s2"], result["curves"]["variance"][str(dim)]["value"])
+    at, x, y = (torch.tensor(numbers, dtype=torch.float64).log() for numbers in series)
+    return list(pchip(x, y)(at).exp().tolist())
 
 
 def spaced(low: float, high: float, count: int) -> list[float]:
-    """Evenly in logarithms."""
     return [low * (high / low) ** (i / (count - 1)) for i in range(count)]
 
 
@@ -183,26 +163,19 @@ def variance_points(result: dict[str, Any]) -> list[dict[str, Any]]:
         for dim in HEAD_DIMS
         for x, v in zip(s2, measured_variance(result, dim, s2), strict=True)
     ]
-    # In logarithms the line falls off a cliff where it reaches zero: from there to the lowest curve, evenly in value.
+    # In logarithms the line falls off a cliff towards zero: it is drawn from the lowest curve up, evenly in its value.
     lowest, a, b = min(p["value"] for p in points), result["line"]["a"], result["line"]["b"]
-    for value in spaced(lowest, line_at(result, s2[-1]), 200):
-        points.append({"series": "paper's line", "s2": (value - b) / a, "value": value})
-    return points
+    on_line = spaced(lowest, a * s2[-1] + b, 200)
+    return points + [{"series": "paper's line", "s2": (value - b) / a, "value": value} for value in on_line]
 
 
 def where_the_line_holds(result: dict[str, Any]) -> list[tuple[float, float]]:
     """The ranges of s2 over which the line is within TOLERANCE of the curve for HEAD_DIM."""
-    s2 = spaced(result["curves"]["s2"][0], result["curves"]["s2"][-1], 4001)
-    ranges: list[tuple[float, float]] = []
-    open_since: float | None = None
-    last = s2[0]
-    for x, v in zip(s2, measured_variance(result, HEAD_DIM, s2), strict=True):
-        if abs(line_at(result, x) / v - 1) <= TOLERANCE:
-            open_since, last = x if open_since is None else open_since, x
-        elif open_since is not None:
-            ranges.append((open_since, last))
-            open_since = None
-    return ranges if open_since is None else [*ranges, (open_since, last)]
+    s2 = spaced(result["curves"]["s2"][0], result["curves"]["s2"][-1], 20001)  # three digits of each end
+    a, b, curve = result["line"]["a"], result["line"]["b"], measured_variance(result, HEAD_DIM, s2)
+    near = [abs((a * x + b) / v - 1) <= TOLERANCE for x, v in zip(s2, curve, strict=True)]
+    runs = [list(run) for holds, run in itertools.groupby(range(len(s2)), near.__getitem__) if holds]
+    return [(s2[run[0]], s2[run[-1]]) for run in runs]
 
 
 def listed(parts: Sequence[object]) -> str:
@@ -211,70 +184,65 @@ def listed(parts: Sequence[object]) -> str:
 
 
 def sentences(result: dict[str, Any], holds: list[tuple[float, float]]) -> list[str]:
+    made = result["curves"]["provenance"]
     return [
-        "LLN attention has two knobs, alpha and beta: query i weighs key j by the sum of exp(alpha q_ic + beta k_jc) over "
-        "the channels c, so larger knobs concentrate P, the matrix of weights, on fewer keys. How concentrated softmax "
-        "attention is follows from the spread of queries and keys, their standard deviations sigma_q and sigma_k; moment "
-        "matching sets alpha and beta from the same spread, so that LLN concentrates as softmax attention would.",
-        "All that matters is s2 = alpha² sigma_q² + beta² sigma_k². Paper matching gives log P the variance that it has in "
+        "LLN attention has two knobs, alpha and beta: query i weighs key j by the sum of exp(alpha q_ic + beta k_jc) "
+        "over the channels c, so larger knobs concentrate P, the matrix of weights, on fewer keys. How concentrated "
+        "softmax attention is follows from the spread of queries and keys, their standard deviations sigma_q and "
+        "sigma_k. Moment matching sets alpha and beta from these two, so that LLN concentrates as much.",
+        "All that counts is s2 = alpha² sigma_q² + beta² sigma_k². Paper matching gives log P the variance it has in "
         "softmax attention, taking it for a straight line in s2; variance matching does so by a curve measured for the "
-        "head dim; entropy matching gives P the entropy instead. The curves came with the package, measured on "
-        f"{result['curves']['provenance']['device']} on {result['curves']['provenance']['date'][:10]}; the entropies "
-        "were measured here.",
+        "head dim; entropy matching gives P the same entropy instead. The curves came with the package, measured on "
+        f"{made['device']} on {made['date'][:10]}; the entropies were measured here.",
         said_of_line(result, holds),
         said_of_floor(result),
         said_of_gaps(result),
-        "All of this is for independent Gaussian queries and keys. Those of a trained model are not, and there a matching "
-        "can be further off; lln.moments.match_data matches on the queries and keys themselves.",
+        "This is for independent Gaussian queries and keys, for which the curves were made. Those of a trained model "
+        "are not, and a matching can be further off there; lln.moments.match_data matches on given queries and keys.",
     ]
 
 
 def said_of_line(result: dict[str, Any], holds: list[tuple[float, float]]) -> str:
-    def rounded(value: float) -> str:
-        return number(float(f"{value:.2g}"))
-
     texts = []
     for ends in holds:
-        # Softmax attention with this sigma has scores of that variance, sigma^4.
-        low, high = (v**0.25 for v in measured_variance(result, HEAD_DIM, list(ends)))
-        texts.append(f"{rounded(ends[0])} to {rounded(ends[1])} (right for sigma {rounded(low)} to {rounded(high)})")
+        # The s2 wanted for this sigma: softmax attention has scores of variance sigma^4.
+        low, high = (number(v**0.25) for v in measured_variance(result, HEAD_DIM, list(ends)))
+        texts.append(f"{number(ends[0])} to {number(ends[1])} (wanted at sigma {low} to {high})")
     where = f"for s2 of {listed(texts)}" if texts else "nowhere"
-    s2 = (1 - result["line"]["b"]) / result["line"]["a"]  # of sigma = 1
+    s2 = (1 - result["line"]["b"]) / result["line"]["a"]
     values = [f"{measured_variance(result, dim, [s2])[0]:.2f} for head dim {dim}" for dim in HEAD_DIMS]
     return (
-        f"The line is within {TOLERANCE:.0%} of the curve for head dim {HEAD_DIM} {where}. It is one line for all head "
-        f"dims, and they differ: where it promises a variance of 1, at s2 = {number(s2)}, the curves have {listed(values)}."
+        f"The line is within {100 * TOLERANCE:.0f} % of the curve for head dim {HEAD_DIM} {where}. One line serves all "
+        f"head dims, and they differ: at s2 = {number(s2)}, where it promises a variance of 1, it is {listed(values)}."
     )
 
 
 def said_of_floor(result: dict[str, Any]) -> str:
-    floor, sigma = -result["line"]["b"] / result["line"]["a"], min(row["sigma"] for row in result["entropy"])
-    flat = math.log2(result["settings"]["keys"])
+    sigma, flat = min(row["sigma"] for row in result["entropy"]), math.log2(result["settings"]["keys"])
     paper, softmax = (flat - entropy_of(result, kind, sigma)["mean"] for kind in ("paper", "softmax"))
-    verdict = f": {number(paper / softmax)} times as concentrated" if paper > softmax > 0 else ""
+    verdict = f": over-concentrated, {number(paper / softmax)} times as far from even" if paper > softmax > 0 else ""
     return (
-        f"By the line, s2 never drops below -b/a = {number(floor)}, however small sigma is. At sigma = {sigma:g}, paper "
-        f"matching is {number(paper)} bits short of an even spread over all keys, softmax attention {number(softmax)}"
-        f"{verdict}."
+        f"By the line, s2 never drops below -b/a = {number(-result['line']['b'] / result['line']['a'])}, however small "
+        f"sigma is. At sigma = {sigma:g}, paper matching ends {number(paper)} bits below an even spread over all keys "
+        f"and softmax attention {number(softmax)}{verdict}."
     )
 
 
 def largest_gap(result: dict[str, Any], kind: str) -> tuple[float, float, float]:
-    """(sigma, bits, standard error) where the entropy of LLN is furthest from that of softmax on the same draws."""
-
-    def gap(sigma: float) -> tuple[float, float, float]:
-        pairs = zip(*(entropy_of(result, k, sigma)["bits"] for k in (kind, "softmax")), strict=True)
-        differences = [lln - softmax for lln, softmax in pairs]
-        return sigma, statistics.fmean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
-
-    return max((gap(r["sigma"]) for r in result["entropy"] if r["series"] == kind), key=lambda g: abs(g[1]))
+    """(bits, standard error, sigma) where the entropy of LLN is furthest from that of softmax on the same draws."""
+    gaps = []
+    for row in (row for row in result["entropy"] if row["series"] == kind):
+        softmax = entropy_of(result, "softmax", row["sigma"])["bits"]
+        apart = [x - y for x, y in zip(row["bits"], softmax, strict=True)]
+        gaps.append((statistics.fmean(apart), statistics.stdev(apart) / math.sqrt(len(apart)), row["sigma"]))
+    return max(gaps, key=lambda gap: abs(gap[0]))
 
 
 def said_of_gaps(result: dict[str, Any]) -> str:
-    gaps = sorted(((kind, *largest_gap(result, kind)) for kind in LLN_KINDS), key=lambda g: -abs(g[2]))
-    texts = [
-        f"{'no' if kind == 'unmatched' else kind} matching {abs(bits):.2f} ± {error:.2f} bits "
-        f"(too {'concentrated' if bits < 0 else 'even'}, at sigma = {sigma:g})"
-        for kind, sigma, bits, error in gaps
-    ]
-    return f"Furthest from the entropy of softmax attention, over all sigmas measured, are {listed(texts)}."
+    texts = []
+    for kind in sorted(LLN_KINDS, key=lambda kind: -abs(largest_gap(result, kind)[0])):
+        bits, error, sigma = largest_gap(result, kind)
+        verdict = "no more than chance" if abs(bits) <= 2 * error else f"too {'concentrated' if bits < 0 else 'even'}"
+        name = kind.replace("unmatched", "no")
+        texts.append(f"{abs(bits):.2f} ± {error:.2f} bits with {name} matching (at sigma = {sigma:g}, {verdict})")
+    return f"At worst, LLN misses the entropy of softmax attention by {listed(texts)}; ± is one standard error."
