@@ -36,11 +36,11 @@ class Curve:
         low, high = self.x[0], self.x[-1]
         inside = torch.minimum(torch.maximum(at, low), high)
         i = torch.bucketize(inside, self.x[1:-1])
-        step = self.x[i + 1] - self.x[i]
-        u = (inside - self.x[i]) / step
-        rise = self.y[i + 1] - self.y[i]
-        m0, m1 = self.slope[i] * step, self.slope[i + 1] * step
-        y = self.y[i] + u * (m0 + u * (3 * rise - 2 * m0 - m1 + u * (m0 + m1 - 2 * rise)))
+        # take, not []: an index of no dimensions would be read on the host, which waits for the device.
+        (x0, y0, m0), (x1, y1, m1) = ([t.take(j) for t in (self.x, self.y, self.slope)] for j in (i, i + 1))
+        step, rise = x1 - x0, y1 - y0
+        u, m0, m1 = (inside - x0) / step, m0 * step, m1 * step
+        y = y0 + u * (m0 + u * (3 * rise - 2 * m0 - m1 + u * (m0 + m1 - 2 * rise)))
         return y + (at - inside) * torch.where(at < low, self.slope[0], self.slope[-1])
 
     def to(self, device: torch.device) -> Curve:
@@ -122,6 +122,7 @@ def s2_for_entropy(t: Tensor, head_dim: int, length: Tensor) -> Tensor:
     at = length.to(values.dtype).log().expand(t.shape)
     at = torch.minimum(torch.maximum(at, log_lengths[0]), log_lengths[-1])
     i = torch.bucketize(at, log_lengths[1:-1])
-    u = (at - log_lengths[i]) / (log_lengths[i + 1] - log_lengths[i])
+    shorter, longer = log_lengths.take(i), log_lengths.take(i + 1)
+    u = (at - shorter) / (longer - shorter)
     low, high = (values.gather(-1, j.unsqueeze(-1)).squeeze(-1) for j in (i, i + 1))
     return (low + u * (high - low)).exp()
