@@ -101,3 +101,34 @@ def test_statistics_and_matching_never_wait_for_the_device(device: str, matching
     hidden = key_mask.to(device)
     out = captured(device, lambda: modules[1](*moved, key_mask=hidden))
     assert relative_error(out.cpu(), expected) < 1e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_running_statistics_move_on_in_a_captured_training_step(device: str) -> None:
+    attention = LLNAttention(2, 16, statistics="running", momentum=0.5).to(device)
+    x = torch.ones(1, 2, 40, 16, device=device)
+
+    def step() -> torch.Tensor:
+        return attention(x, x, x)
+
+    captured(device, step)
+    for seed in range(12):
+        x.copy_(3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
+        replay(device, attention, step)
+    attention.eval()
+    assert attention.running_variance_q.cpu().tolist() == pytest.approx([9.0, 9.0], rel=0.2)
+
+
+GRAPHS: dict[int, torch.cuda.CUDAGraph] = {}
+
+
+def replay(device: str, attention: LLNAttention, step: Callable[[], torch.Tensor]) -> None:
+    """One step: on a GPU from a graph that is captured once."""
+    if device != "cuda":
+        step()
+        return
+    if id(attention) not in GRAPHS:
+        GRAPHS[id(attention)] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(GRAPHS[id(attention)]):
+            step()
+    GRAPHS[id(attention)].replay()

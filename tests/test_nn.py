@@ -104,10 +104,10 @@ def test_running_statistics_lag_one_step_and_freeze_in_eval() -> None:
     torch.testing.assert_close(out, lln_attention(*first, *usual))  # the buffers as they stood: sigma = 1
     assert attention.running_count == 0
     attention(*second)  # commits the first
-    torch.testing.assert_close(attention.running_variance_k, variances[0][0])
+    torch.testing.assert_close(attention.running_variance_k, variances[0][0].float())
     attention.eval()  # commits the second
     expected = 0.75 * variances[0][0] + 0.25 * variances[0][1]
-    torch.testing.assert_close(attention.running_variance_k, expected)
+    torch.testing.assert_close(attention.running_variance_k, expected.float())
     before = copy.deepcopy(attention.state_dict())
     attention(*first)
     assert all(torch.equal(t, before[name]) for name, t in attention.state_dict().items())

@@ -171,21 +171,21 @@ def check_packing(cu_seqlens: Any, query: Tensor, key: Tensor) -> tuple[Tensor |
     return pair[0], pair[1], cross
 
 
-def check_key_mask(key_mask: Tensor | None, key: Tensor) -> None:
+def check_key_mask(key_mask: Tensor | None, key: Tensor, name: str = "key_mask", of: str = "key") -> None:
     if key_mask is None:
         return
     if not isinstance(key_mask, Tensor):
-        raise TypeError(f"key_mask must be a bool tensor [batch, key length]; got {describe(key_mask)}.")
+        raise TypeError(f"{name} must be a bool tensor [batch, {of} length]; got {describe(key_mask)}.")
     expected = [key.shape[0], key.shape[2]]
     if list(key_mask.shape) != expected:
         raise ValueError(
-            f"key_mask must have shape [batch, key length] = {expected}; got {list(key_mask.shape)}. "
+            f"{name} must have shape [batch, {of} length] = {expected}; got {list(key_mask.shape)}. "
             "It hides whole keys: linear attention forms no query-key pairs that could be masked one by one."
         )
     if key_mask.dtype != torch.bool:
-        raise TypeError(f"key_mask must be bool, True = attend; got {key_mask.dtype}. Use key_mask.bool().")
+        raise TypeError(f"{name} must be bool, True = attend; got {key_mask.dtype}. Use {name}.bool().")
     if key_mask.device != key.device:
-        raise ValueError(f"key_mask must be on the device of key, {key.device}; got {key_mask.device}.")
+        raise ValueError(f"{name} must be on the device of {of}, {key.device}; got {key_mask.device}.")
 
 
 def check_block_size(block_size: int | None, is_causal: bool, cross: bool, with_state: bool) -> None:

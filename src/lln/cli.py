@@ -131,7 +131,7 @@ def calibrate(
     head_dims: Annotated[str, typer.Option(help="Head dims to measure, with commas between. Default: all.")] = "",
     lengths: Annotated[str, typer.Option(help="Numbers of keys for the entropy curves. Default: all.")] = "",
     seeds: Annotated[int, typer.Option(min=0, help="Draws for each entropy curve; 0: as shipped.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of all draws.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all draws.")] = 0,
     device: Annotated[str, typer.Option(help="Where to measure: cpu, cuda, ...", callback=parse_device)] = "cpu",
 ) -> None:
     """Measure the curves of variance and entropy matching (minutes on a GPU, hours for all of them on a CPU)."""

@@ -76,36 +76,56 @@ def check_head_dim(head_dim: int, matching: str) -> None:
 
 def across_dims(per_dim: list[Tensor], head_dim: int) -> Tensor:
     """Values [n] at this head dim, from those at the measured ones."""
-    dims = torch.tensor(stored()["head_dims"], dtype=torch.float64).log()
-    at = torch.tensor([math.log(head_dim)], dtype=torch.float64)
+    dims = torch.tensor(stored()["head_dims"], dtype=torch.float64, device="cpu").log()
+    at = torch.tensor([math.log(head_dim)], dtype=torch.float64, device="cpu")
     return torch.cat([pchip(dims, values)(at) for values in torch.stack(per_dim, -1)])
 
 
-@functools.cache
+# Curves by (head_dim, device). Plain dictionaries: torch.compile does not look into functools.cache.
+VARIANCE_INVERSES: dict[tuple[int, str], Curve] = {}
+ENTROPY_CURVES: dict[tuple[int, str], tuple[Tensor, list[Curve]]] = {}
+
+
 def variance_inverse(head_dim: int, device: torch.device) -> Curve:
     """log V -> log s2."""
+    key = head_dim, str(device)
+    if key not in VARIANCE_INVERSES:
+        VARIANCE_INVERSES[key] = make_variance_inverse(head_dim, device)
+    return VARIANCE_INVERSES[key]
+
+
+def entropy_curves(head_dim: int, device: torch.device) -> tuple[Tensor, list[Curve]]:
+    """The measured log N, and for each the curve log t -> log s2."""
+    key = head_dim, str(device)
+    if key not in ENTROPY_CURVES:
+        ENTROPY_CURVES[key] = make_entropy_curves(head_dim, device)
+    return ENTROPY_CURVES[key]
+
+
+def make_variance_inverse(head_dim: int, device: torch.device) -> Curve:
     check_head_dim(head_dim, "variance")
     curves = stored()["variance"]
-    per_dim = [torch.tensor(curves[str(dim)]["value"], dtype=torch.float64).log() for dim in stored()["head_dims"]]
-    log_s2 = torch.tensor(stored()["s2"], dtype=torch.float64).log()
+    per_dim = [
+        torch.tensor(curves[str(dim)]["value"], dtype=torch.float64, device="cpu").log()
+        for dim in stored()["head_dims"]
+    ]
+    log_s2 = torch.tensor(stored()["s2"], dtype=torch.float64, device="cpu").log()
     return pchip(across_dims(per_dim, head_dim), log_s2).to(device)
 
 
-@functools.cache
-def entropy_curves(head_dim: int, device: torch.device) -> tuple[Tensor, list[Curve]]:
-    """The measured log N, and for each the curve log t -> log s2."""
+def make_entropy_curves(head_dim: int, device: torch.device) -> tuple[Tensor, list[Curve]]:
     check_head_dim(head_dim, "entropy")
     curves, lengths = stored()["entropy"], stored()["lengths"]
-    log_t = torch.tensor(stored()["t"], dtype=torch.float64).log()
+    log_t = torch.tensor(stored()["t"], dtype=torch.float64, device="cpu").log()
 
     def curve(length: int) -> Curve:
         per_dim = [
-            torch.tensor(curves[str(dim)][str(length)]["s2"], dtype=torch.float64).log()
+            torch.tensor(curves[str(dim)][str(length)]["s2"], dtype=torch.float64, device="cpu").log()
             for dim in stored()["head_dims"]
         ]
         return pchip(log_t, across_dims(per_dim, head_dim)).to(device)
 
-    log_lengths = torch.tensor(lengths, dtype=torch.float64).log().to(device, wide_dtype(device))
+    log_lengths = torch.tensor(lengths, dtype=torch.float64, device="cpu").log().to(device, wide_dtype(device))
     return log_lengths, [curve(length) for length in lengths]
 
 

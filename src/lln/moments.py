@@ -16,8 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from lln.checks import check_key_mask, check_tensors
 from lln.curves import s2_for_entropy, s2_for_variance
-from lln.kernels.common import wide_dtype
+from lln.kernels.common import spans, wide_dtype
 
 Matching = Literal["paper", "variance", "entropy"]
 MATCHINGS = ("paper", "variance", "entropy")
@@ -44,7 +45,8 @@ def match_moments(
         head_dim: 8 to 256 for `variance` and `entropy`, which stand on measured curves.
         matching: "paper", "variance" or "entropy".
         scale: of the softmax attention to imitate, default 1 / sqrt(head_dim).
-        length: number of keys; only `entropy` depends on it, a little (under 5 % up to sigma = 1).
+        length: number of keys, or a tensor that expands to the shape of sigma; only `entropy` depends on it, a little
+            (under 5 % up to sigma = 1). Its curves span 64 to 16,384 keys; beyond, the nearest serves.
 
     Returns:
         Two numbers for two numbers, otherwise two tensors of the broadcast shape, in float64 (float32 on MPS), made on
@@ -55,6 +57,12 @@ def match_moments(
     """
     if matching not in MATCHINGS:
         raise ValueError(f"matching must be 'paper', 'variance' or 'entropy'; got {matching!r}.")
+    if scale is not None and not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"scale must be positive and finite; got {scale}.")
+    if not isinstance(head_dim, int) or head_dim < 1:
+        raise ValueError(f"head_dim must be a positive int; got {head_dim!r}.")
+    if not isinstance(length, Tensor) and length < 1:
+        raise ValueError(f"length must be at least 1; got {length}.")
     numbers = not isinstance(sigma_q, Tensor) and not isinstance(sigma_k, Tensor)
     for name, sigma in (("sigma_q", sigma_q), ("sigma_k", sigma_k)):
         if not isinstance(sigma, Tensor) and not (sigma > 0 and math.isfinite(sigma)):
@@ -96,9 +104,7 @@ def moments(t: Tensor, key_heads: int, mask: Tensor | None, cu_seqlens: Tensor |
     Query heads that share a key head are pooled. mask [B, N]: True = counts. Packed: one row for each sequence.
     """
     dtype = wide_dtype(t.device)
-    grouped = (
-        t.detach().unflatten(1, (key_heads, -1)).to(torch.promote_types(t.dtype, torch.float32))
-    )  # [B, H, G, N, D]
+    grouped = t.detach().unflatten(1, (key_heads, -1))  # [B, H, G, N, D]
     owner = None
     if cu_seqlens is not None:
         position = torch.arange(t.shape[-2], device=t.device)
@@ -113,13 +119,25 @@ def moments(t: Tensor, key_heads: int, mask: Tensor | None, cu_seqlens: Tensor |
             return per_token.sum(-1)
         return per_token.new_zeros(cu_seqlens.numel() - 1, key_heads).index_add(0, owner, per_token[0].T)
 
-    sums = grouped.sum((2, 4))
+    def token_sums(centre: Tensor | None) -> Tensor:
+        """Sums over a token's elements, or of their squares around `centre` [B, H, 1 or N]: [B, H, N]."""
+        out: Tensor = grouped.new_zeros(
+            t.shape[0], key_heads, t.shape[-2], dtype=torch.promote_types(t.dtype, torch.float32)
+        )
+        for rows in spans(grouped):
+            part = grouped[..., rows, :].to(out.dtype)
+            if centre is not None:
+                around = centre if centre.shape[-1] == 1 else centre[..., rows]
+                part = (part - around[:, :, None, :, None]).square_()
+            out[..., rows] = part.sum((2, 4))
+        return out
+
+    sums = token_sums(None)
     count, total = add_up(torch.full_like(sums, grouped.shape[2] * grouped.shape[4])), add_up(sums)
     # Squares around each sample's own mean: a large offset would eat the digits of the spread, and a mean that others
     # share would let them be seen.
-    mean = (total / count.clamp_min(1)).to(grouped.dtype)
-    centre = mean.unsqueeze(-1) if owner is None else mean[owner].T.unsqueeze(0)  # [B, H, 1 or N]
-    squares = add_up((grouped - centre[:, :, None, :, None]).square().sum((2, 4)))
+    mean = (total / count.clamp_min(1)).to(sums.dtype)
+    squares = add_up(token_sums(mean.unsqueeze(-1) if owner is None else mean[owner].T.unsqueeze(0)))
     wide = mean.to(dtype)
     return count, total, squares + 2 * wide * total - count * wide * wide
 
@@ -130,6 +148,7 @@ def match_data(
     *,
     target: Literal["entropy", "variance"] = "entropy",
     key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     rows: int = 256,
@@ -142,91 +161,102 @@ def match_data(
         query: [B, H, N, D]; key: [B, key heads, M, D].
         target: what is made equal, as a mean over sampled query rows against all keys: the "entropy" of the rows of P,
             or the "variance" of log P within a row (for softmax exactly tr(M_q Sigma_k) scale^2, over all rows).
-        key_mask: [B, M] bool, True = attend. Rows of hidden positions are not sampled in self attention.
+        key_mask: [B, M] bool, True = attend.
+        query_mask: [B, N] bool, rows that may be sampled; default key_mask where N = M.
         is_causal: rows attend their own and earlier positions.
         scale: of the softmax, default 1 / sqrt(D).
         rows: how many query rows are sampled (all of them if there are fewer).
         seed: of the sample.
 
+    Reads values on the host: not for a training step. Where there is nothing to compare (fewer than two keys, no
+    spread) eq. (10) stands in.
+
     Raises:
-        ValueError for an unknown target.
+        ValueError or TypeError that names the argument.
     """
     if target not in ("entropy", "variance"):
         raise ValueError(f"target must be 'entropy' or 'variance'; got {target!r}.")
+    check_tensors(query, key, key)
+    check_key_mask(key_mask, key)
+    check_key_mask(query_mask, query, "query_mask", "query")
     batch, heads, length, dim = query.shape
-    key_heads, dtype = key.shape[1], wide_dtype(query.device)
+    key_heads, key_length, dtype = key.shape[1], key.shape[2], wide_dtype(query.device)
+    if is_causal and length != key_length:
+        raise ValueError(f"is_causal needs query and key of equal length; got {length} and {key_length}.")
+    if not isinstance(rows, int) or rows < 1:
+        raise ValueError(f"rows must be a positive int; got {rows!r}.")
+    if query_mask is None and length == key_length:
+        query_mask = key_mask
     scale = dim**-0.5 if scale is None else scale
-    q = query.detach().to(dtype).unflatten(1, (key_heads, -1))  # [B, Hk, G, N, D]
-    k = key.detach().to(dtype).unsqueeze(2)
-    query_mask = key_mask if length == key.shape[2] else None
-    sigmas = [
-        sigma(*moments(t, key_heads, mask, None))[:, :, None, None, None]
-        for t, mask in ((query, query_mask), (key, key_mask))
-    ]
-    chosen = sample_rows(batch, length, query_mask, rows, seed, query.device)  # [B, R]
-    index = chosen[:, None, None, :, None].expand(*q.shape[:3], -1, dim)
-    seen = torch.ones(batch, 1, 1, 1, key.shape[2], dtype=torch.bool, device=query.device)
-    if key_mask is not None:
-        seen = seen & key_mask[:, None, None, None]
-    if is_causal:
-        seen = seen & (torch.arange(key.shape[2], device=query.device) <= chosen[:, None, None, :, None])
-    sampled = q.gather(3, index)
+    sigma_q, sigma_k = (sigma(*moments(t, key_heads, mask, None)) for t, mask in ((query, query_mask), (key, key_mask)))
+    # Where there is nothing to compare (fewer than two keys, no spread), eq. (10) has to do.
+    s2 = (scale * scale * dim * (sigma_q * sigma_k).square() - PAPER_B) / PAPER_A  # [B, Hk]
+    order = torch.rand(length, generator=torch.Generator().manual_seed(seed)).to(query.device)  # one for all samples
+    for sample in range(batch):
+        valid_q = None if query_mask is None else query_mask[sample]
+        valid_k = torch.ones_like(order[:1]).bool().expand(key_length) if key_mask is None else key_mask[sample]
+        chosen = order.argsort() if valid_q is None else (order + (~valid_q).to(order.dtype)).argsort()
+        chosen = chosen[: min(rows, length if valid_q is None else int(valid_q.sum()))]
+        if not len(chosen) or int(valid_k.sum()) < 2:
+            continue
+        for head in range(key_heads):  # one at a time: rows x keys numbers are much, for all heads at once too much
+            spreads = sigma_q[sample, head], sigma_k[sample, head]
+            if min(float(s) for s in spreads) <= SIGMA_FLOOR:
+                continue
+            q = query.detach()[sample].unflatten(0, (key_heads, -1))[head].to(dtype)  # [G, N, D]
+            k = key.detach()[sample, head, valid_k].to(dtype)
+            seen = None
+            if is_causal:
+                position = torch.arange(key_length, device=query.device)[valid_k]
+                seen = position <= chosen.unsqueeze(-1)
+            q_valid = q if valid_q is None else q[:, valid_q]
+            wanted = None
+            if target == "variance" and seen is None:
+                wanted = exact_score_variance(q_valid, k, scale)
+            found = bisect_s2(q[:, chosen], k, *spreads, target, seen, scale, wanted)
+            s2[sample, head] = torch.where(found.isfinite(), found, s2[sample, head])
+    half = (s2 / 2).sqrt()
+    return (half / sigma_q).repeat_interleave(heads // key_heads, 1), half / sigma_k
+
+
+def bisect_s2(
+    q: Tensor, k: Tensor, sigma_q: Tensor, sigma_k: Tensor, target: str, seen: Tensor | None, scale: float,
+    wanted: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """s2 at which the rows q [G, R, D] of LLN over the keys k [M, D] are as concentrated as softmax's; NaN where none
+    is. `seen` [R, M]: which keys a row attends to. `wanted`: the softmax's value where it is known already."""
+    shown = torch.ones((), dtype=torch.bool, device=q.device) if seen is None else seen
 
     def concentration(scores: Tensor) -> Tensor:
-        """Larger where attention is more concentrated; [B, Hk, 1, 1, 1]."""
-        count = seen.sum(-1).clamp_min(2)
+        """Larger where attention is more concentrated, a mean over the rows."""
         if target == "variance":
-            mean = torch.where(seen, scores, 0.0).sum(-1, keepdim=True) / count.unsqueeze(-1)
-            spread = torch.where(seen, (scores - mean).square(), 0.0).sum(-1) / (count - 1)
-            return spread.mean((2, 3), keepdim=True).unsqueeze(-1)
-        p = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        entropy: Tensor = torch.special.entr(p).sum(-1)
-        return -entropy.mean((2, 3), keepdim=True).unsqueeze(-1)
+            count = shown.expand(scores.shape[1:]).sum(-1).clamp_min(2)
+            mean = torch.where(shown, scores, 0.0).sum(-1, keepdim=True) / count.unsqueeze(-1)
+            spread: Tensor = torch.where(shown, (scores - mean).square(), 0.0).sum(-1) / (count - 1)
+            return spread.mean()
+        entropy: Tensor = torch.special.entr(scores.masked_fill(~shown, -torch.inf).softmax(-1)).sum(-1)
+        return -entropy.mean()
 
-    if target == "variance" and not is_causal:
-        wanted = exact_score_variance(q, k, query_mask, key_mask, scale)
-    else:
-        wanted = concentration(scale * sampled @ k.transpose(-1, -2))
-    low, high = torch.full_like(wanted, math.log(1e-4)), torch.full_like(wanted, math.log(1e4))
+    if wanted is None:
+        wanted = concentration(scale * q @ k.T)
+    ends = math.log(1e-4), math.log(1e4)
+    low, high = (torch.full_like(wanted, end) for end in ends)
     for _ in range(40):
         middle = (low + high) / 2
         factor = (middle / 2).exp() * math.sqrt(0.5)
-        a, x = sampled * (factor / sigmas[0]), k * (factor / sigmas[1])
+        a, x = q * (factor / sigma_q), k * (factor / sigma_k)
         a_top, x_top = a.amax(-1, keepdim=True), x.amax(-1, keepdim=True)
-        scores = ((a - a_top).exp() @ (x - x_top).exp().transpose(-1, -2)).log()  # log n_ij
-        scores = (scores + a_top + x_top.transpose(-1, -2)).clamp_min(-1e30)
-        too_much = concentration(scores) > wanted
+        log_n = ((a - a_top).exp() @ (x - x_top).exp().T).log().clamp_min(-1e30) + a_top + x_top.T
+        too_much = concentration(log_n) > wanted
         low, high = torch.where(too_much, low, middle), torch.where(too_much, middle, high)
-    factor = ((low + high) / 4).exp() * math.sqrt(0.5)
-    alpha, beta = ((factor / s).reshape(batch, key_heads) for s in sigmas)
-    return alpha.repeat_interleave(heads // key_heads, 1), beta
+    middle = (low + high) / 2
+    inside = (middle > ends[0] + 1e-6) & (middle < ends[1] - 1e-6)
+    return torch.where(inside, middle.exp(), torch.nan)
 
 
-def sample_rows(batch: int, length: int, mask: Tensor | None, rows: int, seed: int, device: torch.device) -> Tensor:
-    """[B, R] positions of valid rows, without repetition where there are enough."""
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.rand(batch, length, generator=generator).to(device)
-    if mask is not None:
-        order = order + (~mask).to(order.dtype)  # hidden rows come last
-    chosen = order.argsort(-1)[:, : min(rows, length)]
-    if mask is None:
-        return chosen
-    valid = mask.sum(-1, keepdim=True).clamp_min(1)
-    return chosen.gather(1, torch.arange(chosen.shape[1], device=device).unsqueeze(0) % valid)
-
-
-def exact_score_variance(
-    q: Tensor, k: Tensor, query_mask: Tensor | None, key_mask: Tensor | None, scale: float
-) -> Tensor:
-    """Mean over all rows of the variance of the scores within a row, tr(M_q Sigma_k) scale^2, in O(N D^2)."""
-
-    def weights(t: Tensor, mask: Tensor | None) -> Tensor:
-        return torch.ones_like(t[..., :1]) if mask is None else mask[:, None, None, :, None].to(t.dtype)
-
-    w_q, w_k = weights(q, query_mask), weights(k, key_mask)
-    count = w_k.sum(-2, keepdim=True)
-    second = (q * w_q).transpose(-1, -2) @ q / w_q.sum(-2, keepdim=True).clamp_min(1)  # M_q
-    centred = (k - (k * w_k).sum(-2, keepdim=True) / count.clamp_min(1)) * w_k
-    covariance = centred.transpose(-1, -2) @ centred / (count - 1).clamp_min(1)  # Sigma_k
-    trace: Tensor = (second * covariance).sum((-2, -1), keepdim=True)
-    return scale * scale * trace.mean(2, keepdim=True)
+def exact_score_variance(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Mean over the rows q [G, N, D] of the variance of their scores with k [M, D]: tr(M_q Sigma_k) scale^2, in
+    O((N + M) D^2)."""
+    flat = q.flatten(0, 1)
+    second = flat.T @ flat / len(flat)  # M_q
+    return scale * scale * (second * k.T.cov().view(second.shape)).sum()

@@ -143,7 +143,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             if keys is not None:
                 hidden = keys.expand(batch, -1) if hidden is None else hidden | keys
         key_mask = None if hidden is None else ~hidden
-        query_mask = key_mask if length == key_length else None
+        # The padding of the keys is that of the queries only where both are one sequence.
+        query_mask = key_mask if query is key else torch.ones(batch, length, dtype=torch.bool, device=q.device)
 
         extra = [] if self.bias_k is None or self.bias_v is None else [(self.bias_k, self.bias_v)]
         if self.add_zero_attn:

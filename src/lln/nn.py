@@ -7,10 +7,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lln.attention import Backend, Coefficient, CuSeqlens, Mix, lln_attention
-from lln.checks import check_number, coefficient
+from lln.attention import Backend, Coefficient, CuSeqlens, Mix, choose, lln_attention
+from lln.checks import check_block_size, check_key_mask, check_number, check_packing, check_tensors, coefficient
 from lln.kernels.common import compute_dtype, wide_dtype
-from lln.moments import LENGTH, MATCHINGS, Matching, match_moments, moments, sigma
+from lln.moments import LENGTH, MATCHINGS, SIGMA_FLOOR, Matching, match_moments, moments, sigma
 from lln.state import LLNState
 
 Statistics = Literal["sample", "batch", "running", "fixed"]
@@ -46,9 +46,14 @@ class LLNAttention(nn.Module):
 
     With "running" a training step uses the buffers as they stand. Its own moments, summed over all ranks of a
     torch.distributed run, wait until the next training step, eval() or state_dict() brings them into the buffers: a
-    recomputation inside backward (activation checkpointing) must see the same alpha and beta, and does.
+    recomputation inside backward (activation checkpointing) must see the same alpha and beta. It does if the module's
+    backward comes before its next forward, eval() or state_dict().
+
+    Statistics stay in float32 whatever .half() or .to(dtype) make of the parameters. A state goes with "running" or
+    "fixed" statistics, whose beta does not change from call to call.
     """
 
+    pending: Tensor
     running_count: Tensor
     running_variance_q: Tensor
     running_variance_k: Tensor
@@ -81,20 +86,23 @@ class LLNAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_options(num_heads, head_dim, num_key_heads, matching, statistics, alpha, beta, learnable, block_size, mix)
+        check_numbers(dropout, momentum, length, scale, backend)
         self.num_heads, self.head_dim = num_heads, head_dim
         self.num_key_heads = num_key_heads or num_heads
         self.matching, self.statistics = matching, statistics
         self.block_size, self.scale, self.decoder = block_size, scale, decoder
-        self.length, self.momentum, self.backend = length, check_number("momentum", momentum), backend
-        self.dropout = check_number("dropout", dropout)
+        self.length, self.momentum, self.dropout, self.backend = length, momentum, dropout, backend
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         if matching != "paper":  # refuses a head_dim that the curves do not cover now rather than in forward
             match_moments(1.0, 1.0, head_dim, matching)
-        self._pending: tuple[Tensor, Tensor] | None = None
         if statistics == "running":
+            # (queries, keys) x (count, sum, sum of squares) of the last step; a buffer, so that a CUDA graph finds it.
+            wide = wide_dtype(torch.empty(0, device=device).device)
+            pending = torch.zeros(2, 3, self.num_key_heads, dtype=wide, device=device)
+            self.register_buffer("pending", pending, persistent=False)
             self.register_buffer("running_count", torch.zeros((), dtype=torch.int64, device=device))
             for name in ("running_variance_q", "running_variance_k"):
-                self.register_buffer(name, torch.ones(self.num_key_heads, device=device))
+                self.register_buffer(name, torch.ones(self.num_key_heads, dtype=torch.float32, device=device))
         if statistics == "fixed":
             self._make_coefficients(alpha, beta, learnable, factory)
         self._make_mix(mix, value_dim or head_dim, factory)
@@ -103,24 +111,27 @@ class LLNAttention(nn.Module):
         self, alpha: Coefficient | None, beta: Coefficient | None, learnable: str | None, factory: dict[str, Any]
     ) -> None:
         usual = match_moments(1.0, 1.0, self.head_dim, self.matching, self.scale, length=self.length)
+        device = torch.empty(0, device=factory["device"]).device
+        self.numbers: dict[str, float] = {}
         for name, given, heads, value in (
             ("alpha", alpha, self.num_heads, usual[0]),
             ("beta", beta, self.num_key_heads, usual[1]),
         ):
             chosen = value if given is None else given
-            device = torch.empty(0, device=factory["device"]).device
-            shape = (1, heads, self.head_dim)
             if isinstance(chosen, Tensor):
                 chosen = chosen.detach().to(device)
-            values = coefficient(name, chosen, shape, torch.get_default_dtype(), device)
+                if learnable == "head" and chosen.ndim > 1 and chosen.shape[-1] > 1:
+                    raise ValueError(f"{name} of shape {list(chosen.shape)} is per channel; use learnable='channel'.")
+            values = coefficient(name, chosen, (1, heads, self.head_dim), wide_dtype(device), device)
             if learnable is not None:
                 # The logarithm is learned: alpha and beta stay positive whatever the optimiser does.
                 values = values.expand(1, heads, self.head_dim if learnable == "channel" else values.shape[-1])
-                log = nn.Parameter(values[0].log().clone().to(factory["dtype"] or values.dtype))
-                self.register_parameter(f"log_{name}", log)
+                dtype = factory["dtype"] or torch.get_default_dtype()
+                self.register_parameter(f"log_{name}", nn.Parameter(values[0].log().to(dtype)))
+            elif isinstance(chosen, Tensor):
+                self.register_buffer(f"fixed_{name}", values.clone())
             else:
-                # Not in the state_dict: what the constructor was given, not what was learned.
-                self.register_buffer(f"fixed_{name}", values.clone(), persistent=False)
+                self.numbers[name] = float(chosen)
 
     def _make_mix(self, mix: float | str, value_dim: int, factory: dict[str, Any]) -> None:
         self.mix = mix
@@ -156,6 +167,8 @@ class LLNAttention(nn.Module):
 
         query_mask [B, N]: rows that count for sigma_q; default key_mask in self attention (N = M).
         Raises ValueError for statistics that would let a causal output see later tokens."""
+        self._check(query, key, value, key_mask, query_mask, cu_seqlens)
+        new = None
         where: dict[str, Any] = {
             "is_causal": is_causal,
             "key_mask": key_mask,
@@ -164,18 +177,40 @@ class LLNAttention(nn.Module):
         }
         if self.statistics == "running" and self.training and not in_backward():
             self.commit()
-            alpha, beta = self.coefficients(query, key, **where)
-            self._pending = self._summed(query, key, query_mask, key_mask, cu_seqlens)
-        else:
-            alpha, beta = self.coefficients(query, key, **where)
+            new = self._summed(query, key, query_mask, key_mask, cu_seqlens)
+        alpha, beta = self.coefficients(query, key, **where)
         blocks: dict[str, Any] = {}
         if self.block_size is not None:
             blocks = {"block_size": self.block_size, "mix": self.mix_weights(), "scale": self.scale}
-        return lln_attention(
+        result = lln_attention(
             query, key, value, alpha, beta, **blocks, is_causal=is_causal, key_mask=key_mask, cu_seqlens=cu_seqlens,
             dropout_p=self.dropout if self.training else 0.0, state=state, return_state=return_state,
             backend=self.backend,
         )  # fmt: skip
+        if new is not None:
+            self.pending.copy_(new)  # only now: a call that failed has not been seen
+        return result
+
+    def _check(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        cu_seqlens: CuSeqlens | None,
+    ) -> None:
+        """What the statistics need to be right; the op checks the rest."""
+        check_tensors(query, key, value)
+        sizes = query.shape[1], key.shape[1], query.shape[3]
+        if sizes != (self.num_heads, self.num_key_heads, self.head_dim):
+            raise ValueError(
+                f"query and key must have {self.num_heads} and {self.num_key_heads} heads of {self.head_dim}; "
+                f"got query {list(query.shape)} and key {list(key.shape)}."
+            )
+        check_packing(cu_seqlens, query, key)
+        check_key_mask(key_mask, key)
+        check_key_mask(query_mask, query, "query_mask", "query")
 
     def coefficients(
         self,
@@ -194,11 +229,13 @@ class LLNAttention(nn.Module):
                 "use statistics='running' or 'fixed' for causal attention and in decoders."
             )
         if self.statistics == "fixed":
-            return self._fixed("alpha"), self._fixed("beta")
+            return self._fixed("alpha", query), self._fixed("beta", query)
         length: int | Tensor = self.length
         if self.statistics == "running":
             spread = self.running_variance_q, self.running_variance_k
-            sigma_q, sigma_k = (v.to(wide_dtype(v.device)).sqrt().unsqueeze(0) for v in spread)
+            sigma_q, sigma_k = (
+                v.to(wide_dtype(v.device)).clamp_min(SIGMA_FLOOR**2).sqrt().unsqueeze(0) for v in spread
+            )
         else:
             found_q, found_k = self._moments(query, key, query_mask, key_mask, cu_seqlens)
             length = found_k[0] / self.head_dim
@@ -215,12 +252,15 @@ class LLNAttention(nn.Module):
             alpha, beta = alpha.unsqueeze(-1), beta.unsqueeze(-1)
         return alpha.to(dtype), beta.to(dtype)
 
-    def _fixed(self, name: str) -> Tensor:
+    def _fixed(self, name: str, query: Tensor) -> Tensor:
+        dtype = compute_dtype(query.dtype)
         if f"log_{name}" in self._parameters:
             learned: Tensor = getattr(self, f"log_{name}")
-            return learned.exp().unsqueeze(0)
-        fixed: Tensor = getattr(self, f"fixed_{name}")
-        return fixed
+            return learned.to(dtype).exp().unsqueeze(0)
+        if f"fixed_{name}" in self._buffers:
+            given: Tensor = getattr(self, f"fixed_{name}")
+            return given.to(dtype)
+        return torch.full((1, 1, 1), self.numbers[name], dtype=dtype, device=query.device)
 
     def _moments(
         self,
@@ -237,29 +277,29 @@ class LLNAttention(nn.Module):
         heads = self.num_key_heads
         return moments(query, heads, query_mask, pair[0]), moments(key, heads, key_mask, pair[1])
 
-    def _summed(self, query: Tensor, key: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
-        """The moments of the whole batch on all ranks, [3, key heads] for queries and for keys."""
+    def _summed(self, query: Tensor, key: Tensor, *where: Any) -> Tensor:
+        """The moments of the whole batch on all ranks, as `pending` holds them."""
         found = [torch.stack([part.sum(0) for part in parts]) for parts in self._moments(query, key, *where)]
+        both = torch.stack(found)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            both = torch.stack(found)
             torch.distributed.all_reduce(both)
-            found = list(both.unbind())
-        return found[0], found[1]
+        return both
 
     @torch.no_grad()
     def commit(self) -> None:
         """Bring the moments of the last training step into the running averages."""
-        if self._pending is None:
+        if self.statistics != "running":
             return
-        pending, self._pending = self._pending, None
-        for buffer, (count, total, squares) in zip(
-            (self.running_variance_q, self.running_variance_k), pending, strict=True
-        ):
-            new = sigma(count, total, squares).square().to(buffer)
-            # The first batch replaces the initial 1; a batch without a single token changes nothing.
-            weight = torch.where(self.running_count == 0, 1.0, self.momentum) * (count > 1)
-            buffer.lerp_(new, weight.to(buffer))
-        self.running_count += 1
+        # Nothing pending, no tokens, or an overflow somewhere: then nothing changes. No value is read on the host.
+        good = ((self.pending[:, 0] > 1) & self.pending.isfinite().all(1)).all()
+        weight = (
+            torch.where(self.running_count == 0, 1.0, self.momentum) * good
+        )  # the first batch replaces the initial 1
+        for buffer, found in zip((self.running_variance_q, self.running_variance_k), self.pending, strict=True):
+            new = torch.where(good, sigma(*found).square(), 1.0)
+            buffer.lerp_(new.to(buffer), weight.to(buffer))
+        self.running_count += good
+        self.pending.zero_()
 
     def train(self, mode: bool = True) -> LLNAttention:
         if not mode:
@@ -271,8 +311,22 @@ class LLNAttention(nn.Module):
         super()._save_to_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._pending = None  # of the weights that are being replaced
+        state_dict, prefix = args[0], args[1]
+        if self.statistics == "running":
+            self.pending.zero_()  # of the weights that are being replaced
+            for name in ("running_count", "running_variance_q", "running_variance_k"):
+                # A model that never had them (softmax weights, say) leaves them as they are.
+                state_dict.setdefault(prefix + name, getattr(self, name))
         super()._load_from_state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LLNAttention:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in self._buffers.items():
+            old = before[name]
+            if buffer is not None and old is not None and buffer.dtype != old.dtype:
+                self._buffers[name] = old.to(buffer.device)
+        return self
 
     def extra_repr(self) -> str:
         heads = (
@@ -285,7 +339,19 @@ class LLNAttention(nn.Module):
 
 def in_backward() -> bool:
     """Whether autograd is running backward right now, that is, whether a forward is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    # A compiled graph recomputes within itself and does not come here again.
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def check_numbers(dropout: float, momentum: float, length: int, scale: float | None, backend: str) -> None:
+    for name, number in (("dropout", dropout), ("momentum", momentum)):
+        if not 0.0 <= check_number(name, number) <= 1.0:
+            raise ValueError(f"{name} must lie between 0 and 1; got {number}.")
+    if not isinstance(length, int) or length < 1:
+        raise ValueError(f"length must be a positive int; got {length!r}.")
+    if scale is not None and check_number("scale", scale) <= 0.0:
+        raise ValueError(f"scale must be positive; got {scale}.")
+    choose(backend)
 
 
 def check_options(
@@ -303,7 +369,7 @@ def check_options(
     for name, number in (
         ("num_heads", num_heads),
         ("head_dim", head_dim),
-        ("num_key_heads", num_key_heads or num_heads),
+        ("num_key_heads", num_heads if num_key_heads is None else num_key_heads),
     ):
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} must be a positive int; got {number!r}.")
@@ -316,6 +382,7 @@ def check_options(
         raise ValueError(f"learnable must be None, 'head' or 'channel'; got {learnable!r}.")
     if statistics != "fixed" and not (alpha is None and beta is None and learnable is None):
         raise ValueError(f"alpha, beta and learnable go with statistics='fixed'; got statistics={statistics!r}.")
+    check_block_size(block_size, is_causal=True, cross=False, with_state=False)
     if isinstance(mix, str):
         if mix not in ("ratio", "scales"):
             raise ValueError(f"mix must be a number, 'ratio' or 'scales'; got {mix!r}.")
