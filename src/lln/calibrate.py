@@ -16,23 +16,31 @@ from torch import Tensor
 
 from lln.curves import pchip
 
+BATCH_ELEMENTS = 2**24
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What is measured. The shipped curves come from the defaults."""
 
     head_dims: tuple[int, ...] = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-    lengths: tuple[int, ...] = (64, 256, 1024, 4096, 16384)
+    lengths: tuple[int, ...] = (8, 16, 32, 64, 256, 1024, 4096, 16384)
     s2: tuple[float, ...] = tuple(0.01 * 1e5 ** (i / 40) for i in range(41))  # to 1000
     t: tuple[float, ...] = tuple(0.0025 * 4e4 ** (i / 30) for i in range(31))  # to 100: sigma_q = sigma_k to 3.2
     variance_seeds: int = 20
     variance_rows: int = 512
     variance_keys: int = 8192
-    entropy_seeds: int = 128
+    entropy_seeds: int = 512
     entropy_rows: int = 64
 
     def steps(self) -> int:
-        return len(self.head_dims) * (self.variance_seeds + len(self.lengths) * self.entropy_seeds)
+        batches = sum(len(self.batches(length)) for length in self.lengths)
+        return len(self.head_dims) * (self.variance_seeds + batches)
+
+    def batches(self, length: int) -> list[range]:
+        """The seeds of an entropy curve in groups that are computed at once, of about BATCH_ELEMENTS entries of P."""
+        size = max(BATCH_ELEMENTS // (self.entropy_rows * length), 1)
+        return [range(first, min(first + size, self.entropy_seeds)) for first in range(0, self.entropy_seeds, size)]
 
 
 def normal(seed: int, *shape: int, device: torch.device) -> Tensor:
@@ -50,20 +58,20 @@ def within_row_variance(z_q: Tensor, z_k: Tensor, s2: float) -> Tensor:
 
 
 def lln_entropy(z_q: Tensor, z_k: Tensor, s2: float) -> Tensor:
-    """Mean entropy in bits of the rows of P_LLN."""
+    """Mean entropy in bits of the rows of P_LLN, for z_q [..., R, D] and z_k [..., N, D]."""
     x = math.sqrt(s2 / 2) * z_k
-    a = (math.sqrt(s2 / 2) * z_q + x.logsumexp(-2)).softmax(-1)
-    return row_entropy(a @ x.softmax(-2).T)
+    a = (math.sqrt(s2 / 2) * z_q + x.logsumexp(-2, keepdim=True)).softmax(-1)
+    return row_entropy(a @ x.softmax(-2).transpose(-1, -2))
 
 
 def softmax_entropy(z_q: Tensor, z_k: Tensor, t: float) -> Tensor:
     """Mean entropy in bits of the rows of softmax attention whose scores have variance t."""
-    return row_entropy((math.sqrt(t / z_q.shape[-1]) * z_q @ z_k.T).softmax(-1))
+    return row_entropy((math.sqrt(t / z_q.shape[-1]) * z_q @ z_k.transpose(-1, -2)).softmax(-1))
 
 
 def row_entropy(p: Tensor) -> Tensor:
     nats: Tensor = torch.special.entr(p).sum(-1)
-    return nats.mean() / math.log(2)
+    return nats.mean(-1) / math.log(2)
 
 
 def mean_and_error(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -98,12 +106,13 @@ def entropy_curve(
     plan: Plan, dim: int, length: int, seed: int, device: torch.device, progress: Callable[[str], None]
 ) -> dict[str, list[float]]:
     """s2 for every t, and its standard error, by inverting the entropy of LLN at the entropy of softmax."""
-    lln_runs, softmax_runs = [], []
-    for run in range(plan.entropy_seeds):
-        z_q = normal(draw(seed, dim, length, run), plan.entropy_rows, dim, device=device)
-        z_k = normal(draw(seed, dim, length, run, 1), length, dim, device=device)
-        lln_runs.append(torch.stack([lln_entropy(z_q, z_k, s2) for s2 in plan.s2]))
-        softmax_runs.append(torch.stack([softmax_entropy(z_q, z_k, t) for t in plan.t]))
+    lln_runs: list[Tensor] = []
+    softmax_runs: list[Tensor] = []
+    for runs in plan.batches(length):
+        z_q = torch.stack([normal(draw(seed, dim, length, run), plan.entropy_rows, dim, device=device) for run in runs])
+        z_k = torch.stack([normal(draw(seed, dim, length, run, 1), length, dim, device=device) for run in runs])
+        lln_runs += torch.stack([lln_entropy(z_q, z_k, s2) for s2 in plan.s2], -1).unbind()
+        softmax_runs += torch.stack([softmax_entropy(z_q, z_k, t) for t in plan.t], -1).unbind()
         progress(f"entropy, head dim {dim}, {length} keys")
     # The deficit log2 N - H is what is matched: in logarithms it is nearly straight from flat to concentrated.
     flat = math.log2(length)
