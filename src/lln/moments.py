@@ -46,7 +46,7 @@ def match_moments(
         matching: "paper", "variance" or "entropy".
         scale: of the softmax attention to imitate, default 1 / sqrt(head_dim).
         length: number of keys, or a tensor that expands to the shape of sigma; only `entropy` depends on it, a little
-            (under 5 % up to sigma = 1). Its curves span 64 to 16,384 keys; beyond, the nearest serves.
+            (under 5 % up to sigma = 1). Its curves span 8 to 16,384 keys; beyond, the nearest serves.
 
     Returns:
         Two numbers for two numbers, otherwise two tensors of the broadcast shape, in float64 (float32 on MPS), made on
