@@ -95,7 +95,7 @@ def test_a_missing_extra_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatc
     assert code == 2
     assert "needs no_such_module" in output
     assert "pip install 'lln-attention[report]'" in output
-    assert "missing no_such_module" in run("info")[1]
+    assert "missing no_such_module: pip install 'lln-attention[report]'" in run("info")[1]
 
 
 class Page(HTMLParser):

@@ -164,6 +164,7 @@ def info() -> None:
     """Show versions, devices, back ends, and which extras are missing."""
     import torch
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     import lln
@@ -182,5 +183,5 @@ def info() -> None:
     for extra in EXTRAS:
         names = missing(extra)
         remedy = f"missing {', '.join(names)}: pip install 'lln-attention[{extra}]'"
-        table.add_row(f"extra {extra}", remedy if names else "installed")
+        table.add_row(f"extra {extra}", escape(remedy) if names else "installed")
     Console().print(table)
