@@ -1,7 +1,6 @@
 """LLNAttention: who may be seen by the statistics, what is stored and when, what is learned."""
 
 import copy
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -156,9 +155,9 @@ def train_on_one_rank(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
-def test_two_processes_hold_the_buffers_of_one_with_both_batches() -> None:
+def test_two_processes_hold_the_buffers_of_one_with_both_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.multiprocessing.spawn(train_on_one_rank, (folder,), nprocs=2)
         first, second = (torch.load(Path(folder) / f"rank{rank}.pt") for rank in range(2))
     whole = module(statistics="running")

@@ -67,7 +67,10 @@ def match_moments(
     for name, sigma in (("sigma_q", sigma_q), ("sigma_k", sigma_k)):
         if not isinstance(sigma, Tensor) and not (sigma > 0 and math.isfinite(sigma)):
             raise ValueError(f"{name} must be positive and finite; got {sigma}.")
-    device = next((s.device for s in (sigma_q, sigma_k) if isinstance(s, Tensor)), torch.device("cpu"))
+    device = torch.device("cpu")
+    for given in (sigma_q, sigma_k):
+        if isinstance(given, Tensor):
+            device = given.device
     dtype = wide_dtype(device)
 
     def as_tensor(value: float | Tensor) -> Tensor:
