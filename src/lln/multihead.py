@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from lln.attention import Backend, Coefficient, lln_attention
 from lln.checks import describe
 from lln.moments import LENGTH, Matching
-from lln.nn import LLNAttention, Statistics
+from lln.nn import LLNAttention
+from lln.options import Statistics
 
 MAX_WEIGHTS = 2**28  # elements: 1 GiB in float32
 

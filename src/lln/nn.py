@@ -7,14 +7,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lln.attention import Backend, Coefficient, CuSeqlens, Mix, choose, lln_attention
-from lln.checks import check_block_size, check_key_mask, check_number, check_packing, check_tensors, coefficient
+from lln.attention import Backend, Coefficient, CuSeqlens, Mix, lln_attention
+from lln.checks import check_key_mask, check_packing, check_tensors, coefficient
 from lln.kernels.common import compute_dtype, wide_dtype
-from lln.moments import LENGTH, MATCHINGS, SIGMA_FLOOR, Matching, match_moments, moments, sigma
+from lln.moments import LENGTH, SIGMA_FLOOR, Matching, match_moments, moments, sigma
+from lln.options import Statistics, check_numbers, check_options
 from lln.state import LLNState
-
-Statistics = Literal["sample", "batch", "running", "fixed"]
-STATISTICS = ("sample", "batch", "running", "fixed")
 
 
 class LLNAttention(nn.Module):
@@ -341,52 +339,3 @@ def in_backward() -> bool:
     """Whether autograd is running backward right now, that is, whether a forward is a recomputation."""
     # A compiled graph recomputes within itself and does not come here again.
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def check_numbers(dropout: float, momentum: float, length: int, scale: float | None, backend: str) -> None:
-    for name, number in (("dropout", dropout), ("momentum", momentum)):
-        if not 0.0 <= check_number(name, number) <= 1.0:
-            raise ValueError(f"{name} must lie between 0 and 1; got {number}.")
-    if not isinstance(length, int) or length < 1:
-        raise ValueError(f"length must be a positive int; got {length!r}.")
-    if scale is not None and check_number("scale", scale) <= 0.0:
-        raise ValueError(f"scale must be positive; got {scale}.")
-    choose(backend)
-
-
-def check_options(
-    num_heads: int,
-    head_dim: int,
-    num_key_heads: int | None,
-    matching: str,
-    statistics: str,
-    alpha: Coefficient | None,
-    beta: Coefficient | None,
-    learnable: str | None,
-    block_size: int | None,
-    mix: float | str,
-) -> None:
-    for name, number in (
-        ("num_heads", num_heads),
-        ("head_dim", head_dim),
-        ("num_key_heads", num_heads if num_key_heads is None else num_key_heads),
-    ):
-        if not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name} must be a positive int; got {number!r}.")
-    if num_heads % (num_key_heads or num_heads):
-        raise ValueError(f"num_heads must be a multiple of num_key_heads; got {num_heads} and {num_key_heads}.")
-    for name, option, allowed in (("matching", matching, MATCHINGS), ("statistics", statistics, STATISTICS)):
-        if option not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {option!r}.")
-    if learnable not in (None, "head", "channel"):
-        raise ValueError(f"learnable must be None, 'head' or 'channel'; got {learnable!r}.")
-    if statistics != "fixed" and not (alpha is None and beta is None and learnable is None):
-        raise ValueError(f"alpha, beta and learnable go with statistics='fixed'; got statistics={statistics!r}.")
-    check_block_size(block_size, is_causal=True, cross=False, with_state=False)
-    if isinstance(mix, str):
-        if mix not in ("ratio", "scales"):
-            raise ValueError(f"mix must be a number, 'ratio' or 'scales'; got {mix!r}.")
-    elif not 0.0 <= check_number("mix", mix) <= 1.0:
-        raise ValueError(f"mix must lie between 0 and 1; got {mix}.")
-    if block_size is None and mix != 0.5:
-        raise ValueError(f"mix weighs LLN against the blocks and needs block_size; got mix={mix!r}.")
