@@ -72,17 +72,22 @@ def without_waiting(device: str) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def captured(device: str, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The result of a call; on a GPU, of its replay from a CUDA graph."""
+def captured(device: str, call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """The call, checked not to wait; on a GPU its replay from a CUDA graph."""
     call()  # curves are brought to the device once
     with without_waiting(device):
+        call()
+    if device != "cuda":
+        return call
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         out = call()
-    if device == "cuda":
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = call()
+
+    def replay() -> torch.Tensor:
         graph.replay()
-    return out
+        return out
+
+    return replay
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -99,7 +104,7 @@ def test_statistics_and_matching_never_wait_for_the_device(device: str, matching
     expected = modules[0](*tensors, key_mask=key_mask)
     moved = [t.to(device) for t in tensors]
     hidden = key_mask.to(device)
-    out = captured(device, lambda: modules[1](*moved, key_mask=hidden))
+    out = captured(device, lambda: modules[1](*moved, key_mask=hidden))()
     assert relative_error(out.cpu(), expected) < 1e-5
 
 
@@ -108,27 +113,9 @@ def test_running_statistics_move_on_in_a_captured_training_step(device: str) -> 
     attention = LLNAttention(2, 16, statistics="running", momentum=0.5).to(device)
     x = torch.ones(1, 2, 40, 16, device=device)
 
-    def step() -> torch.Tensor:
-        return attention(x, x, x)
-
-    captured(device, step)
+    step = captured(device, lambda: attention(x, x, x))
     for seed in range(12):
         x.copy_(3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
-        replay(device, attention, step)
+        step()
     attention.eval()
     assert attention.running_variance_q.cpu().tolist() == pytest.approx([9.0, 9.0], rel=0.2)
-
-
-GRAPHS: dict[int, torch.cuda.CUDAGraph] = {}
-
-
-def replay(device: str, attention: LLNAttention, step: Callable[[], torch.Tensor]) -> None:
-    """One step: on a GPU from a graph that is captured once."""
-    if device != "cuda":
-        step()
-        return
-    if id(attention) not in GRAPHS:
-        GRAPHS[id(attention)] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(GRAPHS[id(attention)]):
-            step()
-    GRAPHS[id(attention)].replay()

@@ -127,6 +127,15 @@ def test_scale_and_length_reach_the_matching() -> None:
         assert not torch.allclose(short, long, rtol=1e-3)
 
 
+def test_packed_cross_attention_takes_a_pair_of_offsets() -> None:
+    q, k, v = (t[:1] for t in inputs())
+    offsets = torch.tensor([0, 10, 30]), torch.tensor([0, 25, 30])
+    attention = LLNAttention(2, 8)
+    first = attention(q[:, :, :10], k[:, :, :25], v[:, :, :25])
+    for pair in (offsets, list(offsets)):
+        torch.testing.assert_close(attention(q, k, v, cu_seqlens=pair)[:, :, :10], first)
+
+
 def test_between_measured_lengths_the_curve_lies_between() -> None:
     low, middle, high = (match_moments(1.7, 1.7, 64, "entropy", length=n)[0] for n in (256, 512, 1024))
     assert min(low, high) < middle < max(low, high)

@@ -62,3 +62,15 @@ def test_the_largest_finite_queries_and_keys_give_finite_results(dtype: torch.dt
         tensors = [t / t.abs().max() * torch.finfo(dtype).max if i in scaled else t for i, t in enumerate(qkv)]
         for found in results(lambda *t: lln_attention(*t, 8.0, 8.0, is_causal=is_causal), tensors, g):
             assert found.isfinite().all()
+
+
+def test_the_usual_form_shrinks_to_zero_where_the_two_softmaxes_hold() -> None:
+    """Subtract the maxima of q and of k, add an epsilon: what linear attention code usually does."""
+    q, k, v, _ = inputs(0, 200, 16)
+    alpha, beta = (400.0 / t.abs().max().item() for t in (q, k))
+    exact = plain(q, k, v, alpha, beta, is_causal=False)
+    a, b = ((factor * t.float()) for factor, t in ((alpha, q), (beta, k)))
+    a, b = (a - a.amax()).exp(), (b - b.amax()).exp()
+    usual = a @ (b.transpose(-1, -2) @ v.float()) / ((a * b.sum(-2, keepdim=True)).sum(-1, keepdim=True) + 1e-8)
+    assert usual.norm() < 0.2 * exact.norm()
+    assert relative_error(lln_attention(q.float(), k.float(), v.float(), alpha, beta), exact) < 3e-5

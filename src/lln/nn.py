@@ -144,8 +144,7 @@ class LLNAttention(nn.Module):
         if self.mix == "ratio":
             return self.mix_logit.sigmoid()
         if self.mix == "scales":
-            scales = self.lln_scale, self.block_scale
-            return (scales[0].unsqueeze(0), scales[1].unsqueeze(0))
+            return self.lln_scale.unsqueeze(0), self.block_scale.unsqueeze(0)
         return float(self.mix)
 
     def forward(
@@ -166,13 +165,13 @@ class LLNAttention(nn.Module):
         query_mask [B, N]: rows that count for sigma_q; default key_mask in self attention (N = M).
         Raises ValueError for statistics that would let a causal output see later tokens."""
         self._check(query, key, value, key_mask, query_mask, cu_seqlens)
-        new = None
         where: dict[str, Any] = {
             "is_causal": is_causal,
             "key_mask": key_mask,
             "query_mask": query_mask,
             "cu_seqlens": cu_seqlens,
         }
+        new = None
         if self.statistics == "running" and self.training and not in_backward():
             self.commit()
             new = self._summed(query, key, query_mask, key_mask, cu_seqlens)
@@ -271,7 +270,7 @@ class LLNAttention(nn.Module):
         """(count, sum, sum of squares) of queries and of keys, each [B, key heads]."""
         if query_mask is None and query.shape[-2] == key.shape[-2]:
             query_mask = key_mask
-        pair = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
+        pair = cu_seqlens if isinstance(cu_seqlens, (tuple, list)) else (cu_seqlens, cu_seqlens)
         heads = self.num_key_heads
         return moments(query, heads, query_mask, pair[0]), moments(key, heads, key_mask, pair[1])
 
@@ -290,9 +289,8 @@ class LLNAttention(nn.Module):
             return
         # Nothing pending, no tokens, or an overflow somewhere: then nothing changes. No value is read on the host.
         good = ((self.pending[:, 0] > 1) & self.pending.isfinite().all(1)).all()
-        weight = (
-            torch.where(self.running_count == 0, 1.0, self.momentum) * good
-        )  # the first batch replaces the initial 1
+        # The first batch replaces the initial 1.
+        weight = torch.where(self.running_count == 0, 1.0, self.momentum) * good
         for buffer, found in zip((self.running_variance_q, self.running_variance_k), self.pending, strict=True):
             new = torch.where(good, sigma(*found).square(), 1.0)
             buffer.lerp_(new.to(buffer), weight.to(buffer))
@@ -327,12 +325,10 @@ class LLNAttention(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        heads = (
-            f"{self.num_heads}" if self.num_key_heads == self.num_heads else f"{self.num_heads}/{self.num_key_heads}"
-        )
+        groups = "" if self.num_key_heads == self.num_heads else f"/{self.num_key_heads}"
         block = "" if self.block_size is None else f", block_size={self.block_size}, mix={self.mix!r}"
         how = f"matching={self.matching!r}, statistics={self.statistics!r}"
-        return f"heads={heads}, head_dim={self.head_dim}, {how}{block}"
+        return f"heads={self.num_heads}{groups}, head_dim={self.head_dim}, {how}{block}"
 
 
 def in_backward() -> bool:
