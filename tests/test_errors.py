@@ -91,7 +91,11 @@ REFUSED: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
         tensors(backend="cuda"),
         "backend must be 'auto', 'eager' or 'triton'; got 'cuda'",
     ),
-    "no Triton yet": (ValueError, tensors(backend="triton"), "backend='triton'.*use 'auto' or 'eager'"),
+    "Triton, wide heads": (
+        ValueError,
+        tensors(query=torch.randn(B, HQ, N, 300), key=torch.randn(B, HK, N, 300), backend="triton"),
+        "backend='triton' cannot run this call: .*; use 'auto' or 'eager'",
+    ),
     # key_mask
     "mask list": (TypeError, tensors(key_mask=[True] * N), "key_mask must be a bool tensor"),
     "pairwise mask": (

@@ -13,6 +13,7 @@ from lln.kernels import eager
 from lln.kernels.call import Call
 from lln.kernels.carry import open_block
 from lln.kernels.common import autocast_enabled
+from lln.kernels.gpu import attend as triton
 from lln.state import LLNState
 
 Coefficient = float | Tensor
@@ -103,7 +104,7 @@ def lln_attention(
         query, key, value, alpha, beta, block_size, mix, is_causal, key_mask, dropout_p, cu_seqlens, state,
         return_state, scale,
     )  # fmt: skip
-    out, log_sum, mean_value = choose(backend)(call)
+    out, log_sum, mean_value = choose(backend, call)(call)
     if not return_state:
         return out
     block = {} if block_size is None else open_block(call)
@@ -115,13 +116,22 @@ def lln_attention(
     return out, LLNState(log_sum, mean_value, used, **block)
 
 
-def choose(backend: str) -> Callable[[Call], tuple[Tensor, Tensor, Tensor]]:
+def choose(backend: str, call: Call) -> Callable[[Call], tuple[Tensor, Tensor, Tensor]]:
     """The one place that decides a back end."""
-    if backend in ("auto", "eager"):
+    check_backend(backend)
+    if backend == "eager" or (backend == "auto" and not call.query.is_cuda):
         return eager.attend
-    if backend == "triton":
-        raise ValueError("backend='triton': this version has no Triton kernels yet; use 'auto' or 'eager'.")
-    raise ValueError(f"backend must be 'auto', 'eager' or 'triton'; got {backend!r}.")
+    reason = triton.refusal(call)
+    if reason is None:
+        return triton.attend
+    if backend == "auto":
+        return eager.attend
+    raise ValueError(f"backend='triton' cannot run this call: {reason}; use 'auto' or 'eager'.")
+
+
+def check_backend(backend: str) -> None:
+    if backend not in ("auto", "eager", "triton"):
+        raise ValueError(f"backend must be 'auto', 'eager' or 'triton'; got {backend!r}.")
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

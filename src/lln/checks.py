@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lln.kernels.call import Call
 from lln.kernels.carry import block_start
-from lln.kernels.common import Dropout, compute_dtype
+from lln.kernels.common import compute_dtype
 from lln.state import LLNState, same_beta
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -62,8 +62,6 @@ def check_call(
     p = check_number("dropout_p", dropout_p)
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout_p must lie between 0 and 1; got {p}.")
-    # Drawn on the host: no wait for the device, torch.manual_seed repeats it, checkpointing restores it.
-    dropout = Dropout(p, int(torch.randint(2**62, (), device="cpu"))) if p else None
     count = None if state is None else state.count
     return Call(
         query=query,
@@ -73,7 +71,7 @@ def check_call(
         beta=beta,
         is_causal=is_causal,
         key_mask=key_mask,
-        dropout=dropout,
+        dropout_p=p,
         cu_query=cu_query,
         cu_key=cu_key,
         log_sum=None if state is None else state.log_sum,
@@ -159,7 +157,7 @@ def check_packing(cu_seqlens: Any, query: Tensor, key: Tensor) -> tuple[Tensor |
             )
         if t.device != query.device:
             raise ValueError(f"cu_seqlens must be on the device of query, {query.device}; got {t.device}.")
-        if t.is_cpu:
+        if t.is_cpu and not torch.compiler.is_compiling():
             offsets = t.tolist()
             if offsets[0] != 0 or offsets[-1] != total or any(a > b for a, b in pairwise(offsets)):
                 raise ValueError(f"cu_seqlens must rise from 0 to the total length of {what}, {total}; got {offsets}.")
@@ -208,7 +206,8 @@ def check_block_size(block_size: int | None, is_causal: bool, cross: bool, with_
 def check_number(name: str, value: Any, or_tensor: str = "") -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, Real)):
         raise TypeError(f"{name} must be a number{or_tensor}; got {describe(value)}.")
-    if not math.isfinite(value):
+    # A compiler that treats numbers as symbols cannot look at them; they were looked at when it was not compiling.
+    if not torch.compiler.is_compiling() and not math.isfinite(value):
         raise ValueError(f"{name} must be finite; got {value}.")
     return float(value)
 

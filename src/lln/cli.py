@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import enum
+import importlib
 import importlib.util
 import platform
 from collections.abc import Callable, Iterator
@@ -57,28 +59,37 @@ def need(extra: str) -> None:
         )
 
 
+def need_folder(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise typer.BadParameter(f"{out} is a file; name a folder.", param_hint="--out")
+
+
 @contextlib.contextmanager
-def progress_bar(steps: int) -> Iterator[Callable[[str], None]]:
-    """Yields a function to call with a few words as each of the steps begins."""
+def progress_bar(steps: int | None) -> Iterator[Callable[[str], None]]:
+    """Yields a function to call with a few words as each of the steps begins. None: nobody knows how many. The bar is
+    on stderr, since stdout is for results."""
+    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = TextColumn("{task.description:36}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    with Progress(*columns) as progress:
+    with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("start", total=steps)
         yield lambda text: progress.update(task, advance=1, description=text)
 
 
-def parse_lengths(text: str) -> list[int]:
+def parse_lengths(text: str, option: str = "--lengths") -> list[int]:
     try:
         lengths = sorted({int(part) for part in text.split(",")})
     except ValueError:
         lengths = []
     if not lengths or lengths[0] < 1:
-        raise typer.BadParameter(f"must be positive whole numbers with commas between, like 512,2048; got {text!r}")
+        raise typer.BadParameter(
+            f"must be positive whole numbers with commas between, like 512,2048; got {text!r}", param_hint=option
+        )
     return lengths
 
 
-def parse_device(text: str) -> str:
+def parse_device(text: str | None) -> str | None:
     import torch
 
     try:
@@ -107,8 +118,7 @@ def report(
     need("report")
     chosen = parse_lengths(lengths or (QUICK_LENGTHS if quick else LENGTHS))
     repeats = repeats or (2 if quick else 5)
-    if out.exists() and not out.is_dir():
-        raise typer.BadParameter(f"{out} is a file; name a folder.", param_hint="--out")
+    need_folder(out)
 
     import torch
 
@@ -145,7 +155,7 @@ def calibrate(
 
     changed: dict[str, Any] = {}
     if head_dims:
-        changed["head_dims"] = tuple(parse_lengths(head_dims))
+        changed["head_dims"] = tuple(parse_lengths(head_dims, "--head-dims"))
     if lengths:
         changed["lengths"] = tuple(parse_lengths(lengths))
     if seeds == 1:
@@ -157,6 +167,100 @@ def calibrate(
         curves = measure(plan, seed, where, step)
     write_json(out, {"provenance": provenance(seed, where), **curves})
     typer.echo(f"The curves are in {out}.")
+
+
+class Dtype(enum.StrEnum):
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+class Causal(enum.StrEnum):
+    no = "no"
+    yes = "yes"
+    both = "both"
+
+
+@app.command(
+    epilog="Example: [bold]lln bench --quick[/bold] for a look in a minute; "
+    "[bold]lln bench --lengths 1024,8192 --tokens 65536 --only flash,LLN,LLN+Diag[/bold] for batches of equal size; "
+    "[bold]lln bench --shapes 16x12x4096x64,1x12x16384x64 --causal no --json[/bold] for shapes of your own; "
+    "[bold]lln bench --peers fla[/bold] for flash-linear-attention, which tunes itself for minutes; "
+    "[bold]lln bench --render bench/bench.json --out page[/bold] to draw what another machine measured."
+)
+def bench(
+    lengths: Annotated[
+        str | None,
+        typer.Option(help="Lengths, with commas between.", show_default="512 to 4096, on cuda to 65536"),
+    ] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Heads.", show_default="12")] = None,
+    dim: Annotated[int | None, typer.Option(min=1, help="Head dim.", show_default="64")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Batch size.", show_default="1")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens a batch: the batch size is TOKENS // length, at least 1.")
+    ] = None,
+    shapes: Annotated[
+        str | None, typer.Option(help="Shapes BxHxNxD with commas between, instead of a grid of lengths.")
+    ] = None,
+    causal: Annotated[
+        Causal | None,
+        typer.Option(help="Causal attention, bidirectional (no), or both.", show_default="both, with --peers yes"),
+    ] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Of the inputs.", show_default="bfloat16 on cuda, float32 on cpu")
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option(help="Attentions by name, as in the table, with commas between.", show_default="all")
+    ] = None,
+    peers: Annotated[
+        str | None, typer.Option(help="fla: flash-linear-attention's causal attentions, beside a few of the others.")
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Measurements behind each median.", show_default="5, on cuda 50")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Short lengths and fewer repeats.")] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu, cuda, cuda:1, ...", callback=parse_device, show_default="cuda if there is one"),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for bench.json, bench.md and the charts (SVG).")] = Path("bench"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of the table.")] = False,
+    render: Annotated[
+        Path | None, typer.Option(help="Measure nothing: table, Markdown and charts of this stored bench.json.")
+    ] = None,
+    tune: Annotated[bool, typer.Option("--tune", help="Find the fastest settings of the kernels instead.")] = False,
+) -> None:
+    """Check LLN attention, then time it beside torch's attentions: forward, backward, memory, share of the floor."""
+    need_folder(out)
+
+    import torch
+
+    from lln.bench.compare import CheckFailed, measure
+    from lln.bench.output import publish, read
+    from lln.bench.plan import make_plan
+    from lln.files import write_json
+
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if tune:
+        with progress_bar(None) as step:
+            importlib.import_module("lln.bench.tune").tune(device=where, out=out, progress=step)
+        return
+    if render is not None:
+        result = read(render)
+    else:
+        plan = make_plan(
+            lengths=None if lengths is None else parse_lengths(lengths), heads=heads, dim=dim, batch=batch,
+            tokens=tokens, shapes=shapes, causal=causal, dtype=dtype, only=only, peers=peers, repeats=repeats,
+            quick=quick, device=where, seed=seed,
+        )  # fmt: skip
+        try:
+            with progress_bar(plan.steps()) as step:
+                result = measure(plan, store=lambda found: write_json(out / "bench.json", found), progress=step)
+        except CheckFailed as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from None
+    publish(result, out, as_json=as_json, charts=not missing("report"))
 
 
 @app.command(epilog="Example: [bold]lln info[/bold] before you report a problem.")

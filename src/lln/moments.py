@@ -10,11 +10,14 @@ softmax attention whose scores have variance t = (scale sqrt(d))^2 sigma_q^2 sig
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from typing import Literal
+import os
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lln.checks import check_key_mask, check_tensors
 from lln.curves import s2_for_entropy, s2_for_variance
@@ -22,11 +25,20 @@ from lln.kernels.common import spans, wide_dtype
 
 Matching = Literal["paper", "variance", "entropy"]
 MATCHINGS = ("paper", "variance", "entropy")
+# query, key, number of key heads, mask of the queries, of the keys, offsets of packed queries, of packed keys
+Data = tuple[Tensor, Tensor, int, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 # The line sigma_lln^2 = a s2 + b of the authors' released code.
 PAPER_A, PAPER_B = 0.14855178144710912, -0.35487039130661086
 # A constant input has no spread; this keeps alpha and beta finite.
 SIGMA_FLOOR = 1e-6
 LENGTH = 1024  # of the entropy curves where no other is known
+
+# What the GPU kernels can run. Found out here, once: torch.compile traces none of it.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels on the CPU, for tests
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KERNEL_DIM = 256
+CAPABLE: dict[int, bool] = {}  # CUDA devices that Triton supports
 
 
 def match_moments(
@@ -79,26 +91,80 @@ def match_moments(
             return value.detach().to(device, dtype)
         return torch.full((), value, dtype=dtype, device=device)
 
-    q, k = torch.broadcast_tensors(as_tensor(sigma_q), as_tensor(sigma_k))
-    factor = 1.0 if scale is None else scale * scale * head_dim
-    s2 = matched_s2(factor * (q * k).square(), head_dim, matching, as_tensor(length))
-    half = (s2 / 2).sqrt()
+    q, k = as_tensor(sigma_q), as_tensor(sigma_k)
+    t = (q * k).square()
+    if scale is not None:
+        t *= score_factor(scale, head_dim)
+    # Half of s2 each; a division by 2 is exact wherever it comes.
+    if matching == "paper":
+        half = t.sub_(PAPER_B).div_(2 * PAPER_A).sqrt_()
+    elif matching == "variance":
+        half = s2_for_variance(t, head_dim).div_(2).sqrt_()
+    else:
+        half = s2_for_entropy(t, head_dim, as_tensor(length)).div_(2).sqrt_()
     alpha, beta = half / q, half / k
     return (alpha.item(), beta.item()) if numbers else (alpha, beta)
 
 
-def matched_s2(t: Tensor, head_dim: int, matching: str, length: Tensor) -> Tensor:
-    if matching == "paper":
-        return (t - PAPER_B) / PAPER_A
-    if matching == "variance":
-        return s2_for_variance(t, head_dim)
-    return s2_for_entropy(t, head_dim, length)
+def score_factor(scale: float | None, head_dim: int) -> float:
+    """t / (sigma_q sigma_k)^2"""
+    return 1.0 if scale is None else scale * scale * head_dim
 
 
 def sigma(count: Tensor, total: Tensor, squares: Tensor) -> Tensor:
     """The unbiased standard deviation from (count, sum, sum of squares), floored."""
     variance = (squares - total * total / count.clamp_min(1)) / (count - 1).clamp_min(1)
     return variance.clamp_min(SIGMA_FLOOR**2).sqrt()
+
+
+def has_kernels(query: Tensor, key: Tensor, backend: str) -> bool:
+    """The one place that decides whether the GPU kernels take the statistics. `backend` "triton" lets their interpreter
+    serve tensors on the CPU; where they cannot run, the statistics are plain torch."""
+    if backend == "eager" or not HAS_TRITON or query.dtype not in KERNEL_DTYPES or query.shape[-1] > KERNEL_DIM:
+        return False
+    on_cpu = query.is_cpu and backend == "triton" and INTERPRETED
+    if not on_cpu and not (query.is_cuda and capable(query.get_device())):
+        return False
+    # What has no memory of its own, a subclass or a tensor inside torch.func, is for torch. A compiler traces an op.
+    return torch.compiler.is_compiling() or (plain(query) and plain(key))
+
+
+def capable(index: int) -> bool:
+    if index not in CAPABLE:
+        CAPABLE[index] = torch.cuda.get_device_capability(index) >= (8, 0)
+    return CAPABLE[index]
+
+
+def plain(t: Tensor) -> bool:
+    return type(t) in (Tensor, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+
+
+def kernel(name: str) -> Callable[..., Any]:
+    """A function of kernels/gpu/moments.py; for torch.compile the op of that name, whose dispatch eager calls spare."""
+    from lln.kernels.gpu import moments as gpu  # on demand: `import lln` does without triton
+
+    found: Callable[..., Any] = getattr(torch.ops.lln if torch.compiler.is_compiling() else gpu, name)
+    return found
+
+
+def both_moments(
+    query: Tensor,
+    key: Tensor,
+    key_heads: int,
+    query_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    cu_query: Tensor | None = None,
+    cu_key: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The `moments` of queries and of keys: [2, 3, samples, key heads], on a GPU in one pass over both.
+
+    Neither may require grad."""
+    if has_kernels(query, key, backend):
+        found: Tensor = kernel("both_moments")(query, key, key_heads, query_mask, key_mask, cu_query, cu_key)
+        return found
+    of_query, of_key = moments(query, key_heads, query_mask, cu_query), moments(key, key_heads, key_mask, cu_key)
+    return torch.stack([torch.stack(of_query), torch.stack(of_key)])
 
 
 def moments(t: Tensor, key_heads: int, mask: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,7 +257,8 @@ def match_data(
     if query_mask is None and length == key_length:
         query_mask = key_mask
     scale = dim**-0.5 if scale is None else scale
-    sigma_q, sigma_k = (sigma(*moments(t, key_heads, mask, None)) for t, mask in ((query, query_mask), (key, key_mask)))
+    found = both_moments(query.detach(), key.detach(), key_heads, query_mask, key_mask)
+    sigma_q, sigma_k = sigma(*found.unbind(1)).unbind()
     # Where there is nothing to compare (fewer than two keys, no spread), eq. (10) has to do.
     s2 = (scale * scale * dim * (sigma_q * sigma_k).square() - PAPER_B) / PAPER_A  # [B, Hk]
     order = torch.rand(length, generator=torch.Generator().manual_seed(seed)).to(query.device)  # one for all samples
@@ -216,8 +283,8 @@ def match_data(
             wanted = None
             if target == "variance" and seen is None:
                 wanted = exact_score_variance(q_valid, k, scale)
-            found = bisect_s2(q[:, chosen], k, *spreads, target, seen, scale, wanted)
-            s2[sample, head] = torch.where(found.isfinite(), found, s2[sample, head])
+            solved = bisect_s2(q[:, chosen], k, *spreads, target, seen, scale, wanted)
+            s2[sample, head] = torch.where(solved.isfinite(), solved, s2[sample, head])
     half = (s2 / 2).sqrt()
     return (half / sigma_q).repeat_interleave(heads // key_heads, 1), half / sigma_k
 

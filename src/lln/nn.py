@@ -10,7 +10,18 @@ from torch import Tensor, nn
 from lln.attention import Backend, Coefficient, CuSeqlens, Mix, lln_attention
 from lln.checks import check_key_mask, check_packing, check_tensors, coefficient
 from lln.kernels.common import compute_dtype, wide_dtype
-from lln.moments import LENGTH, SIGMA_FLOOR, Matching, match_moments, moments, sigma
+from lln.moments import (
+    LENGTH,
+    SIGMA_FLOOR,
+    Data,
+    Matching,
+    both_moments,
+    has_kernels,
+    kernel,
+    match_moments,
+    score_factor,
+    sigma,
+)
 from lln.options import Statistics, check_numbers, check_options
 from lln.state import LLNState
 
@@ -40,7 +51,7 @@ class LLNAttention(nn.Module):
         decoder: the queries belong to a causal decoder (cross attention), so statistics must not look at all of them.
         length: number of keys that "entropy" matching assumes with "running" and "fixed" statistics.
         momentum: weight of a new batch in the "running" averages.
-        backend: of the op.
+        backend: of the op and, where it can, of the statistics.
 
     With "running" a training step uses the buffers as they stand. Its own moments, summed over all ranks of a
     torch.distributed run, wait until the next training step, eval() or state_dict() brings them into the buffers: a
@@ -227,27 +238,37 @@ class LLNAttention(nn.Module):
             )
         if self.statistics == "fixed":
             return self._fixed("alpha", query), self._fixed("beta", query)
+        fused = self.matching == "paper" and has_kernels(query, key, self.backend)  # eq. (10) in the same kernel
+        factor = score_factor(self.scale, self.head_dim)
         length: int | Tensor = self.length
         if self.statistics == "running":
-            spread = self.running_variance_q, self.running_variance_k
-            sigma_q, sigma_k = (
-                v.to(wide_dtype(v.device)).clamp_min(SIGMA_FLOOR**2).sqrt().unsqueeze(0) for v in spread
-            )
+            variances = self.running_variance_q, self.running_variance_k
+            if fused and variances[0].device == query.device:
+                alpha, beta = kernel("paper_match")(*variances, self.num_heads, factor)
+                return alpha, beta
+            sigma_q, sigma_k = (v.to(wide_dtype(v.device)).clamp_min(SIGMA_FLOOR**2).sqrt()[None] for v in variances)
         else:
-            found_q, found_k = self._moments(query, key, query_mask, key_mask, cu_seqlens)
-            length = found_k[0] / self.head_dim
+            data = self._data(query, key, query_mask, key_mask, cu_seqlens)
+            if fused and self.statistics == "sample":
+                alpha, beta = kernel("paper_coefficients")(*data, factor)
+                return alpha, beta
+            found = both_moments(*data, self.backend)
+            if self.matching == "entropy":
+                length = found[1, 0] / self.head_dim
             if self.statistics == "batch":
-                length = length.mean()
-                found_q, found_k = (tuple(part.sum() for part in found) for found in (found_q, found_k))
-            sigma_q, sigma_k = sigma(*found_q), sigma(*found_k)
+                length = length.mean() if isinstance(length, Tensor) else length
+                found = found.sum((2, 3))
+            sigma_q, sigma_k = sigma(*found.unbind(1)).unbind()
         alpha, beta = match_moments(sigma_q, sigma_k, self.head_dim, self.matching, self.scale, length=length)
         assert isinstance(alpha, Tensor)
         assert isinstance(beta, Tensor)
         dtype = compute_dtype(query.dtype)
+        alpha, beta = alpha.to(dtype), beta.to(dtype)
         if alpha.ndim == 2:  # [B, key heads]
-            alpha = alpha.repeat_interleave(self.num_heads // self.num_key_heads, 1)
+            if self.num_heads != self.num_key_heads:
+                alpha = alpha.repeat_interleave(self.num_heads // self.num_key_heads, 1)
             alpha, beta = alpha.unsqueeze(-1), beta.unsqueeze(-1)
-        return alpha.to(dtype), beta.to(dtype)
+        return alpha, beta
 
     def _fixed(self, name: str, query: Tensor) -> Tensor:
         dtype = compute_dtype(query.dtype)
@@ -259,25 +280,23 @@ class LLNAttention(nn.Module):
             return given.to(dtype)
         return torch.full((1, 1, 1), self.numbers[name], dtype=dtype, device=query.device)
 
-    def _moments(
+    def _data(
         self,
         query: Tensor,
         key: Tensor,
         query_mask: Tensor | None,
         key_mask: Tensor | None,
         cu_seqlens: CuSeqlens | None,
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """(count, sum, sum of squares) of queries and of keys, each [B, key heads]."""
+    ) -> Data:
+        """What the statistics are of, as `both_moments` takes it."""
         if query_mask is None and query.shape[-2] == key.shape[-2]:
             query_mask = key_mask
         pair = cu_seqlens if isinstance(cu_seqlens, (tuple, list)) else (cu_seqlens, cu_seqlens)
-        heads = self.num_key_heads
-        return moments(query, heads, query_mask, pair[0]), moments(key, heads, key_mask, pair[1])
+        return query.detach(), key.detach(), self.num_key_heads, query_mask, key_mask, pair[0], pair[1]
 
     def _summed(self, query: Tensor, key: Tensor, *where: Any) -> Tensor:
         """The moments of the whole batch on all ranks, as `pending` holds them."""
-        found = [torch.stack([part.sum(0) for part in parts]) for parts in self._moments(query, key, *where)]
-        both = torch.stack(found)
+        both = both_moments(*self._data(query, key, *where), self.backend).sum(2)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(both)
         return both
@@ -291,9 +310,10 @@ class LLNAttention(nn.Module):
         good = ((self.pending[:, 0] > 1) & self.pending.isfinite().all(1)).all()
         # The first batch replaces the initial 1.
         weight = torch.where(self.running_count == 0, 1.0, self.momentum) * good
-        for buffer, found in zip((self.running_variance_q, self.running_variance_k), self.pending, strict=True):
-            new = torch.where(good, sigma(*found).square(), 1.0)
-            buffer.lerp_(new.to(buffer), weight.to(buffer))
+        new = torch.where(good, sigma(*self.pending.unbind(1)).square(), 1.0).to(self.running_variance_q)
+        weight = weight.to(new)
+        for buffer, value in zip((self.running_variance_q, self.running_variance_k), new, strict=True):
+            buffer.lerp_(value, weight)
         self.running_count += good
         self.pending.zero_()
 

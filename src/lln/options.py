@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from lln.attention import Coefficient, choose
+from lln.attention import Coefficient, check_backend
 from lln.checks import check_block_size, check_number
 from lln.moments import MATCHINGS
 
@@ -20,7 +20,7 @@ def check_numbers(dropout: float, momentum: float, length: int, scale: float | N
         raise ValueError(f"length must be a positive int; got {length!r}.")
     if scale is not None and check_number("scale", scale) <= 0.0:
         raise ValueError(f"scale must be positive; got {scale}.")
-    choose(backend)
+    check_backend(backend)
 
 
 def check_options(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib.metadata
 import os
 import platform
 import statistics
@@ -96,8 +97,9 @@ def peak_memory(work: Work, device: torch.device) -> int:
 
 def provenance(seed: int, device: torch.device) -> dict[str, Any]:
     """What a reader needs to judge a number or to measure it again."""
+    program = Path(sys.argv[0]).name
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": " ".join(["lln" if program == "__main__.py" else program, *sys.argv[1:]]),
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seed": seed,
@@ -106,6 +108,27 @@ def provenance(seed: int, device: torch.device) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **(accelerator(device) if device.type == "cuda" else {}),
+    }
+
+
+def accelerator(device: torch.device) -> dict[str, Any]:
+    """What decides the speed of a CUDA device beside its name."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        driver = None
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = None
+    return {
+        "triton": triton,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "driver": driver,
+        "multiprocessors": torch.cuda.get_device_properties(device).multi_processor_count,
     }
 
 

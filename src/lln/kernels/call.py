@@ -34,7 +34,7 @@ class Call:
     beta: Tensor  # [B, Hk, D], likewise
     is_causal: bool
     key_mask: Tensor | None  # [B, M] bool
-    dropout: Dropout | None
+    dropout_p: float
     cu_query: Tensor | None  # [B + 1] offsets of packed sequences; the tensors above then have batch 1
     cu_key: Tensor | None
     log_sum: Tensor | None  # [B, Hk, D] of the incoming state, with mean_value
@@ -49,6 +49,7 @@ class Call:
     open_key: Tensor | None  # [B, Hk, block_size, D] of the incoming state, with open_value and open_mask
     open_value: Tensor | None  # [B, Hk, block_size, E]
     open_mask: Tensor | None  # [B, block_size] bool
+    dropout: Dropout | None = None  # of the eager back end, which draws it
 
     def sequences(self) -> Iterator[Call]:
         """One call for each packed sequence; the call itself when nothing is packed."""

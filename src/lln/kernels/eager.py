@@ -6,23 +6,32 @@ sequences are split apart and handled one by one.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from lln.kernels.blocks import Blocks
 from lln.kernels.call import Call
 from lln.kernels.causal import Causal
-from lln.kernels.common import compute_dtype
+from lln.kernels.common import Dropout, compute_dtype
 from lln.kernels.fold import Fold, Read, empty, merge
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """(out [B, Hq, N, E], log_sum [B, Hk, D], mean_value [B, Hk, D, E]) of a checked call."""
-    results = [attend_unpacked(sequence) for sequence in call.sequences()]
+    results = [attend_unpacked(sequence) for sequence in with_dropout(call).sequences()]
     if len(results) == 1:
         return results[0]
     outs, log_sums, mean_values = zip(*results, strict=True)
     return torch.cat(outs, -2), torch.cat(log_sums), torch.cat(mean_values)
+
+
+def with_dropout(call: Call) -> Call:
+    if not call.dropout_p:
+        return call
+    # Drawn on the host: no wait for the device, torch.manual_seed repeats it, checkpointing restores it.
+    return dataclasses.replace(call, dropout=Dropout(call.dropout_p, int(torch.randint(2**62, (), device="cpu"))))
 
 
 def attend_unpacked(call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,9 +55,16 @@ def attend_unpacked(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         if state is not None:
             log_sum, mean = merge(*state, log_sum, mean)
         out = Read.apply(q, alpha, log_sum, mean, weight, dtype, call.dropout)
-    if call.block_size is not None and q.shape[-2]:
-        out = (out + attend_blocks(call, q, k, v, dtype)).to(q.dtype)
+    if call.block_size is not None:
+        out = (out + attend_blocks(call, q, k, v, dtype) if q.shape[-2] else out).to(q.dtype)
     return out.flatten(1, 2), log_sum.squeeze(2), mean.squeeze(2)
+
+
+def blocks_of(call: Call) -> Tensor:
+    """The weighted block part of one sequence's output alone, [B, Hq, N, E] in the compute dtype."""
+    q = call.query.unflatten(1, (call.key.shape[1], -1))
+    out = attend_blocks(call, q, call.key.unsqueeze(2), call.value.unsqueeze(2), compute_dtype(q.dtype))
+    return out.flatten(1, 2)
 
 
 def attend_blocks(call: Call, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:

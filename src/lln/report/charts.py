@@ -67,6 +67,7 @@ class Axis:
     field: str
     title: str
     logarithmic: bool = False
+    ticks: tuple[float, ...] | None = None  # of a logarithmic axis; None: powers of ten
 
 
 def lines(
@@ -87,7 +88,7 @@ def lines(
     # lines: both at once make neither plain.
     look: dict[str, Any] = {"symbolSize": 250, "symbolStrokeWidth": 2.5}
     if points:
-        look = {"symbolSize": 120, "symbolDash": [1, 0]}
+        look = {"symbolSize": 120}
     legend = alt.Legend(title=None, orient="top", columns=5, **look)
 
     def signs(values: list[Any], legend: alt.Legend | None = legend) -> dict[str, Any]:
@@ -109,21 +110,46 @@ def lines(
     if shaded:
         ranges = alt.Chart(alt.Data(values=[{"from": low, "to": high} for low, high in shaded]))
         marks.insert(0, ranges.mark_rect(color=INK, opacity=0.25).encode(x=alt.X("from:Q"), x2=alt.X2("to:Q")))
-    return framed(alt.LayerChart(layer=marks))
+    chart = alt.LayerChart(layer=marks)
+    if points:  # else the legend draws the points in the dashes of the lines
+        chart = chart.resolve_legend(strokeDash="independent", strokeWidth="independent")
+    return framed(chart)
+
+
+def bars(rows: list[dict[str, Any]], styles: dict[str, Style], title: str) -> alt.LayerChart:
+    """A bar with its value for each series of each group. Rows: series, group, value."""
+    names = [name for name in styles if any(row["series"] == name for row in rows)]
+    groups = list(dict.fromkeys(row["group"] for row in rows))
+    colours = alt.Scale(domain=names, range=[styles[name].colour for name in names])
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        y=alt.Y("group:N", title=None, sort=groups, axis=alt.Axis(labelLimit=220)),
+        yOffset=alt.YOffset("series:N", sort=names, scale=alt.Scale(paddingInner=0.15)),
+        x=alt.X("value:Q", title=title),
+    )
+    marks = base.mark_bar().encode(color=alt.Color("series:N", scale=colours, legend=None))
+    # The name stands at the bar: members of a family share a colour.
+    label = "datum.series + '  ' + format(datum.value, '.3~g')"
+    texts = base.transform_calculate(label=label).mark_text(align="left", dx=4, color=INK).encode(text="label:N")
+    return framed(marks + texts, height=max(120, 18 * len(rows) + 12 * len(groups)))
 
 
 def axis_options(axis: Axis, rows: list[dict[str, Any]]) -> dict[str, Any]:
     if not axis.logarithmic:
         return {"title": axis.title, "scale": alt.Scale(zero=False, padding=10)}
+    if axis.ticks is not None:
+        # The axis ends at the outermost tick or value, whichever is farther out.
+        values = [*axis.ticks, *(row[axis.field] for row in rows)]
+        scale = alt.Scale(type="log", nice=False, domain=[min(values), max(values)], padding=10)
+        return {"title": axis.title, "scale": scale, "axis": alt.Axis(values=list(axis.ticks))}
     low, high = (math.log10(end(row[axis.field] for row in rows)) for end in (min, max))
     # Powers of ten only: the labels between them run into each other.
     ticks = alt.Axis(values=[10.0**power for power in range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1)])
     return {"title": axis.title, "scale": alt.Scale(type="log", nice=False), "axis": ticks}
 
 
-def framed(chart: alt.LayerChart) -> alt.LayerChart:
+def framed(chart: alt.LayerChart, height: int = 300) -> alt.LayerChart:
     """The size and look that all charts share."""
-    chart = chart.properties(width=520, height=300)
+    chart = chart.properties(width=520, height=height)
     axis: dict[str, Any] = {f"{part}Color": INK for part in ("label", "title", "grid", "domain", "tick")}
     config = alt.Config(
         background="transparent",

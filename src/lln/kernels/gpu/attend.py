@@ -1,0 +1,109 @@
+"""The Triton back end: which calls it can run, and a checked call handed to the kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln.kernels import eager
+from lln.kernels.call import Call
+from lln.kernels.gpu import plan
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LARGEST_DIM = 256
+
+
+def interpreted() -> bool:
+    """Whether Triton runs its kernels on the CPU, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def refusal(call: Call) -> str | None:
+    """Why these kernels cannot run a call; None when they can."""
+    device = call.query.device
+    if importlib.util.find_spec("triton") is None:
+        return "it needs the triton package, which is not installed"
+    if device.type != "cuda" and not interpreted():
+        return f"it runs on CUDA devices, and the tensors are on {device}"
+    if call.query.dtype not in DTYPES:
+        return f"its kernels are for float32, bfloat16 and float16, and the tensors are {call.query.dtype}"
+    if call.query.shape[-1] > LARGEST_DIM:
+        return f"its kernels are for head dims up to {LARGEST_DIM}, and this one is {call.query.shape[-1]}"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"its kernels need compute capability 8.0 or newer, which {torch.cuda.get_device_name(device)} lacks"
+    return None
+
+
+def attend(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """(out [B, Hq, N, E], log_sum [B, Hk, D], mean_value [B, Hk, D, E]) of a checked call."""
+    dim, width, dtype = call.query.shape[-1], call.value.shape[-1], call.query.dtype
+    size = call.block_size
+    if size is not None and (call.scale <= 0.0 or not plan.blocks_fit(size, dim, width, dtype)):
+        return with_eager_blocks(call)
+    # On the device, so that a CUDA graph draws anew at each replay.
+    seed = torch.randint(2**62, (), device=call.query.device) if call.dropout_p else None
+    step = plan.value_part(dim, dtype)
+    if width <= step:
+        return attend_part(call, slice(None), seed)
+    # Attention is linear in the values.
+    parts = [attend_part(call, slice(i, i + step), seed) for i in range(0, width, step)]
+    outs, log_sums, means = zip(*parts, strict=True)
+    return torch.cat(outs, -1), log_sums[0], torch.cat(means, -1)
+
+
+def attend_part(call: Call, part: slice, seed: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    from lln.kernels.gpu.forward import Arguments
+    from lln.kernels.gpu.op import apply
+
+    def cut(t: Tensor | None) -> Tensor | None:
+        return t if t is None or t.shape[-1] == 1 else t[..., part]
+
+    return apply(
+        Arguments(
+            query=call.query,
+            key=call.key,
+            value=call.value[..., part],
+            alpha=call.alpha,
+            beta=call.beta,
+            lln_weight=cut(call.lln_weight),
+            block_weight=cut(call.block_weight),
+            key_mask=call.key_mask,
+            cu_query=call.cu_query,
+            cu_key=call.cu_key,
+            log_sum=call.log_sum,
+            mean_value=None if call.mean_value is None else call.mean_value[..., part],
+            start=call.start,
+            open_key=call.open_key,
+            open_value=None if call.open_value is None else call.open_value[..., part],
+            open_mask=call.open_mask,
+            seed=seed,
+            block_size=call.block_size,
+            is_causal=call.is_causal,
+            scale=call.scale,
+            dropout=call.dropout_p,
+        )
+    )
+
+
+def with_eager_blocks(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks that do not fit into a program, or a scale that is not positive: the linear part here, the blocks by the
+    eager back end."""
+    fields = ("block_size", "lln_weight", "block_weight", "start", "open_key", "open_value", "open_mask")
+    none: dict[str, Any] = dict.fromkeys(fields)
+    linear, log_sum, mean = attend(dataclasses.replace(call, **none))
+    outs = []
+    for sequence, part in zip(eager.with_dropout(call).sequences(), rows_of_sequences(call, linear), strict=True):
+        assert sequence.lln_weight is not None
+        part = part * sequence.lln_weight.unsqueeze(-2)
+        outs.append((part + eager.blocks_of(sequence)).to(call.query.dtype) if part.shape[-2] else part)
+    return torch.cat(outs, -2), log_sum, mean
+
+
+def rows_of_sequences(call: Call, t: Tensor) -> Sequence[Tensor]:
+    return [t] if call.cu_query is None else t.split(call.cu_query.diff().tolist(), -2)

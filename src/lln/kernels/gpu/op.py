@@ -1,0 +1,184 @@
+"""The Triton kernels as one differentiable operation.
+
+An eager call goes through an autograd function, which is lean. Under torch.compile the same launches are the operator
+`lln::attend`, opaque to the compiler, with `lln::attend_backward` as its gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from lln.kernels.gpu.backward import Backward, Gradients, Wanted
+from lln.kernels.gpu.forward import Arguments, Launch, like
+
+FIELDS = [field.name for field in dataclasses.fields(Arguments)]
+DIFFERENTIABLE = [field.name for field in dataclasses.fields(Gradients)]
+PLACES = [FIELDS.index(name) for name in DIFFERENTIABLE]
+TENSORS = FIELDS.index("block_size")  # the arguments before it are tensors
+ALPHA, BETA, LLN, BLOCK = (FIELDS.index(name) for name in ("alpha", "beta", "lln_weight", "block_weight"))
+
+Grads = tuple[Tensor | None, ...]
+
+
+def wanted(needs: Any) -> Wanted:
+    return Wanted(needs[ALPHA], needs[BETA], needs[LLN] or needs[BLOCK])
+
+
+def gradients(a: Arguments, log: Tensor, mean: Tensor, grads: Any, needs: Any) -> Gradients:
+    grad, grad_log, grad_mean = grads
+    if grad is None:
+        grad = a.value.new_zeros(()).expand(*a.query.shape[:-1], a.value.shape[-1])
+    return Backward(a, log, mean, grad, grad_log, grad_mean, wanted(needs)).run()
+
+
+class Attend(Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        out, log, mean = Launch(Arguments(*args)).forward()
+        ctx.save_for_backward(*args[:TENSORS], log, mean)
+        ctx.rest = args[TENSORS:]
+        ctx.set_materialize_grads(False)
+        return out, log, mean
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Grads:
+        if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
+            raise RuntimeError(ONCE)
+        *tensors, log, mean = ctx.saved_tensors
+        result = gradients(Arguments(*tensors, *ctx.rest), log, mean, grads, ctx.needs_input_grad)
+        places: list[Tensor | None] = [None] * len(FIELDS)
+        for place, name in zip(PLACES, DIFFERENTIABLE, strict=True):
+            if ctx.needs_input_grad[place]:
+                places[place] = getattr(result, name)
+        return tuple(places)
+
+
+ONCE = (
+    "the Triton kernels of lln_attention have no second derivative; "
+    "pass backend='eager' where you need one (create_graph=True, gradient penalties)."
+)
+
+
+@torch.library.custom_op("lln::attend", mutates_args=())
+def attend_op(
+    query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, beta: Tensor, lln_weight: Tensor | None,
+    block_weight: Tensor | None, key_mask: Tensor | None, cu_query: Tensor | None, cu_key: Tensor | None,
+    log_sum: Tensor | None, mean_value: Tensor | None, start: Tensor | None, open_key: Tensor | None,
+    open_value: Tensor | None, open_mask: Tensor | None, seed: Tensor | None,
+    block_size: int | None, is_causal: bool, scale: float, dropout: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    a = Arguments(
+        query, key, value, alpha, beta, lln_weight, block_weight, key_mask, cu_query, cu_key, log_sum, mean_value,
+        start, open_key, open_value, open_mask, seed, block_size, is_causal, scale, dropout,
+    )  # fmt: skip
+    return Launch(a).forward()
+
+
+@attend_op.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    cu_query = args[5]
+    batch = query.shape[0] if cu_query is None else cu_query.shape[0] - 1
+    state = batch, key.shape[1], key.shape[3]
+    log = query.new_empty(state, dtype=torch.float64)
+    return like(query, value.shape[3]), log, query.new_empty((*state, value.shape[3]), dtype=torch.float32)
+
+
+@torch.library.custom_op("lln::attend_backward", mutates_args=())
+def attend_backward_op(
+    grad: Tensor, grad_log: Tensor | None, grad_mean: Tensor | None, log: Tensor, mean: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, beta: Tensor, lln_weight: Tensor | None,
+    block_weight: Tensor | None, key_mask: Tensor | None, cu_query: Tensor | None, cu_key: Tensor | None,
+    log_sum: Tensor | None, mean_value: Tensor | None, start: Tensor | None, open_key: Tensor | None,
+    open_value: Tensor | None, open_mask: Tensor | None, seed: Tensor | None,
+    block_size: int | None, is_causal: bool, scale: float, dropout: float, needs: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of DIFFERENTIABLE that `needs` (one for each argument) asks for, in that order."""
+    a = Arguments(
+        query, key, value, alpha, beta, lln_weight, block_weight, key_mask, cu_query, cu_key, log_sum, mean_value,
+        start, open_key, open_value, open_mask, seed, block_size, is_causal, scale, dropout,
+    )  # fmt: skip
+    result = gradients(a, log, mean, (grad, grad_log, grad_mean), needs)
+    return [getattr(result, name) for place, name in zip(PLACES, DIFFERENTIABLE, strict=True) if needs[place]]
+
+
+@attend_backward_op.register_fake
+def _(grad: Tensor, grad_log: Any, grad_mean: Any, log: Tensor, mean: Tensor, *args: Any) -> list[Tensor]:
+    *arguments, needs = args
+    fakes: list[Tensor] = []
+    for place, name in zip(PLACES, DIFFERENTIABLE, strict=True):
+        if needs[place]:
+            t = arguments[place]
+            fakes.append(like(t, t.shape[3]) if name in ("query", "key", "value") else t.new_empty(t.shape))
+    return fakes
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:TENSORS], *output[1:])
+    ctx.rest = inputs[TENSORS:]
+    ctx.set_materialize_grads(False)
+
+
+def op_backward(ctx: Any, *grads: Any) -> Grads:
+    *tensors, log, mean = ctx.saved_tensors
+    grad, grad_log, grad_mean = grads
+    if grad is None:
+        query, value = tensors[0], tensors[2]
+        grad = query.new_zeros(*query.shape[:-1], value.shape[-1])
+    needs = list(ctx.needs_input_grad)
+    found = iter(attend_backward_op(grad, grad_log, grad_mean, log, mean, *tensors, *ctx.rest, needs))
+    places: list[Tensor | None] = [None] * len(FIELDS)
+    for place in PLACES:
+        if needs[place]:
+            places[place] = next(found)
+    return tuple(places)
+
+
+attend_op.register_autograd(op_backward, setup_context=setup_context)
+
+
+def apply(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, log_sum, mean_value), differentiable."""
+    args = [getattr(a, name) for name in FIELDS]
+    if torch.compiler.is_compiling():
+        compiled: tuple[Tensor, Tensor, Tensor] = attend_op(*args)
+        return compiled
+    result: tuple[Tensor, Tensor, Tensor] = Attend.apply(*args)
+    return result
+
+
+def sample_calls(device: str) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Small calls of the operators, for torch.library.opcheck."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device).requires_grad_()
+
+    def factor(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator).add(1.0).to(device).requires_grad_()
+
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    for causal in (False, True):
+        q, k, v = draw(1, 2, 20, 16), draw(1, 1, 20, 16), draw(1, 1, 20, 16)
+        nothing = [None] * (TENSORS - 7)
+        plain = (q, k, v, factor(1, 2, 1), factor(1, 1, 16), None, None, *nothing, None, causal, 0.25, 0.0)
+        blocks = (
+            q,
+            k,
+            v,
+            factor(1, 1, 1),
+            factor(1, 1, 1),
+            factor(1, 2, 1),
+            factor(1, 1, 1),
+            *nothing,
+            8,
+            causal,
+            0.25,
+            0.0,
+        )
+        calls += [(torch.ops.lln.attend.default, args, {}) for args in (plain, blocks)]
+    return calls

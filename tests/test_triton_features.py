@@ -1,0 +1,292 @@
+"""backend="triton" among the features of PyTorch: dropout, compilation, autocast, transforms, memory for backward."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from lln import LLNAttention, LLNState, lln_attention
+from reference import normal, relative_error
+from triton_cases import BACKEND, DEVICE, GPU, MARKS, MODES, attend, cu_seqlens, only_triton
+
+pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # torch.compile's own
+
+modes = pytest.mark.parametrize("mode", MODES)
+causal_or_not = pytest.mark.parametrize("is_causal", [False, True])
+
+
+def tensors(length: int = 70, dim: int = 16, batch: int = 1, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    shapes = [(batch, heads, length, dim) for heads in (2, 1, 1)]
+    return [normal(s, *shape).to(DEVICE, dtype).requires_grad_() for s, shape in enumerate(shapes)]
+
+
+def gradients(out: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out, leaves, normal(30, *out.shape).to(out))
+
+
+# Dropout.
+
+
+def draw(seed: int, leaves: list[Tensor], p: float = 0.3, **options: Any) -> Tensor:
+    torch.manual_seed(seed)
+    return attend(*leaves, 1.2, 1.4, dropout_p=p, **options)
+
+
+@modes
+def test_dropout_follows_the_seed_and_everything_dropped_is_zero(mode: str) -> None:
+    leaves = tensors(40)
+    first, again, other = (draw(seed, leaves, **MODES[mode]) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(draw(1, leaves, 0.0, **MODES[mode]), attend(*leaves, 1.2, 1.4, **MODES[mode]))
+    nothing = draw(1, leaves, 1.0, **MODES[mode])
+    assert not nothing.any()
+    assert not any(g.any() for g in gradients(nothing, leaves))
+
+
+@modes
+def test_dropout_keeps_the_mean(mode: str) -> None:
+    """Each row draws for itself: over rows and seeds the deviations are independent, and zero on average."""
+    q, k, v = tensors(130)
+    leaves = [q.detach(), k.detach(), v.detach() + 1]  # away from zero: a wrong scale would shift the mean
+    plain = lln_attention(*leaves, 1.2, 1.4, **MODES[mode], backend="eager")
+    off = torch.cat([draw(seed, leaves, **MODES[mode]) - plain for seed in range(3)], 2).flatten(1, 2)[0].double()
+    assert off.std(0).min() > 0
+    assert (off.mean(0) / off.std(0) * len(off) ** 0.5).abs().max() <= 4.5
+
+
+@causal_or_not
+@pytest.mark.parametrize("part", ["channels", "block"])
+def test_dropout_drops_whole_weights_and_rescales_the_rest(part: str, is_causal: bool) -> None:
+    """With one channel its softmax is 1, with blocks of one key so is theirs: a weight is then 0 or 1 / (1 - p)."""
+    options = {"is_causal": is_causal} | ({"block_size": 1, "mix": (0.0, 1.0)} if part == "block" else {})
+    leaves = [1 + x.detach().abs() for x in tensors(200, dim=1, batch=2)]
+    ratio = draw(0, leaves, 0.25, **options) / lln_attention(*leaves, 1.2, 1.4, **options, backend="eager")
+    kept = ratio > 0.5
+    assert (ratio[kept] - 1 / 0.75).abs().max() <= 1e-5
+    assert not ratio[~kept].any()
+    assert abs(kept.double().mean().item() - 0.75) <= 4 * (0.25 * 0.75 / kept.numel()) ** 0.5
+    streams = kept.reshape(4, 200).double().cpu()  # of each sample and head: independent, as are neighbouring rows
+    assert (torch.corrcoef(streams) - torch.eye(4)).abs().max() <= 4.5 / 200**0.5
+    rows = streams - streams.mean()
+    assert abs((rows[:, 1:] * rows[:, :-1]).mean().item()) <= 4.5 * 0.25 * 0.75 / rows.numel() ** 0.5
+
+
+def test_dropout_of_the_channels_and_of_the_blocks_is_independent() -> None:
+    leaves = [1 + x.detach().abs() for x in tensors(200, dim=1)]
+    options: dict[str, Any] = {"block_size": 1, "is_causal": True}
+    parts = [draw(0, leaves, 0.5, mix=mix, **options) > 0 for mix in ((1.0, 0.0), (0.0, 1.0))]
+    correlation = torch.corrcoef(torch.stack([x.flatten().double() for x in parts]))[0, 1].abs().item()
+    assert correlation <= 4.5 / parts[0].numel() ** 0.5
+
+
+# Compilation.
+
+
+def extras(mode: str, length: int) -> dict[str, Any]:
+    """The tensors among the options, which change from call to call."""
+    if mode == "packed":
+        return {"cu_seqlens": cu_seqlens((length // 3, 0, length - length // 3), DEVICE)}
+    return {"key_mask": torch.arange(length, device=DEVICE)[None] >= length // 4} if mode == "padded" else {}
+
+
+COMPILED: dict[str, dict[str, Any]] = MODES | {"packed": {"block_size": 16}, "padded": {"block_size": 16}}
+ENGINES = ["aot_eager", *(["inductor"] if GPU else [])]
+
+
+@only_triton
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("mode", COMPILED)
+def test_one_compiled_graph_serves_every_length(mode: str, engine: str) -> None:
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend(engine)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, options: dict[str, Tensor]) -> Tensor:
+        return attend(2 * q, k, v, alpha, 1.4, **COMPILED[mode], **options) + 1
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+    alpha = torch.tensor([1.2, 1.5], device=DEVICE, requires_grad=True)
+    for length in (40, 50, *((70, 1000, 3001) if GPU else ())):
+        leaves = [*tensors(length), alpha]
+        first = counter.frame_count  # compiling the first one may take more than one attempt
+        out, expected = compiled(*leaves, extras(mode, length)), call(*leaves, extras(mode, length))
+        assert torch.equal(out, expected) or relative_error(out, expected) <= 1e-6
+        for got, wanted in zip(gradients(out, leaves), gradients(expected, leaves), strict=True):
+            assert relative_error(got, wanted) <= 1e-6
+        assert counter.frame_count == first or length == 40
+
+
+@only_triton
+@pytest.mark.parametrize("engine", ENGINES)
+def test_compiled_dropout_draws_anew_and_follows_the_seed(engine: str) -> None:
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend(engine)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, 1.2, 1.4, block_size=16, dropout_p=0.3)
+
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+    for length in (40, 50):
+        leaves, outs, first = tensors(length), [], counter.frame_count
+        for seed in (1, None, 1):
+            if seed is not None:
+                torch.manual_seed(seed)
+            outs.append(compiled(*leaves))
+        assert torch.equal(outs[0], outs[2])
+        assert not torch.equal(outs[0], outs[1])
+        for out in outs:  # backward drops what forward dropped: linear in the values
+            dv = gradients(out, leaves)[2]
+            total = (out.double() * normal(30, *out.shape).to(DEVICE)).sum().item()
+            assert (dv.double() * leaves[2].double()).sum().item() == pytest.approx(total, rel=1e-5, abs=1e-4)
+        assert counter.frame_count == first or length == 40
+
+
+@only_triton
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_a_compiled_step_takes_and_gives_a_state(block_size: int | None) -> None:
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    options: dict[str, Any] = {"is_causal": True, "block_size": block_size, "return_state": True}
+
+    def step(q: Tensor, k: Tensor, v: Tensor, state: LLNState) -> tuple[Tensor, LLNState]:
+        return attend(q, k, v, 1.2, 1.4, state=state, **options)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+    leaves = [x.detach() for x in tensors(24)]
+    whole = attend(*leaves, 1.2, 1.4, **options)[0]
+    state = attend(*(x[:, :, :20] for x in leaves), 1.2, 1.4, **options)[1]
+    for t in range(20, 24):
+        first = counter.frame_count
+        out, state = compiled(*(x[:, :, t : t + 1] for x in leaves), state)
+        assert relative_error(out, whole[:, :, t : t + 1]) <= 1e-5
+        assert counter.frame_count == first or t == 20
+
+
+@only_triton
+def test_the_registered_op_keeps_the_rules_of_custom_ops() -> None:
+    from lln.kernels.gpu.op import sample_calls
+
+    calls = sample_calls(DEVICE)
+    assert calls
+    for op, args, kwargs in calls:
+        torch.library.opcheck(op, args, kwargs)
+
+
+# Autocast, transforms, derivatives of derivatives.
+
+
+@modes
+def test_autocast_narrows_the_inputs_and_nothing_inside(mode: str) -> None:
+    leaves, dtype = tensors(40), torch.float16 if mode == "causal" else torch.bfloat16
+    with torch.autocast(DEVICE, dtype):
+        out = attend(*leaves, 1.2, 1.4, **MODES[mode])
+        grads = gradients(out, leaves)  # the backward pass, too, may run under autocast
+    narrow = [x.detach().to(dtype).requires_grad_() for x in leaves]
+    expected = attend(*narrow, 1.2, 1.4, **MODES[mode])
+    assert out.dtype == dtype
+    assert torch.equal(out, expected)
+    for got, wanted in zip(grads, gradients(expected, narrow), strict=True):
+        assert got.dtype == torch.float32
+        assert torch.equal(got, wanted.float())
+
+
+def exact(*leaves: Tensor, **options: Any) -> Tensor:
+    return lln_attention(*(x.cpu().double() for x in leaves), 1.2, 1.4, **options, backend="eager")
+
+
+def transformed(kind: str, call: Any, q: Tensor, k: Tensor, v: Tensor, step: float | None = None) -> Tensor:
+    """A torch.func transform of the call; with `step` its value without torch.func."""
+    if kind == "grad":
+
+        def loss(q: Tensor) -> Tensor:
+            return call(q, k, v).square().sum()
+
+        return torch.func.grad(loss)(q) if step is None else torch.autograd.grad(loss(q), q)[0]
+    direction = normal(7, *q.shape).to(q)
+    if kind == "jvp":
+        if step is None:
+            return torch.func.jvp(lambda q: call(q, k, v), (q,), (direction,))[1]
+        return (call(q + step * direction, k, v) - call(q - step * direction, k, v)) / (2 * step)
+    batched = torch.stack([q, direction])
+    if step is None:
+        return torch.func.vmap(lambda q: call(q, k, v))(batched)
+    return torch.stack([call(x, k, v) for x in batched])
+
+
+@pytest.mark.parametrize("kind", ["grad", "jvp", "vmap"])
+@modes
+def test_function_transforms_are_right_or_refused(mode: str, kind: str) -> None:
+    leaves = tensors(20)
+    wide = [x.detach().cpu().double().requires_grad_() for x in leaves]
+    expected = transformed(kind, lambda *x: exact(*x, **MODES[mode]), *wide, step=1e-5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a slow fallback is right, too
+        try:
+            found = transformed(kind, lambda *x: attend(*x, 1.2, 1.4, **MODES[mode]), *(x.detach() for x in leaves))
+        except (RuntimeError, ValueError) as refusal:
+            assert len(str(refusal)) > 20  # noqa: PT017 - it need not raise
+        else:
+            assert relative_error(found.cpu(), expected) <= 1e-4
+
+
+@only_triton
+@modes
+def test_a_second_derivative_is_refused_with_the_remedy(mode: str) -> None:
+    leaves = tensors(20)
+
+    def twice() -> None:
+        first = torch.autograd.grad(attend(*leaves, 1.2, 1.4, **MODES[mode]).square().sum(), leaves, create_graph=True)
+        torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+    with pytest.raises(RuntimeError, match="backend='eager'"):
+        twice()
+
+
+# Around it.
+
+
+@modes
+def test_an_empty_batch_gives_an_empty_output(mode: str) -> None:
+    leaves = tensors(20, batch=0)
+    out = attend(*leaves, 1.2, 1.4, **MODES[mode])
+    assert out.shape == (0, 2, 20, 16)
+    assert [g.shape for g in gradients(out, leaves)] == [x.shape for x in leaves]
+
+
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_the_module_uses_it(block_size: int | None) -> None:
+    attention = LLNAttention(2, 16, num_key_heads=1, block_size=block_size, backend=BACKEND).to(DEVICE).eval()
+    wide = copy.deepcopy(attention).cpu().double()
+    wide.backend = "eager"
+    leaves = tensors()
+    found, expected = attention(*leaves), wide(*(x.detach().cpu().double() for x in leaves))
+    assert relative_error(found.cpu(), expected) <= 2e-5
+
+
+KEPT: dict[str, dict[str, Any]] = MODES | {
+    "padded causal blocks": {"block_size": 64, "is_causal": True},
+    "packed": {},
+    "dropout": {"dropout_p": 0.3, "block_size": 64},
+}
+
+
+@pytest.mark.parametrize("mode", KEPT)
+def test_only_query_key_and_value_wait_for_backward(mode: str) -> None:
+    length, dim = 1024 if not GPU else 16384, 16
+    leaves = [x.detach()[:, :1].requires_grad_() for x in tensors(length, dim)]
+    alpha, beta = (torch.full((1, dim), 1.5, device=DEVICE, requires_grad=True) for _ in range(2))
+    options = KEPT[mode] | extras(mode.split()[0], length)
+    owned = {x.untyped_storage().data_ptr() for x in (*leaves, alpha, beta, *options.values()) if isinstance(x, Tensor)}
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        attend(*leaves, alpha, beta, **options)
+    assert kept, "nothing was saved through autograd: this test would see nothing"
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
+    extra = sum(nbytes for address, nbytes in storages.items() if address not in owned)
+    masks = 2 * (length + 64) if "key_mask" in options else 0  # a byte a token for each part
+    sequences = 3 if mode == "packed" else 1
+    assert extra <= sequences * 2 * (8 * dim + 4 * dim * dim) + masks
