@@ -243,8 +243,14 @@ def bench(
 
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if tune:
-        with progress_bar(None) as step:
-            importlib.import_module("lln.bench.tune").tune(device=where, out=out, progress=step)
+        from lln.bench.tune import tune as find_settings
+
+        try:
+            with progress_bar(None) as step:
+                path = find_settings(device=where, out=out, progress=step, dim=dim)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        typer.echo(f"The settings are in {path}; they take effect as src/lln/data/launch.json.")
         return
     if render is not None:
         result = read(render)

@@ -126,16 +126,16 @@ def replay_ms(call: Callable[[], Any], repeats: int = 10, inside: int = 4) -> fl
     return sorted(times)[len(times) // 2]
 
 
-def jobs() -> Iterator[tuple[str, bool, bool, int, tuple[int, int, int]]]:
+def jobs(dims: list[int]) -> Iterator[tuple[str, bool, bool, int, tuple[int, int, int]]]:
     """Everything there is to compile."""
-    for (kernel, blocks, causal), dim in itertools.product(KERNELS, sorted({dim for dim, _ in SHAPES})):
+    for (kernel, blocks, causal), dim in itertools.product(KERNELS, dims):
         for candidate in candidates(kernel, dim):
             yield kernel, blocks, causal, dim, candidate
 
 
-def compile_some(index: int, count: int, device: str) -> None:
+def compile_some(dims: list[int], index: int, count: int, device: str) -> None:
     """Every count-th job, on a short sequence: lengths do not change what is compiled."""
-    for kernel, blocks, causal, dim, (warps, stages, registers) in itertools.islice(jobs(), index, None, count):
+    for kernel, blocks, causal, dim, (warps, stages, registers) in itertools.islice(jobs(dims), index, None, count):
         use(kernel, blocks, dim, "small", Settings(warps, stages, 2, registers))
         try:
             training((1, 2, 256, dim), blocks, causal, torch.device(device))[part(kernel)]()
@@ -146,36 +146,43 @@ def compile_some(index: int, count: int, device: str) -> None:
             plan.settings.cache_clear()
 
 
-def tune(*, device: torch.device, out: Path, progress: Callable[[str], None], seed: int = 0) -> Path:
-    """Writes OUT/launch.json, which belongs into src/lln/data, and returns its path."""
+def tune(
+    *, device: torch.device, out: Path, progress: Callable[[str], None], dim: int | None = None, seed: int = 0
+) -> Path:
+    """Writes OUT/launch.json, which belongs into src/lln/data, and returns its path. dim: of this head dim alone."""
+    dims = sorted({known for known, _ in SHAPES})
     if device.type != "cuda":
-        raise ValueError(f"--tune measures GPU kernels and needs a CUDA device; got {device}.")
+        raise ValueError(f"--tune measures GPU kernels and needs a CUDA device; this run is on {device}.")
+    if dim is not None and dim not in dims:
+        raise ValueError(f"--tune knows the head dims {', '.join(map(str, dims))}; got {dim}.")
+    dims = dims if dim is None else [dim]
     torch.manual_seed(seed)
     progress("compile")
     workers = max((os.cpu_count() or 2) - 2, 1)
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-        for done in [pool.submit(compile_some, i, workers, str(device)) for i in range(workers)]:
+        for done in [pool.submit(compile_some, dims, i, workers, str(device)) for i in range(workers)]:
             done.result()
     measured: dict[str, dict[str, float]] = {}
     path = out / "launch.json"
-    for (dim, size), (kernel, blocks, causal) in itertools.product(SHAPES, KERNELS):
-        name = plan.key(kernel, blocks, "half", dim, size)
+    classes = [(known, size) for known, size in SHAPES if known in dims]
+    for (head_dim, size), (kernel, blocks, causal) in itertools.product(classes, KERNELS):
+        name = plan.key(kernel, blocks, "half", head_dim, size)
         progress(name)
         found: dict[Settings, float] = {}
-        calls = [training(shape, blocks, causal, device)[part(kernel)] for shape in SHAPES[dim, size]]
+        calls = [training(shape, blocks, causal, device)[part(kernel)] for shape in SHAPES[head_dim, size]]
         programs = (
             PROGRAMS if kernel not in ("causal_queries", "causal_keys") else PROGRAMS[:1]
         )  # that of `causal` rules
-        for (warps, stages, registers), number in itertools.product(candidates(kernel, dim), programs):
+        for (warps, stages, registers), number in itertools.product(candidates(kernel, head_dim), programs):
             settings = Settings(warps, stages, number, registers)
-            use(kernel, blocks, dim, size, settings)
+            use(kernel, blocks, head_dim, size, settings)
             try:
                 found[settings] = math.exp(sum(math.log(replay_ms(call)) for call in calls) / len(calls))
             except Exception:  # too much shared memory, or a compiler's failure
                 torch.cuda.synchronize()
         best = min(found, key=found.__getitem__)
-        use(kernel, blocks, dim, size, best)
+        use(kernel, blocks, head_dim, size, best)
         measured[name] = {"best_ms": found[best], "worst_ms": max(found.values())}
         result = {
             "what": "warps, stages, programs a multiprocessor, registers of each kernel by dtype, head dim and size",
@@ -185,7 +192,3 @@ def tune(*, device: torch.device, out: Path, progress: Callable[[str], None], se
         }
         write_json(path, result)
     return path
-
-
-def steps() -> int:
-    return 1 + len(SHAPES) * len(KERNELS)
