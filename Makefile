@@ -9,13 +9,19 @@ OUT ?= report
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 READY = $(VENV)/.ready
 
-.PHONY: report test check bench clean
+.PHONY: report test test-gpu check bench bench-gpu clean
 
 report: $(READY)
 	$(VENV)/bin/lln report --out $(OUT)
 
 test: check
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
+
+# The tests that a GPU changes something for, with kernels compiled rather than interpreted. Needs a CUDA build of torch:
+# make VENV_FLAGS=--system-site-packages test-gpu
+test-gpu: $(READY)
+	$(VENV)/bin/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no GPU")'
+	$(VENV)/bin/python -m pytest -n 8 --dist worksteal tests/test_devices.py tests/test_triton*.py
 
 check: $(READY)
 	$(VENV)/bin/ruff check .
@@ -25,6 +31,10 @@ check: $(READY)
 # The CPU figures that the README quotes.
 bench: $(READY)
 	$(VENV)/bin/python benchmarks/cpu_forward.py --out benchmarks/results/cpu_forward.json
+
+# What the GPU kernels are judged by, about five minutes on a GPU.
+bench-gpu: $(READY)
+	$(VENV)/bin/python benchmarks/gpu.py --out benchmarks/results/gpu
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11")'

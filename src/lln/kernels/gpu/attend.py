@@ -35,7 +35,9 @@ def refusal(call: Call) -> str | None:
         return f"its kernels are for float32, bfloat16 and float16, and the tensors are {call.query.dtype}"
     if call.query.shape[-1] > LARGEST_DIM:
         return f"its kernels are for head dims up to {LARGEST_DIM}, and this one is {call.query.shape[-1]}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+    # A compiler's tracer cannot ask the device; by then a first eager call has, or the kernels' own compiler will.
+    known = device.type != "cuda" or torch.compiler.is_compiling()
+    if not known and torch.cuda.get_device_capability(device) < (8, 0):
         return f"its kernels need compute capability 8.0 or newer, which {torch.cuda.get_device_name(device)} lacks"
     return None
 
