@@ -56,8 +56,8 @@ class Backward(Launch):
         self.grad_log, self.grad_mean = grad_log, grad_mean
         # Weights that are the same for all channels go into P and A, unless their own gradients need these without.
         self.uniform["UNIFORM"] &= not wanted.weights
-        # Of each row of A, with blocks: its largest logit, the inverse of its sum, D.
-        self.of_rows: tuple[Tensor | None, ...] = (None, None, None)
+        # With blocks: of each row of A its largest logit, the inverse of its sum, and D; L as the logits have it.
+        self.of_rows: tuple[Tensor | None, ...] = (None,) * 4
         self.result = Gradients(like(a.query, self.dim), like(a.key, self.dim), like(a.value, self.width))
 
     def parts(self, wanted: bool, count: int, size: int) -> Tensor | None:
@@ -106,7 +106,7 @@ class Backward(Launch):
         dq = self.result.query
         if self.blocks:
             total = a.query.shape[0] * self.query_heads * self.rows
-            self.of_rows = self.empty(total), self.empty(total), self.empty(total)
+            self.of_rows = *(self.empty(total) for _ in range(3)), self.empty(self.batch, self.heads, self.dim)
         if count:
             pointers, numbers, flags = self.place(w, False, False)
             read_backward_kernel[(count,)](
@@ -178,7 +178,7 @@ class Backward(Launch):
 
     def causal_backward(self) -> None:
         a, w = self.a, self.causal_works()
-        (log, mean, end), _ = self.prefixes(w)
+        (log, mean, *end), _ = self.prefixes(w)
         count, total = self.query_heads * w.works, a.query.shape[0] * self.rows
         reach, reach_d = self.empty(count, self.dim, self.width), self.empty(count, self.dim)
         wide = torch.float64 if self.dtype == torch.float32 else torch.float32
@@ -204,7 +204,7 @@ class Backward(Launch):
         left = (dq, reach, reach_d, log_z, own, mark)
         right = (dalpha, dlln, dblock, *strides, *dq.stride(), *sizes)
         s = self.settings("causal_queries", self.blocks)
-        causal_queries_kernel[(count,)](*given, log, mean, end, *others, *left, *right, **of_queries, **s.options)
+        causal_queries_kernel[(count,)](*given, log, mean, *end, *others, *left, *right, **of_queries, **s.options)
         slow_queries_kernel[(count,)](*given, log, mean, *others, *left, reference, width, *right, **of_queries, **SLOW)
 
         suffix = self.suffix(w, log, reach, reach_d)
@@ -214,7 +214,7 @@ class Backward(Launch):
         right = (*others, dk, dv, dbeta, *dopen, *strides, *dk.stride(), *dv.stride(), *sizes)
         s = self.settings("causal_keys", self.blocks)
         grid = (self.heads * w.works,)
-        causal_keys_kernel[grid](*given, end, *suffix, log_z, own, mark, *right, **of_keys, **s.options)
+        causal_keys_kernel[grid](*given, *end, *suffix, log_z, own, mark, *right, **of_keys, **s.options)
         states = (log, self.log, *suffix, log_z, own, mark, reference, width)
         slow_keys_kernel[grid](*given, *states, *right, **of_keys, **SLOW)
         self.result.open_key, self.result.open_value = dopen

@@ -35,18 +35,34 @@ TINY = tl.constexpr(2.0**-80)
 
 
 @triton.jit
-def start_state(LOG, MEAN, END, index, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
-    """(M, M relative to its largest channel, that channel's, z, T, how much of M the state before the split is, whether
-    there is any key in it)"""
+def start_state(LOG, MEAN, END32, index, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
+    """(z, which is also how much of M the state before the split is; T; whether there is any key in it)"""
     d = tl.arange(0, BD)
     before = tl.load(LOG + index * D + d, mask=d < D, other=-float("inf"))
-    log = tl.load(END + index * D + d, mask=d < D, other=0.0) * 1.4426950408889634074
-    reference = tl.where(log == -float("inf"), 0.0, log).to(tl.float32)
+    reference = tl.load(END32 + index * D + d, mask=d < D, other=0.0)
     z = tl.exp2((before * 1.4426950408889634074 - reference.to(tl.float64)).to(tl.float32))
     state = load_matrix(MEAN + index * D * E, D, E, BD, BE) * z[:, None]
-    top = tl.max(tl.where(d < D, reference, -float("inf")), 0)
-    offset = tl.where(d < D, reference - top, -float("inf"))
-    return reference, offset, top, z, state, tl.max((before > -float("inf")).to(tl.int32), 0)
+    return z, state, tl.max((before > -float("inf")).to(tl.int32), 0)
+
+
+@triton.jit
+def query_reference(END32, index, D: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr):
+    """(M, as the queries' logits have it, what was taken off). WIDE: its largest channel, since small exponents round
+    less. Read again where it is used: a vector that a loop keeps crowds out what it works on."""
+    d = tl.arange(0, BD)
+    reference = tl.load(END32 + index * D + d, mask=d < D, other=-float("inf"))
+    if WIDE:
+        top = tl.max(reference, 0)
+        return reference - top, top
+    else:
+        return reference, 0.0
+
+
+@triton.jit
+def key_reference(END32, index, D: tl.constexpr, BD: tl.constexpr):
+    """-M, as the keys' exponents have it."""
+    d = tl.arange(0, BD)
+    return -tl.load(END32 + index * D + d, mask=d < D, other=0.0)
 
 
 @triton.jit
@@ -87,7 +103,7 @@ def block_keys(
 
 @triton.jit(do_not_specialize=["N", "works", "splits", "tiles", "H"])
 def causal_kernel(
-    Q, K, V, ALPHA, BETA, LOG, MEAN, END, LLN_WEIGHT, BLOCK_WEIGHT, MASK, OPEN_K, OPEN_V, OPEN_MASK,
+    Q, K, V, ALPHA, BETA, LOG, MEAN, END, END32, LLN_WEIGHT, BLOCK_WEIGHT, MASK, OPEN_K, OPEN_V, OPEN_MASK,
     CU, OWNER, BEGIN, START, SEED, OUT, MARK,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_n, o_d,
     alpha_b, alpha_h, alpha_d, beta_b, beta_h, beta_d, lln_b, lln_h, lln_e, block_b, block_h, block_e, mask_b, mask_n,
@@ -118,7 +134,8 @@ def causal_kernel(
         block_weight = load_factor(BLOCK_WEIGHT, b, h, block_b, block_h, block_e, E, BE, UNIFORM)
     if DROPOUT:
         stream = (b * H * G + h) * 2
-    reference, offset, _top, z, state, keys = start_state(LOG, MEAN, END, hk.to(tl.int64) * works + w, D, E, BD, BE)
+    index = hk.to(tl.int64) * works + w
+    z, state, keys = start_state(LOG, MEAN, END32, index, D, E, BD, BE)
     lowest_z = tl.full([BM], 1.0, tl.float32)
     for t in range(begin, end):
         rows = (origin + t * USED + r).to(tl.int64)
@@ -127,8 +144,10 @@ def causal_kernel(
         k = load_rows(K, k_base, rows, ok, k_n, k_d, D, BD, EVEN)
         v = load_rows(V, v_base, rows, ok, v_n, v_d, E, BE, EVEN)
         visible = visible_keys(MASK, mask_base, rows, ok, mask_n, MASKED)
+        offset, _top = query_reference(END32, index, D, BD, WIDE)
         u, _total, _peak = softmax_rows(scaled(q.to(tl.float32), alpha, alpha_low, offset, WIDE))
-        e = exp2(where_visible(tl.minimum(scaled(k.to(tl.float32), factor, low, -reference, WIDE), 1.0), visible, EVEN))
+        reference = key_reference(END32, index, D, BD)
+        e = exp2(where_visible(tl.minimum(scaled(k.to(tl.float32), factor, low, reference, WIDE), 1.0), visible, EVEN))
         scores = tl.where(causal, tl.dot(u.to(DOT), tl.trans(e.to(DOT)), input_precision=PRECISION), 0.0)
         Z = tl.sum(scores, 1) + tl.sum(u * z[None, :], 1)
         lowest_z, keys = lowest(Z, lowest_z, ok, visible, keys, BM, EVEN)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lln.kernels.gpu.causal import TINY, block_keys, lowest, start_state
+from lln.kernels.gpu.causal import TINY, block_keys, key_reference, lowest, query_reference, start_state
 from lln.kernels.gpu.fold import share, split_range
 from lln.kernels.gpu.parts import (
     block_backward,
@@ -60,7 +60,7 @@ def linear_weight_gradient(u, e, state, v, g, causal, DOT: tl.constexpr, PRECISI
 
 @triton.jit(do_not_specialize=["N", "works", "splits", "tiles", "total", "H"])
 def causal_queries_kernel(
-    Q, K, V, GRAD, ALPHA, BETA, LOG, MEAN, END, LLN_WEIGHT, BLOCK_WEIGHT, MASK, OPEN_K, OPEN_V, OPEN_MASK,
+    Q, K, V, GRAD, ALPHA, BETA, LOG, MEAN, END, END32, LLN_WEIGHT, BLOCK_WEIGHT, MASK, OPEN_K, OPEN_V, OPEN_MASK,
     CU, OWNER, BEGIN, START, SEED, DQ, REACH, REACH_D, LOG_Z, OWN, MARK, DALPHA, DLLN, DBLOCK,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d, dq_b, dq_h, dq_n, dq_d,
     alpha_b, alpha_h, alpha_d, beta_b, beta_h, beta_d, lln_b, lln_h, lln_e, block_b, block_h, block_e, mask_b, mask_n,
@@ -102,12 +102,12 @@ def causal_queries_kernel(
     dlln = tl.zeros([BE], tl.float32)
     dblock = tl.zeros([BE], tl.float32)
     before = hk.to(tl.int64) * works + w
-    reference, offset, top, z, state, keys = start_state(LOG, MEAN, END, before, D, E, BD, BE)
+    z, state, keys = start_state(LOG, MEAN, END32, before, D, E, BD, BE)
     back = z * weight
     lowest_z = tl.full([BM], 1.0, tl.float32)
     reach = tl.zeros([BD, BE], tl.float32)
     reach_d = tl.zeros([BD], tl.float32)
-    for t in range(begin, end):
+    for t in tl.range(begin, end, disable_licm=True):
         rows = (origin + t * USED + r).to(tl.int64)
         ok = (rows >= 0) & (rows < n) & (r < USED)
         q = load_rows(Q, q_base, rows, ok, q_n, q_d, D, BD, EVEN)
@@ -115,36 +115,17 @@ def causal_queries_kernel(
         v = load_rows(V, v_base, rows, ok, v_n, v_d, E, BE, EVEN)
         g = load_rows(GRAD, g_base, rows, ok, g_n, g_d, E, BE, EVEN)
         visible = visible_keys(MASK, mask_base, rows, ok, mask_n, MASKED)
-        dq = tl.zeros([BM, BD], tl.float32)
         gl = g
         if BS and not UNIFORM:
             gl = g * lln_weight
         gl = gl.to(DOT)
         gv = tl.dot(gl, tl.trans(v.to(DOT)), input_precision=PRECISION)
-        if BS:
-            kb, vb, seen = block_keys(
-                k, v, visible, OPEN_K, OPEN_V, OPEN_MASK, b.to(tl.int64) * H + hk, b, tl.where(t == 0, opened, 0),
-                D, E, BD, BE, BM, BS, HAS_OPEN,
-            )  # fmt: skip
-            if UNIFORM and not HAS_OPEN:
-                dp = gv
-            else:
-                dp, _weight = block_products(
-                    g, vb, BLOCK_WEIGHT, b, h, block_b, block_h, block_e, E, BE, UNIFORM, DOT, PRECISION
-                )
-            ds, p = block_backward(
-                q, kb, dp, seen, BLOCK_WEIGHT, b, h, block_b, block_h, SEED, stream, rows, scale, dropout,
-                BM, BS, USED, True, UNIFORM, DROPOUT, EVEN, DOT, PRECISION,
-            )  # fmt: skip
-            if HAS_DWEIGHT:
-                dblock += block_weight_gradient(p, vb, g, DOT, PRECISION)
-            dq = tl.dot(ds, kb.to(DOT), input_precision=PRECISION)
-        q = q.to(tl.float32)
-        v = v.to(DOT)
         gv = tl.where(causal, gv, 0.0).to(DOT)
-        u, _total, peak = softmax_rows(scaled(q, alpha_factor, alpha_low, offset, WIDE))
+        offset, top = query_reference(END32, before, D, BD, WIDE)
+        u, _total, peak = softmax_rows(scaled(q.to(tl.float32), alpha_factor, alpha_low, offset, WIDE))
+        reference = key_reference(END32, before, D, BD)
         e = exp2(
-            where_visible(tl.minimum(scaled(k.to(tl.float32), factor, low, -reference, WIDE), 1.0), visible, EVEN)
+            where_visible(tl.minimum(scaled(k.to(tl.float32), factor, low, reference, WIDE), 1.0), visible, EVEN)
         ).to(DOT)
         c = tl.dot(before_or_at, e, input_precision=PRECISION) + z[None, :]
         Z = tl.sum(u * c, 1)
@@ -158,18 +139,34 @@ def causal_queries_kernel(
             y = y * mask
             kept = u * mask
         if HAS_DWEIGHT:
-            dlln += linear_weight_gradient(kept, e, state, v, g, causal, DOT, PRECISION)
+            dlln += linear_weight_gradient(kept, e, state, v.to(DOT), g, causal, DOT, PRECISION)
         own = tl.sum(u * y, 1)
         dl = u * (y - own[:, None] * c)
         if HAS_DALPHA:
-            dalpha += tl.sum(dl * q, 0) * weight
-        store_rows(DQ, dq_base, rows, ok, dq_n, dq_d, dq + dl * (alpha * weight), D, BD, EVEN)
+            dalpha += tl.sum(dl * q.to(tl.float32), 0) * weight
+        dq = dl * (alpha * weight)
         tl.store(LOG_Z + row_base + rows, tl.where(Z > 0.0, log_norm(top, peak, Z, WIDE), float("inf")), mask=ok)
         tl.store(OWN + row_base + rows, own, mask=ok)
         reach = tl.dot(tl.trans(kept.to(DOT)), gl, reach, input_precision=PRECISION)
         reach_d += tl.sum(u * own[:, None], 0)
-        state = tl.dot(tl.trans(e), v, state, input_precision=PRECISION)
+        state = tl.dot(tl.trans(e), v.to(DOT), state, input_precision=PRECISION)
         z += tl.sum(e.to(tl.float32), 0)
+        if BS:
+            kb, vb, seen = block_keys(
+                k, v, visible, OPEN_K, OPEN_V, OPEN_MASK, b.to(tl.int64) * H + hk, b, tl.where(t == 0, opened, 0),
+                D, E, BD, BE, BM, BS, HAS_OPEN,
+            )  # fmt: skip
+            dp, _weight = block_products(
+                g, vb, BLOCK_WEIGHT, b, h, block_b, block_h, block_e, E, BE, UNIFORM, DOT, PRECISION
+            )
+            ds, p = block_backward(
+                q, kb, dp, seen, BLOCK_WEIGHT, b, h, block_b, block_h, SEED, stream, rows, scale, dropout,
+                BM, BS, USED, True, UNIFORM, DROPOUT, EVEN, DOT, PRECISION,
+            )  # fmt: skip
+            if HAS_DWEIGHT:
+                dblock += block_weight_gradient(p, vb, g, DOT, PRECISION)
+            dq = tl.dot(ds, kb.to(DOT), dq, input_precision=PRECISION)
+        store_rows(DQ, dq_base, rows, ok, dq_n, dq_d, dq, D, BD, EVEN)
     index = tl.program_id(0).to(tl.int64)
     tl.store(MARK + index, (tl.min(lowest_z, 0) < TINY).to(tl.int32))
     store_matrix(REACH + index * D * E, reach * back[:, None], D, E, BD, BE)
@@ -232,7 +229,7 @@ def suffix_kernel(
 
 @triton.jit(do_not_specialize=["N", "works", "splits", "tiles", "total", "H"])
 def causal_keys_kernel(
-    Q, K, V, GRAD, ALPHA, BETA, END, SUFFIX, SUFFIX_D, LOG_Z, OWN, MARK,
+    Q, K, V, GRAD, ALPHA, BETA, END, END32, SUFFIX, SUFFIX_D, LOG_Z, OWN, MARK,
     LLN_WEIGHT, BLOCK_WEIGHT, MASK, OPEN_K, OPEN_V, OPEN_MASK, CU, OWNER, BEGIN, START, SEED,
     DK, DV, DBETA, DOPEN_K, DOPEN_V,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
@@ -266,15 +263,13 @@ def causal_keys_kernel(
         marked = tl.maximum(marked, tl.load(MARK + (h * G + group).to(tl.int64) * works + w))
     if marked:  # it is done elsewhere
         end = begin
-    reference, log_low = key_log(END, index, D, BD)
-    top = tl.max(tl.where(d < D, reference, -float("inf")), 0)
-    offset = tl.where(d < D, reference - top, -float("inf"))
     suffix = load_matrix(SUFFIX + index * D * E, D, E, BD, BE)
     suffix_d = tl.load(SUFFIX_D + index * D + d, mask=d < D, other=0.0)
     if WIDE:
+        _high, log_low = key_log(END, index, D, BD)
         suffix = suffix * exp2(-log_low)[:, None]
         suffix_d = suffix_d * exp2(-log_low)
-    for back in range(0, end - begin):
+    for back in tl.range(0, end - begin, disable_licm=True):
         t = end - 1 - back
         rows = (origin + t * USED + r).to(tl.int64)
         ok = (rows >= 0) & (rows < n) & (r < USED)
@@ -292,7 +287,8 @@ def causal_keys_kernel(
             )  # fmt: skip
         k = k.to(tl.float32)
         v = v.to(DOT)
-        e = exp2(where_visible(tl.minimum(scaled(k, factor, low, -reference, WIDE), 1.0), visible, EVEN)).to(DOT)
+        reference = key_reference(END32, index, D, BD)
+        e = exp2(where_visible(tl.minimum(scaled(k, factor, low, reference, WIDE), 1.0), visible, EVEN)).to(DOT)
         dv = tl.dot(e, suffix.to(DOT), dv, input_precision=PRECISION)
         de = tl.dot(v, tl.trans(suffix.to(DOT)), input_precision=PRECISION) - suffix_d[None, :]
         for group in range(G):
@@ -327,6 +323,7 @@ def causal_keys_kernel(
                     dv += block_values(p, g, block_weight, UNIFORM, DOT, PRECISION)
             log_z = tl.load(LOG_Z + row_base + rows, mask=ok, other=float("inf"))
             own = tl.load(OWN + row_base + rows, mask=ok, other=0.0)
+            offset, top = query_reference(END32, index, D, BD, WIDE)
             relative = (log_z - top).to(tl.float32)
             u = exp2(tl.minimum(scaled(q.to(tl.float32), alpha, alpha_low, offset, WIDE) - relative[:, None], 100.0))
             if BS and UNIFORM:

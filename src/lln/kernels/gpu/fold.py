@@ -155,11 +155,12 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=["works", "splits", "H"])
 def prefix_kernel(
-    LOG, MEAN, BEGIN, LOG_IN, MEAN_IN, LOG_OUT, MEAN_OUT, END, works, splits, H,
+    LOG, MEAN, BEGIN, LOG_IN, MEAN_IN, LOG_OUT, MEAN_OUT, END, END32, works, splits, H,
     D: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
     PACKED: tl.constexpr, HAS_STATE: tl.constexpr,
 ):  # fmt: skip
-    """Like merge_kernel, and overwrites each split's state with that of everything before the split; END is L after."""
+    """Like merge_kernel, and overwrites each split's state with that of everything before the split; END is L after,
+    and END32 the same in base 2, finite, for kernels that read it often."""
     blocks: tl.constexpr = (D + BC - 1) // BC
     pid = tl.program_id(0)
     bh = pid // blocks
@@ -190,6 +191,8 @@ def prefix_kernel(
         mean = mean + share(part, both)[:, None] * (value - mean)
         log = both
         tl.store(END + at, log, mask=c < D)
+        finite = tl.where(log == -float("inf"), 0.0, log * 1.4426950408889634074)
+        tl.store(END32 + at, finite.to(tl.float32), mask=c < D)
     tl.store(LOG_OUT + out, log, mask=c < D)
     tl.store(MEAN_OUT + out[:, None] * E + e[None, :], mean, mask=inside)
 

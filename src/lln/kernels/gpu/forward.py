@@ -144,7 +144,9 @@ class Launch:
     def at_once(self, w: plan.Works) -> int:
         return SPLITS if w.begin is not None else min(triton.next_power_of_2(max(w.splits, 1)), SPLITS)
 
-    def merge(self, w: plan.Works, log: Tensor, mean: Tensor, end: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def merge(
+        self, w: plan.Works, log: Tensor, mean: Tensor, end: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """One state a sequence. With `end`, log and mean become the states before each work, and `end` L after it."""
         a = self.a
         log_out = self.empty(self.batch, self.heads, self.dim, dtype=torch.float64)
@@ -158,7 +160,7 @@ class Launch:
         if end is None:
             merge_kernel[grid](*tensors, *numbers, **flags, BP=self.at_once(w))
         else:
-            prefix_kernel[grid](*tensors, end, *numbers, **flags)
+            prefix_kernel[grid](*tensors, *end, *numbers, **flags)
         return log_out, mean_out
 
     def folded(self) -> tuple[Tensor, Tensor]:
@@ -191,15 +193,15 @@ class Launch:
         return self.cut(s, self.query_heads, True, self.a.start is not None)
 
     def prefixes(self, w: plan.Works) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-        """((L and S before each work, L after it), (L and S after the last))"""
+        """((L and S before each work, L after it in two forms), (L and S after the last))"""
         log, mean = self.fold(w, self.a.start is not None, False)
-        end = torch.empty_like(log)
+        end = torch.empty_like(log), torch.empty_like(log, dtype=torch.float32)
         final = self.merge(w, log, mean, end)
-        return (log, mean, end), final
+        return (log, mean, *end), final
 
     def causal(self) -> tuple[Tensor, Tensor, Tensor]:
         a, s, w = self.a, self.settings("causal", self.blocks), self.causal_works()
-        (log, mean, end), final = self.prefixes(w)
+        (log, mean, *end), final = self.prefixes(w)
         out = like(a.query, self.width)
         pointers, numbers, flags = self.place(w, a.start is not None, True)
         count = self.query_heads * w.works
@@ -213,7 +215,7 @@ class Launch:
         given = (a.query, a.key, a.value, a.alpha, a.beta, log, mean)
         common: dict[str, Any] = {"G": self.group, **self.sizes, **flags, "BS": a.block_size or 0, **self.masked}
         common |= {"HAS_OPEN": a.open_key is not None, **self.uniform, **self.drop, **self.numeric}
-        causal_kernel[(count,)](*given, end, *rest, **common, **s.options)
+        causal_kernel[(count,)](*given, *end, *rest, **common, **s.options)
         slow_kernel[(count,)](*given, *rest, **common, **SLOW)
         return out, *final
 

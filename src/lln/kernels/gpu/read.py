@@ -23,6 +23,7 @@ from lln.kernels.gpu.parts import (
     keep,
     key_log,
     load_factor,
+    load_matrix,
     load_rows,
     load_state,
     place,
@@ -91,7 +92,8 @@ def read_kernel(
 
 @triton.jit(do_not_specialize=["N", "works", "splits", "tiles", "H"])
 def read_backward_kernel(
-    Q, GRAD, ALPHA, LOG, MEAN, LLN_WEIGHT, CU, OWNER, BEGIN, START, SEED, DQ, DMEAN, PULL, DALPHA, TOP, INVERSE, OWN,
+    Q, GRAD, ALPHA, LOG, MEAN, LLN_WEIGHT, CU, OWNER, BEGIN, START, SEED,
+    DQ, DMEAN, PULL, DALPHA, TOP, INVERSE, OWN, LOG2,
     q_b, q_h, q_n, q_d, g_b, g_h, g_n, g_d, dq_b, dq_h, dq_n, dq_d,
     alpha_b, alpha_h, alpha_d, lln_b, lln_h, lln_e,
     dropout, N, works, splits, tiles, H,
@@ -122,6 +124,7 @@ def read_backward_kernel(
         offset, _low = key_log(LOG, b.to(tl.int64) * H + hk, D, BD)
     row_base = (data * (H * G) + h) * N + first
     if BLOCKS:
+        tl.store(LOG2 + (b.to(tl.int64) * H + hk) * D + d, offset, mask=d < D)  # the same from every program
         lln_weight = load_factor(LLN_WEIGHT, b, h, lln_b, lln_h, lln_e, E, BE, UNIFORM)
         mean = mean * lln_weight
     mean = mean.to(DOT)
@@ -172,7 +175,7 @@ def read_backward_kernel(
 @triton.jit(do_not_specialize=["N", "works", "splits", "tiles", "H"])
 def fold_backward_kernel(
     Q, K, V, GRAD, ALPHA, BETA, LOG, MEAN, DMEAN, PULL, LLN_WEIGHT, BLOCK_WEIGHT, MASK, CU, OWNER, BEGIN, START, SEED,
-    TOP, INVERSE, OWN, DQ, DK, DV, DBETA, DWEIGHT,
+    TOP, INVERSE, OWN, LOG2, DQ, DK, DV, DBETA, DWEIGHT,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
     dq_b, dq_h, dq_n, dq_d, dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
     alpha_b, alpha_h, alpha_d, beta_b, beta_h, beta_d, lln_b, lln_h, lln_e, block_b, block_h, block_e, mask_b, mask_n,
@@ -198,23 +201,24 @@ def fold_backward_kernel(
     state = b.to(tl.int64) * H + h
     beta = load_factor(BETA, b, h, beta_b, beta_h, beta_d, D, BD, FLAT)
     factor, low = two_words(beta)
-    log, log_low = key_log(LOG, state, D, BD)
-    _offset, dmean = load_state(LOG, DMEAN, state, D, E, BD, BE)
+    # Vectors that a loop keeps in registers crowd out what it works on: with blocks they are read again in each turn.
+    LEAN: tl.constexpr = BS > 0 and D == BD and not WIDE
+    if not LEAN:
+        log, log_low = key_log(LOG, state, D, BD)
+        pull = tl.load(PULL + state * D + d, mask=d < D, other=0.0)
+    dmean = load_matrix(DMEAN + state * D * E, D, E, BD, BE)
     # LOW: in two words of the narrow type. Its rounding would be an error of every key and value alike.
     dmean_low = (dmean - dmean.to(DOT).to(tl.float32)).to(DOT)
     dmean = dmean.to(DOT)
-    pull = tl.load(PULL + state * D + d, mask=d < D, other=0.0)
     if BS:
-        offset, plain = load_state(LOG, MEAN, state, D, E, BD, BE)
-        if D == BD and not WIDE:  # one vector less to keep
-            offset = log
+        plain = load_matrix(MEAN + state * D * E, D, E, BD, BE)
         alpha = load_factor(ALPHA, b, h * G, alpha_b, alpha_h, alpha_d, D, BD, FLAT)
         alpha_factor, alpha_low = two_words(alpha)
         mean = (plain * load_factor(LLN_WEIGHT, b, h * G, lln_b, lln_h, lln_e, E, BE, UNIFORM)).to(DOT)
     dbeta = tl.zeros([BD], tl.float32)
     dweight = tl.zeros([BE], tl.float32)
     eye = identity(BD, DOT)
-    for t in range(begin, end):
+    for t in tl.range(begin, end, disable_licm=BS > 0):
         rows = (origin + t * USED + r).to(tl.int64)
         ok = (rows >= 0) & (rows < n) & (r < USED)
         k = load_rows(K, k_base, rows, ok, k_n, k_d, D, BD, EVEN)
@@ -235,6 +239,7 @@ def fold_backward_kernel(
                 q = load_rows(Q, q_base, rows, ok, q_n, q_d, D, BD, EVEN)
                 g = load_rows(GRAD, g_base, rows, ok, g_n, g_d, E, BE, EVEN)
                 row_base = (data * (H * G) + head) * N + first
+                offset = tl.load(LOG2 + state * D + d, mask=d < D, other=-float("inf"))
                 top = tl.load(TOP + row_base + rows, mask=ok, other=0.0)
                 inverse = tl.load(INVERSE + row_base + rows, mask=ok, other=0.0)
                 own = tl.load(OWN + row_base + rows, mask=ok, other=0.0)
@@ -267,6 +272,9 @@ def fold_backward_kernel(
                         tl.store(at, part, mask=e < E)
                     else:
                         dweight += part
+        if LEAN:
+            log = tl.load(LOG2 + state * D + d)
+            pull = tl.load(PULL + state * D + d)
         k32 = widened(k, eye, BD, DOT)
         x = scaled(k32, factor, low, -log, WIDE)
         if WIDE:
