@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lln.kernels.call import Call
 from lln.kernels.carry import block_start
-from lln.kernels.common import compute_dtype
+from lln.kernels.common import compute_dtype, constant
 from lln.state import LLNState, same_beta
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -223,7 +223,7 @@ def coefficient(
         info = torch.finfo(dtype)
         if abs(number) > info.max or (positive and number < info.tiny):
             raise ValueError(f"{name} must lie between {info.tiny:.1e} and {info.max:.1e} for {dtype}; got {value}.")
-        return torch.full((1, 1, 1), number, dtype=dtype, device=device)
+        return constant(number, dtype, device)
     if not value.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor or a number; got {describe(value)}.")
     if value.device != device:
@@ -266,7 +266,8 @@ def mix_weights(
     if not isinstance(mix, Tensor) and not 0.0 <= check_number("mix", mix) <= 1.0:
         raise ValueError(f"mix must lie between 0 and 1; got {mix}. A pair (r, p) gives r * lln + p * diag.")
     first = coefficient("mix", mix, shape, dtype, device, positive=False)
-    return first, 1.0 - first
+    second = 1.0 - first if isinstance(mix, Tensor) else constant(1.0 - float(mix), dtype, device)
+    return first, second
 
 
 def check_state(

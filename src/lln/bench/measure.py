@@ -98,8 +98,10 @@ def peak_memory(work: Work, device: torch.device) -> int:
 def provenance(seed: int, device: torch.device) -> dict[str, Any]:
     """What a reader needs to judge a number or to measure it again."""
     program = Path(sys.argv[0]).name
+    # Where a machine keeps its files is nobody's business.
+    arguments = [Path(text).name if text.startswith("/") else text for text in sys.argv[1:]]
     return {
-        "command": " ".join(["lln" if program == "__main__.py" else program, *sys.argv[1:]]),
+        "command": " ".join(["lln" if program == "__main__.py" else program, *arguments]),
         "commit": commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seed": seed,

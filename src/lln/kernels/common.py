@@ -22,10 +22,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 # Temporaries of about this many elements: they stay in a CPU's cache; on other devices launches cost more than memory.
 SPAN_ELEMENTS = {"cpu": 2**20}
 SPAN_ELEMENTS_ELSEWHERE = 2**24
+
+
+CONSTANTS: dict[tuple[float, torch.dtype, torch.device, int], Tensor] = {}  # see `constant`
+
+
+def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """value as a tensor [1, 1, 1] that nobody changes. On a GPU it is made once: at short lengths a kernel that fills one
+    number takes as long as one that attends."""
+    plain = device.type != "cuda" or torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    # What is made while a graph is captured holds nothing until the graph runs.
+    if plain or torch.cuda.is_current_stream_capturing():
+        return torch.full((1, 1, 1), value, dtype=dtype, device=device)
+    # Another stream could read it before this one has written it.
+    key = value, dtype, device, torch.cuda.current_stream(device).cuda_stream
+    if key not in CONSTANTS:
+        if len(CONSTANTS) >= 1024:  # somebody varies their numbers
+            CONSTANTS.clear()
+        with torch.inference_mode(False):  # a tensor of inference mode could not be kept for a backward later
+            CONSTANTS[key] = torch.full((1, 1, 1), value, dtype=dtype, device=device)
+    return CONSTANTS[key]
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
