@@ -28,25 +28,30 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 SPAN_ELEMENTS = {"cpu": 2**20}
 SPAN_ELEMENTS_ELSEWHERE = 2**24
 
-
-CONSTANTS: dict[tuple[float, torch.dtype, torch.device, int], Tensor] = {}  # see `constant`
+# See `constant`: by what it is and by the stream that wrote it.
+CONSTANTS: dict[tuple[float, torch.dtype, torch.device], dict[int, Tensor]] = {}
+MOST_CONSTANTS = 1024
 
 
 def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """value as a tensor [1, 1, 1] that nobody changes. On a GPU it is made once: at short lengths a kernel that fills one
-    number takes as long as one that attends."""
-    plain = device.type != "cuda" or torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
-    # What is made while a graph is captured holds nothing until the graph runs.
-    if plain or torch.cuda.is_current_stream_capturing():
+    """value as a tensor [1, 1, 1] that nobody changes. On a GPU it is made once: at short lengths a kernel that fills
+    one number takes as long as one that attends."""
+    if device.type != "cuda" or torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return torch.full((1, 1, 1), value, dtype=dtype, device=device)
-    # Another stream could read it before this one has written it.
-    key = value, dtype, device, torch.cuda.current_stream(device).cuda_stream
-    if key not in CONSTANTS:
-        if len(CONSTANTS) >= 1024:  # somebody varies their numbers
-            CONSTANTS.clear()
-        with torch.inference_mode(False):  # a tensor of inference mode could not be kept for a backward later
-            CONSTANTS[key] = torch.full((1, 1, 1), value, dtype=dtype, device=device)
-    return CONSTANTS[key]
+    known = CONSTANTS.get((value, dtype, device), {})
+    if torch.cuda.is_current_stream_capturing():
+        # The capture began with a wait, so that what any stream has made is there. What is made now would not be.
+        for tensor in known.values():
+            return tensor
+        return torch.full((1, 1, 1), value, dtype=dtype, device=device)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    if stream in known:
+        return known[stream]
+    with torch.inference_mode(False):  # a tensor of inference mode could not be kept for a backward later
+        made = torch.full((1, 1, 1), value, dtype=dtype, device=device)
+    if len(CONSTANTS) < MOST_CONSTANTS:  # none is ever dropped: a captured graph may read it
+        CONSTANTS.setdefault((value, dtype, device), {})[stream] = made
+    return made
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
