@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lln.kernels.gpu import plan
 from lln.kernels.gpu.causal_backward import causal_keys_kernel, causal_queries_kernel, suffix_kernel
-from lln.kernels.gpu.causal_slow import slow_keys_kernel, slow_queries_kernel
+from lln.kernels.gpu.causal_slow_backward import slow_keys_kernel, slow_queries_kernel
 from lln.kernels.gpu.fold import sum_kernel
 from lln.kernels.gpu.forward import SLOW, Arguments, Launch, like, steps
 from lln.kernels.gpu.read import fold_backward_kernel, read_backward_kernel
