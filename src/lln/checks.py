@@ -76,7 +76,7 @@ def check_call(
         cu_key=cu_key,
         log_sum=None if state is None else state.log_sum,
         mean_value=None if state is None else state.mean_value,
-        block_size=block_size,
+        block_size=None if block_size is None else int(block_size),
         scale=scale,
         lln_weight=weights[0],
         block_weight=weights[1],

@@ -247,7 +247,7 @@ def bench(
 
         try:
             with progress_bar(None) as step:
-                path = find_settings(device=where, out=out, progress=step, dim=dim)
+                path = find_settings(device=where, out=out, progress=step, dim=dim, seed=seed)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         typer.echo(f"The settings are in {path}; they take effect as src/lln/data/launch.json.")
@@ -278,6 +278,7 @@ def info() -> None:
     from rich.table import Table
 
     import lln
+    from lln.kernels.gpu.attend import OLDEST_TRITON, TRITON
 
     devices = ["cpu"]
     if torch.cuda.is_available():
@@ -289,7 +290,10 @@ def info() -> None:
     table.add_row("python", platform.python_version())
     table.add_row("torch", str(torch.__version__))
     table.add_row("devices", ", ".join(devices))
-    table.add_row("back ends", "eager")
+    triton = ".".join(map(str, TRITON)) if TRITON else "not installed"
+    kernels = TRITON is not None and TRITON >= OLDEST_TRITON and torch.cuda.is_available()
+    table.add_row("triton", triton)
+    table.add_row("back ends", "eager, triton" if kernels else "eager (triton needs a CUDA device and Triton 3.6)")
     for extra in EXTRAS:
         names = missing(extra)
         remedy = f"missing {', '.join(names)}: pip install 'lln-attention[{extra}]'"

@@ -181,6 +181,8 @@ def tune(
                 found[settings] = math.exp(sum(math.log(replay_ms(call)) for call in calls) / len(calls))
             except Exception:  # too much shared memory, or a compiler's failure
                 torch.cuda.synchronize()
+        if not found:
+            raise RuntimeError(f"no setting of {name} could be launched on this device.")
         best = min(found, key=found.__getitem__)
         use(kernel, blocks, head_dim, size, best)
         measured[name] = {"best_ms": found[best], "worst_ms": max(found.values())}

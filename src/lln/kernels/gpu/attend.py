@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import importlib.util
+import importlib.metadata
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ from lln.kernels.gpu import plan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_DIM = 256
+OLDEST_TRITON = (3, 6)  # 3.2 aborts on some of the kernels
 
 
 def interpreted() -> bool:
@@ -24,21 +27,40 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def installed() -> tuple[int, ...] | None:
+    """The version of Triton, without importing it."""
+    for name in ("triton", "pytorch-triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return tuple(int(n) for n in re.findall(r"\d+", importlib.metadata.version(name))[:2])
+    return None
+
+
+TRITON = installed()
+
+
 def refusal(call: Call) -> str | None:
     """Why these kernels cannot run a call; None when they can."""
     device = call.query.device
-    if importlib.util.find_spec("triton") is None:
+    if TRITON is None:
         return "it needs the triton package, which is not installed"
     if device.type != "cuda" and not interpreted():
         return f"it runs on CUDA devices, and the tensors are on {device}"
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "its kernels are for NVIDIA devices"
+    if TRITON < OLDEST_TRITON:
+        return f"its kernels need Triton 3.6 (torch 2.10) or newer, and {'.'.join(map(str, TRITON))} is installed"
     if call.query.dtype not in DTYPES:
         return f"its kernels are for float32, bfloat16 and float16, and the tensors are {call.query.dtype}"
     if call.query.shape[-1] > LARGEST_DIM:
         return f"its kernels are for head dims up to {LARGEST_DIM}, and this one is {call.query.shape[-1]}"
     # A compiler's tracer cannot ask the device; by then a first eager call has, or the kernels' own compiler will.
-    known = device.type != "cuda" or torch.compiler.is_compiling()
-    if not known and torch.cuda.get_device_capability(device) < (8, 0):
-        return f"its kernels need compute capability 8.0 or newer, which {torch.cuda.get_device_name(device)} lacks"
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return None
+    if torch.cuda.get_device_capability(device) < (8, 0) or plan.shared_memory(device) < plan.LEAST:
+        return (
+            f"its kernels need compute capability 8.0 and {plan.LEAST // 1024} KiB of shared memory, which "
+            f"{torch.cuda.get_device_name(device)} lacks"
+        )
     return None
 
 
@@ -46,7 +68,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """(out [B, Hq, N, E], log_sum [B, Hk, D], mean_value [B, Hk, D, E]) of a checked call."""
     dim, width, dtype = call.query.shape[-1], call.value.shape[-1], call.query.dtype
     size = call.block_size
-    if size is not None and (call.scale <= 0.0 or not plan.blocks_fit(size, dim, width, dtype)):
+    if size is not None and (call.scale < 1e-30 or not plan.blocks_fit(size, dim, width, dtype)):
         return with_eager_blocks(call)
     # On the device, so that a CUDA graph draws anew at each replay.
     seed = torch.randint(2**62, (), device=call.query.device) if call.dropout_p else None
@@ -76,8 +98,8 @@ def attend_part(call: Call, part: slice, seed: Tensor | None) -> tuple[Tensor, T
             lln_weight=cut(call.lln_weight),
             block_weight=cut(call.block_weight),
             key_mask=call.key_mask,
-            cu_query=call.cu_query,
-            cu_key=call.cu_key,
+            cu_query=None if call.cu_query is None else call.cu_query.contiguous(),
+            cu_key=None if call.cu_key is None else call.cu_key.contiguous(),
             log_sum=call.log_sum,
             mean_value=None if call.mean_value is None else call.mean_value[..., part],
             start=call.start,
@@ -103,7 +125,7 @@ def with_eager_blocks(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     for sequence, part in zip(eager.with_dropout(call).sequences(), rows_of_sequences(call, linear), strict=True):
         assert sequence.lln_weight is not None
         part = part * sequence.lln_weight.unsqueeze(-2)
-        outs.append((part + eager.blocks_of(sequence)).to(call.query.dtype) if part.shape[-2] else part)
+        outs.append((part + eager.blocks_of(sequence) if part.shape[-2] else part).to(call.query.dtype))
     return torch.cat(outs, -2), log_sum, mean
 
 

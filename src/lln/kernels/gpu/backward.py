@@ -69,15 +69,17 @@ class Backward(Launch):
         if w.owner is None:
             sums = parts.view(heads, self.batch, w.splits, size).sum(2).transpose(0, 1)
         else:  # a product, not index_add: that would add in any order
-            own = (torch.arange(self.batch, device=self.device).unsqueeze(-1) == w.owner).to(parts.dtype)
-            sums = torch.einsum("bw,hwx->bhx", own, parts.view(heads, w.works, size))
-        return sums.sum_to_size(like.shape)
+            own = (torch.arange(self.batch, device=self.device).unsqueeze(-1) == w.owner).double()
+            with torch.autocast(self.device.type, enabled=False):  # backward may run under it
+                sums = torch.einsum("bw,hwx->bhx", own, parts.view(heads, w.works, size).double()).float()
+        return sums.sum_to_size(like.shape).contiguous()
 
     def run(self) -> Gradients:
-        if self.a.is_causal and self.rows:
-            self.causal_backward()
-        else:
-            self.bidirectional()
+        with plan.on_device(self.device):
+            if self.a.is_causal and self.rows:
+                self.causal_backward()
+            else:
+                self.bidirectional()
         return self.result
 
     # Bidirectional
@@ -90,8 +92,8 @@ class Backward(Launch):
             self.result.beta = torch.zeros_like(self.a.beta)
         if self.a.log_sum is not None and self.a.mean_value is not None:
             part = (self.a.log_sum - self.log.clamp_min(torch.finfo(torch.float64).min)).exp().float()
-            self.result.mean_value = part.unsqueeze(-1) * dmean
-            self.result.log_sum = (part * ((self.a.mean_value * dmean).sum(-1) - pull)).double()
+            self.result.mean_value = (part.unsqueeze(-1) * dmean).contiguous()
+            self.result.log_sum = (part * ((self.a.mean_value * dmean).sum(-1) - pull)).double().contiguous()
 
     def queries(self) -> tuple[Tensor, Tensor]:
         """dS and r of every state; dq, unless the blocks have a part in it."""
@@ -228,11 +230,8 @@ class Backward(Launch):
 
     def suffix(self, w: plan.Works, log: Tensor, reach: Tensor, reach_d: Tensor) -> tuple[Tensor, Tensor]:
         """R and r at the end of every work; the gradient of the incoming state."""
-        if self.group == 1:
-            suffix, suffix_d = reach, reach_d
-        else:
-            count = self.heads * w.works
-            suffix, suffix_d = self.empty(count, self.dim, self.width), self.empty(count, self.dim)
+        count = self.heads * w.works
+        suffix, suffix_d = self.empty(count, self.dim, self.width), self.empty(count, self.dim)
         first = self.empty(self.batch, self.heads, self.dim, self.width)
         first_d = self.empty(self.batch, self.heads, self.dim)
         grid, sizes = self.channels()
@@ -244,5 +243,5 @@ class Backward(Launch):
         )  # fmt: skip
         if self.a.mean_value is not None:
             self.result.mean_value = first
-            self.result.log_sum = ((self.a.mean_value * first).sum(-1) - first_d).double()
+            self.result.log_sum = ((self.a.mean_value * first).sum(-1) - first_d).double().contiguous()
         return suffix, suffix_d

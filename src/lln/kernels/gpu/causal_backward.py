@@ -87,7 +87,7 @@ def causal_queries_kernel(
     g_base = data * g_b + h.to(tl.int64) * g_h + first * g_n
     dq_base = data * dq_b + h.to(tl.int64) * dq_h + first * dq_n
     mask_base = data * mask_b + first * mask_n
-    row_base = (data * (H * G) + h) * total + first
+    row_base = (data * (H * G) + h.to(tl.int64)) * total + first
     factor, low = two_words(load_factor(BETA, b, hk, beta_b, beta_h, beta_d, D, BD, FLAT))
     alpha = load_factor(ALPHA, b, h, alpha_b, alpha_h, alpha_d, D, BD, FLAT)
     alpha_factor, alpha_low = two_words(alpha)
@@ -185,7 +185,7 @@ def suffix_kernel(
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
     PACKED: tl.constexpr, HAS_GRAD: tl.constexpr,
 ):  # fmt: skip
-    """R and r at the end of each split (SUFFIX may be REACH itself when G = 1), and at the start of the sequence."""
+    """R and r at the end of each split and at the start of the sequence."""
     blocks: tl.constexpr = (D + BC - 1) // BC
     pid = tl.program_id(0)
     bh = pid // blocks
@@ -295,7 +295,7 @@ def causal_keys_kernel(
             head = h * G + group
             q_base = data * q_b + head.to(tl.int64) * q_h + first * q_n
             g_base = data * g_b + head.to(tl.int64) * g_h + first * g_n
-            row_base = (data * (H * G) + head) * total + first
+            row_base = (data * (H * G) + head.to(tl.int64)) * total + first
             q = load_rows(Q, q_base, rows, ok, q_n, q_d, D, BD, EVEN)
             g = load_rows(GRAD, g_base, rows, ok, g_n, g_d, E, BE, EVEN)
             alpha, alpha_low = two_words(load_factor(ALPHA, b, head, alpha_b, alpha_h, alpha_d, D, BD, FLAT))

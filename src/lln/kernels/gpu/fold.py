@@ -155,12 +155,12 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=["works", "splits", "H"])
 def prefix_kernel(
-    LOG, MEAN, BEGIN, LOG_IN, MEAN_IN, LOG_OUT, MEAN_OUT, END, END32, works, splits, H,
+    LOG, MEAN, BEGIN, LOG_IN, MEAN_IN, LOG_OUT, MEAN_OUT, BEFORE, MEAN_BEFORE, END, END32, works, splits, H,
     D: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
     PACKED: tl.constexpr, HAS_STATE: tl.constexpr,
 ):  # fmt: skip
-    """Like merge_kernel, and overwrites each split's state with that of everything before the split; END is L after,
-    and END32 the same in base 2, finite, for kernels that read it often."""
+    """Like merge_kernel, and for each split: BEFORE and MEAN_BEFORE, the state of everything before it; END, L after
+    it, and END32, the same in base 2 and finite, for kernels that read it often."""
     blocks: tl.constexpr = (D + BC - 1) // BC
     pid = tl.program_id(0)
     bh = pid // blocks
@@ -182,8 +182,8 @@ def prefix_kernel(
         matrix = at[:, None] * E + e[None, :]
         part = tl.load(LOG + at, mask=c < D, other=-float("inf"))
         value = tl.load(MEAN + matrix, mask=inside, other=0.0)
-        tl.store(LOG + at, log, mask=c < D)
-        tl.store(MEAN + matrix, mean, mask=inside)
+        tl.store(BEFORE + at, log, mask=c < D)
+        tl.store(MEAN_BEFORE + matrix, mean, mask=inside)
         top = tl.maximum(log, part)
         total = share(log, top) + share(part, top)
         both = tl.where(total > 0.0, top + tl.log2(total.to(tl.float64)) * 0.6931471805599453094, -float("inf"))

@@ -83,11 +83,12 @@ class Launch:
         self.size = max(self.BD, self.BE)
         self.tile, self.used = plan.tile_rows(a.block_size, self.size, self.dtype)
         self.small = plan.is_small(q.shape[0], self.query_heads, max(self.rows, self.keys))
+        self.roomy = plan.shared_memory(q.device) >= plan.ROOMY
         self.blocks = a.block_size is not None
         half = q.dtype == torch.bfloat16 and q.is_cuda  # the interpreter multiplies no bfloat16 matrices
         # float32 and float16 multiply as float32 in three passes of tf32, which keep 21 bits: float16 has too few
         # exponents for weights and states. With torch.set_float32_matmul_precision("high"), float32 in one.
-        once = q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+        once = q.dtype == torch.float32 and plan.tf32_allowed()
         precision = "tf32" if once or q.dtype == torch.bfloat16 else "tf32x3"
         self.numeric = {
             "WIDE": q.dtype == torch.float32,
@@ -102,7 +103,7 @@ class Launch:
         self.uniform = {"UNIFORM": all(t is not None and t.shape[-1] == 1 for t in (a.lln_weight, a.block_weight))}
 
     def settings(self, kernel: str, blocks: bool = False) -> plan.Settings:
-        return plan.settings(kernel, blocks, self.dtype, self.size, self.small)
+        return plan.settings(kernel, blocks, self.dtype, self.size, self.small, self.roomy)
 
     def cut(self, s: plan.Settings, heads: int, of_keys: bool, shifted: bool) -> plan.Works:
         length, cu = (self.keys, self.a.cu_key) if of_keys else (self.rows, self.a.cu_query)
@@ -145,9 +146,9 @@ class Launch:
         return SPLITS if w.begin is not None else min(triton.next_power_of_2(max(w.splits, 1)), SPLITS)
 
     def merge(
-        self, w: plan.Works, log: Tensor, mean: Tensor, end: tuple[Tensor, Tensor] | None = None
+        self, w: plan.Works, log: Tensor, mean: Tensor, prefixes: tuple[Tensor, ...] = ()
     ) -> tuple[Tensor, Tensor]:
-        """One state a sequence. With `end`, log and mean become the states before each work, and `end` L after it."""
+        """One state a sequence; and `prefixes`, which are filled: L and S before each work, L after it in two forms."""
         a = self.a
         log_out = self.empty(self.batch, self.heads, self.dim, dtype=torch.float64)
         mean_out = self.empty(self.batch, self.heads, self.dim, self.width)
@@ -157,10 +158,10 @@ class Launch:
         tensors = (log, mean, w.begin, given, values, log_out, mean_out)
         numbers = (w.works, w.splits, self.heads)
         flags: dict[str, Any] = {**sizes, "PACKED": w.begin is not None, "HAS_STATE": given is not None}
-        if end is None:
+        if not prefixes:
             merge_kernel[grid](*tensors, *numbers, **flags, BP=self.at_once(w))
         else:
-            prefix_kernel[grid](*tensors, *end, *numbers, **flags)
+            prefix_kernel[grid](*tensors, *prefixes, *numbers, **flags)
         return log_out, mean_out
 
     def folded(self) -> tuple[Tensor, Tensor]:
@@ -195,9 +196,8 @@ class Launch:
     def prefixes(self, w: plan.Works) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
         """((L and S before each work, L after it in two forms), (L and S after the last))"""
         log, mean = self.fold(w, self.a.start is not None, False)
-        end = torch.empty_like(log), torch.empty_like(log, dtype=torch.float32)
-        final = self.merge(w, log, mean, end)
-        return (log, mean, *end), final
+        prefixes = *(torch.empty_like(t) for t in (log, mean, log)), torch.empty_like(log, dtype=torch.float32)
+        return prefixes, self.merge(w, log, mean, prefixes)
 
     def causal(self) -> tuple[Tensor, Tensor, Tensor]:
         a, s, w = self.a, self.settings("causal", self.blocks), self.causal_works()
@@ -224,6 +224,10 @@ class Launch:
         return tuple(None if t is None else t.contiguous() for t in opened)
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
+        with plan.on_device(self.device):
+            return self.launch_forward()
+
+    def launch_forward(self) -> tuple[Tensor, Tensor, Tensor]:
         if self.a.is_causal and self.rows:
             return self.causal()
         if self.keys:

@@ -10,13 +10,12 @@ the slots from cu[i] // chunk + i up to cu[i + 1] // chunk + i + 1, which are en
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lln.kernels.gpu.plan import on_device
 from lln.moments import PAPER_A, PAPER_B, SIGMA_FLOOR
 
 TWICE_A, OFFSET, FLOOR = tl.constexpr(2 * PAPER_A), tl.constexpr(PAPER_B), tl.constexpr(SIGMA_FLOOR**2)
@@ -297,7 +296,7 @@ def paper_match(variance_q: Tensor, variance_k: Tensor, heads: int, factor: floa
     """(alpha [1, heads, 1], beta [1, key heads, 1]) in float32 from contiguous variances [key heads]."""
     alpha, beta = empty_match(variance_q, variance_k, heads, factor)
     key_heads = variance_k.shape[0]
-    with on_device(variance_q):
+    with on_device(variance_q.device):
         match_kernel[(key_heads,)](variance_q, variance_k, alpha, beta, factor, heads // key_heads, num_warps=1)
     return alpha, beta
 
@@ -327,13 +326,6 @@ def samples(query: Tensor, cu_query: Tensor | None) -> int:
     return query.shape[0] if cu_query is None else cu_query.shape[0] - 1
 
 
-def on_device(t: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device, whatever its arguments are on."""
-    if not t.is_cuda or t.get_device() == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(t.device)
-
-
 def launch(
     query: Tensor, key: Tensor, key_heads: int, query_mask: Tensor | None, key_mask: Tensor | None,
     cu_query: Tensor | None, cu_key: Tensor | None, factor: float | None,
@@ -357,7 +349,7 @@ def launch(
     each = (groups * length + key_length) * dim  # of one sample and key head; packed: of all its sequences
     total = each * batch * key_heads
     columns = triton.next_power_of_2(dim)
-    with on_device(query):
+    with on_device(query.device):
         if each <= (2 * LEAST if packed else max(2 * LEAST, total // PROGRAMS)):
             # A wide program is quicker alone, several narrow ones hide each other's beginnings and ends.
             warps = 16 if cells < PROGRAMS // 2 and each > (number if packed else 1) * LEAST // 4 else 4

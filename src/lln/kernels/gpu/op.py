@@ -47,7 +47,7 @@ class Attend(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Grads:
-        if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
+        if torch.is_grad_enabled():  # create_graph: gradients without a graph would count for nothing, silently
             raise RuntimeError(ONCE)
         *tensors, log, mean = ctx.saved_tensors
         result = gradients(Arguments(*tensors, *ctx.rest), log, mean, grads, ctx.needs_input_grad)
@@ -103,7 +103,12 @@ def attend_backward_op(
         start, open_key, open_value, open_mask, seed, block_size, is_causal, scale, dropout,
     )  # fmt: skip
     result = gradients(a, log, mean, (grad, grad_log, grad_mean), needs)
-    return [getattr(result, name) for place, name in zip(PLACES, DIFFERENTIABLE, strict=True) if needs[place]]
+    found = []
+    for place, name in zip(PLACES, DIFFERENTIABLE, strict=True):
+        if needs[place]:
+            gradient = getattr(result, name)
+            found.append(torch.zeros_like(getattr(a, name)).contiguous() if gradient is None else gradient)
+    return found
 
 
 @attend_backward_op.register_fake

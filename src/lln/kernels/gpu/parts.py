@@ -10,25 +10,12 @@ Exponents are in base 2, the hardware's. WIDE (float32 inputs) carries a second 
 
 from __future__ import annotations
 
-import inspect
 import os
-from typing import Any
 
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-
-# Some loops ask the compiler to leave invariants where they are, because registers are short. Triton before 3.6 cannot
-# be asked: there the keyword is taken and has no effect.
-if "disable_licm" not in inspect.signature(tl.range.__init__).parameters:
-    plain_init = tl.range.__init__
-
-    def init(self: Any, *args: Any, disable_licm: bool = False, **options: Any) -> None:
-        plain_init(self, *args, **options)
-
-    tl.range.__init__ = init
-
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 

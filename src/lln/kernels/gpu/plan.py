@@ -6,6 +6,7 @@ use. `lln bench --tune` measures the table anew.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ROOMY = 227 * 1024  # bytes of shared memory where the stored settings were measured
+LEAST = 160 * 1024  # that the largest kernels need with the smallest settings
 TILE = 64  # rows of a tile unless blocks ask for more
 
 
@@ -59,19 +62,42 @@ def key(kernel: str, blocks: bool, kind: str, dim: int, size: str) -> str:
 
 
 @functools.cache
-def settings(kernel: str, blocks: bool, dtype: torch.dtype, dim: int, small: bool) -> Settings:
-    """The stored settings for the padded head dim `dim` (16 to 256); where there are none, those of half the head dim
-    or, for float32, whose products take more registers, safe ones."""
-    if dtype == torch.bfloat16:
+def settings(kernel: str, blocks: bool, dtype: torch.dtype, dim: int, small: bool, roomy: bool) -> Settings:
+    """The stored settings for the padded head dim `dim` (16 to 256); safe ones where there are none, for float32 and
+    float16, whose products take more registers, and on devices with less shared memory (not `roomy`)."""
+    if dtype == torch.bfloat16 and roomy:
         size = min(max(dim, 64), 128)
         if found := table().get(key(kernel, blocks, "half", size, "small" if small else "large")):
             return Settings(*found) if dim <= 128 else Settings(8, 1, found[2])
     return Settings(8 if dim >= 128 else 4, 1, 3)
 
 
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program can have."""
+    if device.type != "cuda":
+        return ROOMY
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", ROOMY))
+
+
 def is_small(batch: int, heads: int, length: int) -> bool:
     """The size class of a call: whether its rows leave multiprocessors without work."""
     return batch * heads * length <= 2**16
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be that of the tensors."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+def tf32_allowed() -> bool:
+    """Whether float32 matrices may be multiplied as tf32, by either of torch's two ways to say so."""
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # it was said in the newer way, which the older cannot read
+        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 @functools.cache

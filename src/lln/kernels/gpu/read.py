@@ -122,7 +122,7 @@ def read_backward_kernel(
     offset, mean = load_state(LOG, MEAN, b.to(tl.int64) * H + hk, D, E, BD, BE)
     if D == BD and not WIDE:
         offset, _low = key_log(LOG, b.to(tl.int64) * H + hk, D, BD)
-    row_base = (data * (H * G) + h) * N + first
+    row_base = (data * (H * G) + h.to(tl.int64)) * N + first
     if BLOCKS:
         tl.store(LOG2 + (b.to(tl.int64) * H + hk) * D + d, offset, mask=d < D)  # the same from every program
         lln_weight = load_factor(LLN_WEIGHT, b, h, lln_b, lln_h, lln_e, E, BE, UNIFORM)
@@ -238,7 +238,7 @@ def fold_backward_kernel(
                 g_base = data * g_b + head.to(tl.int64) * g_h + first * g_n
                 q = load_rows(Q, q_base, rows, ok, q_n, q_d, D, BD, EVEN)
                 g = load_rows(GRAD, g_base, rows, ok, g_n, g_d, E, BE, EVEN)
-                row_base = (data * (H * G) + head) * N + first
+                row_base = (data * (H * G) + head.to(tl.int64)) * N + first
                 offset = tl.load(LOG2 + state * D + d, mask=d < D, other=-float("inf"))
                 top = tl.load(TOP + row_base + rows, mask=ok, other=0.0)
                 inverse = tl.load(INVERSE + row_base + rows, mask=ok, other=0.0)
