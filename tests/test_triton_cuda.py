@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lln import LLNState, lln_attention
+from lln.moments import both_moments, sigma
 from reference import relative_error
 from triton_cases import GPU, MODES, attend, cu_seqlens
 
@@ -157,3 +158,9 @@ def test_auto_takes_what_only_eager_can() -> None:
     for moved in ([x.float() for x in wide], [x.bfloat16() for x in wide]):
         expected = lln_attention(*wide, 1.2, 1.4)
         assert relative_error(lln_attention(*moved, 1.2, 1.4), expected) <= 1e-2
+
+
+def test_statistics_of_more_programs_than_a_second_grid_dimension_would_take() -> None:
+    query = torch.randn(17_000, 4, 2, 4, device="cuda")
+    found = both_moments(query, query, 4, backend="triton")
+    torch.testing.assert_close(sigma(*found[0]).float(), query.flatten(2).std(-1), rtol=1e-5, atol=1e-6)
