@@ -32,7 +32,7 @@ check: $(READY)
 bench: $(READY)
 	$(VENV)/bin/python benchmarks/cpu_forward.py --out benchmarks/results/cpu_forward.json
 
-# What the GPU kernels are judged by, about five minutes on a GPU.
+# What the GPU kernels are judged by.
 bench-gpu: $(READY)
 	$(VENV)/bin/python benchmarks/gpu.py --out benchmarks/results/gpu
 

@@ -1,8 +1,7 @@
 """Everything the GPU kernels are judged by, in one go: `python benchmarks/gpu.py --out benchmarks/results/NAME`.
 
 Each part is a run of `lln bench` of its own, stored in a folder of its own as it finishes, so that nothing is lost when
-the machine goes away; a part that is there already is left alone. Takes about five minutes on an H200, and flash-
-linear-attention's own tuning as long again where it is installed.
+the machine goes away; a part that is there already is left alone.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from lln.kernels.call import Call
 from lln.kernels.carry import open_block
 from lln.kernels.common import autocast_enabled
 from lln.kernels.gpu import attend as triton
+from lln.kernels.gpu.support import refusal
 from lln.state import LLNState
 
 Coefficient = float | Tensor
@@ -121,7 +122,7 @@ def choose(backend: str, call: Call) -> Callable[[Call], tuple[Tensor, Tensor, T
     check_backend(backend)
     if backend == "eager" or (backend == "auto" and not call.query.is_cuda):
         return eager.attend
-    reason = triton.refusal(call)
+    reason = refusal(call.query)
     if reason is None:
         return triton.attend
     if backend == "auto":

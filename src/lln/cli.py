@@ -278,7 +278,7 @@ def info() -> None:
     from rich.table import Table
 
     import lln
-    from lln.kernels.gpu.attend import OLDEST_TRITON, TRITON
+    from lln.kernels.gpu.support import OLDEST_TRITON, TRITON
 
     devices = ["cpu"]
     if torch.cuda.is_available():

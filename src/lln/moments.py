@@ -10,9 +10,7 @@ softmax attention whose scores have variance t = (scale sqrt(d))^2 sigma_q^2 sig
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import os
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 from lln.checks import check_key_mask, check_tensors
 from lln.curves import s2_for_entropy, s2_for_variance
 from lln.kernels.common import spans, wide_dtype
+from lln.kernels.gpu.support import refusal
 
 Matching = Literal["paper", "variance", "entropy"]
 MATCHINGS = ("paper", "variance", "entropy")
@@ -32,13 +31,6 @@ PAPER_A, PAPER_B = 0.14855178144710912, -0.35487039130661086
 # A constant input has no spread; this keeps alpha and beta finite.
 SIGMA_FLOOR = 1e-6
 LENGTH = 1024  # of the entropy curves where no other is known
-
-# What the GPU kernels can run. Found out here, once: torch.compile traces none of it.
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # kernels on the CPU, for tests
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-KERNEL_DIM = 256
-CAPABLE: dict[int, bool] = {}  # CUDA devices that Triton supports
 
 
 def match_moments(
@@ -118,21 +110,12 @@ def sigma(count: Tensor, total: Tensor, squares: Tensor) -> Tensor:
 
 
 def has_kernels(query: Tensor, key: Tensor, backend: str) -> bool:
-    """The one place that decides whether the GPU kernels take the statistics. `backend` "triton" lets their interpreter
-    serve tensors on the CPU; where they cannot run, the statistics are plain torch."""
-    if backend == "eager" or not HAS_TRITON or query.dtype not in KERNEL_DTYPES or query.shape[-1] > KERNEL_DIM:
-        return False
-    on_cpu = query.is_cpu and backend == "triton" and INTERPRETED
-    if not on_cpu and not (query.is_cuda and capable(query.get_device())):
+    """Whether the GPU kernels take the statistics. `backend` "triton" lets their interpreter serve tensors on the CPU;
+    where they cannot run, the statistics are plain torch."""
+    if backend == "eager" or (backend == "auto" and not query.is_cuda) or refusal(query) is not None:
         return False
     # What has no memory of its own, a subclass or a tensor inside torch.func, is for torch. A compiler traces an op.
     return torch.compiler.is_compiling() or (plain(query) and plain(key))
-
-
-def capable(index: int) -> bool:
-    if index not in CAPABLE:
-        CAPABLE[index] = torch.cuda.get_device_capability(index) >= (8, 0)
-    return CAPABLE[index]
 
 
 def plain(t: Tensor) -> bool:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from lln.kernels.gpu.causal import TINY, block_keys, key_reference, lowest, query_reference, start_state
-from lln.kernels.gpu.fold import share, split_range
+from lln.kernels.gpu.fold import place_channels, share, split_range
 from lln.kernels.gpu.parts import (
     block_backward,
     block_products,
@@ -186,15 +186,7 @@ def suffix_kernel(
     PACKED: tl.constexpr, HAS_GRAD: tl.constexpr,
 ):  # fmt: skip
     """R and r at the end of each split and at the start of the sequence."""
-    blocks: tl.constexpr = (D + BC - 1) // BC
-    pid = tl.program_id(0)
-    bh = pid // blocks
-    b = bh // H
-    h = bh % H
-    c = (pid % blocks) * BC + tl.arange(0, BC)
-    e = tl.arange(0, BE)
-    out = bh.to(tl.int64) * D + c
-    inside = (c < D)[:, None] & (e < E)[None, :]
+    b, h, c, e, out, inside = place_channels(H, D, E, BC, BE)
     log = tl.load(LOG_END + out, mask=c < D, other=-float("inf"))
     reach = tl.zeros([BC, BE], tl.float32)
     reach_d = tl.zeros([BC], tl.float32)

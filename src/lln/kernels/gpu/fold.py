@@ -93,6 +93,18 @@ def fold_kernel(
 
 
 @triton.jit
+def place_channels(H, D: tl.constexpr, E: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr):
+    """Where a program of a merging kernel works: (sequence, head, its channels, all value channels, the channels' place
+    in [sequences, heads, D], which of [channels, value channels] there are)"""
+    blocks: tl.constexpr = (D + BC - 1) // BC
+    pid = tl.program_id(0)
+    bh = pid // blocks
+    c = (pid % blocks) * BC + tl.arange(0, BC)
+    e = tl.arange(0, BE)
+    return bh // H, bh % H, c, e, bh.to(tl.int64) * D + c, (c < D)[:, None] & (e < E)[None, :]
+
+
+@triton.jit
 def split_range(b, splits, BEGIN, PACKED: tl.constexpr):
     """The works of sequence b."""
     if PACKED:
@@ -115,17 +127,9 @@ def merge_kernel(
     PACKED: tl.constexpr, HAS_STATE: tl.constexpr,
 ):  # fmt: skip
     """All splits of a sequence, and the state before them, into one state; BC channels a program, BP splits at once."""
-    blocks: tl.constexpr = (D + BC - 1) // BC
-    pid = tl.program_id(0)
-    bh = pid // blocks
-    b = bh // H
-    h = bh % H
-    c = (pid % blocks) * BC + tl.arange(0, BC)
-    e = tl.arange(0, BE)
+    b, h, c, e, out, inside = place_channels(H, D, E, BC, BE)
     p = tl.arange(0, BP)
-    out = bh.to(tl.int64) * D + c
     at = out[:, None] * E + e[None, :]
-    inside = (c < D)[:, None] & (e < E)[None, :]
     if HAS_STATE:
         log = tl.load(LOG_IN + out, mask=c < D, other=-float("inf"))
         mean = tl.load(MEAN_IN + at, mask=inside, other=0.0)
@@ -161,15 +165,7 @@ def prefix_kernel(
 ):  # fmt: skip
     """Like merge_kernel, and for each split: BEFORE and MEAN_BEFORE, the state of everything before it; END, L after
     it, and END32, the same in base 2 and finite, for kernels that read it often."""
-    blocks: tl.constexpr = (D + BC - 1) // BC
-    pid = tl.program_id(0)
-    bh = pid // blocks
-    b = bh // H
-    h = bh % H
-    c = (pid % blocks) * BC + tl.arange(0, BC)
-    e = tl.arange(0, BE)
-    out = bh.to(tl.int64) * D + c
-    inside = (c < D)[:, None] & (e < E)[None, :]
+    b, h, c, e, out, inside = place_channels(H, D, E, BC, BE)
     if HAS_STATE:
         log = tl.load(LOG_IN + out, mask=c < D, other=-float("inf"))
         mean = tl.load(MEAN_IN + out[:, None] * E + e[None, :], mask=inside, other=0.0)
@@ -207,17 +203,9 @@ def sum_kernel(
     """What the queries of all splits and of all heads of a group ask of a state: dS, and r = sum_i A_i D_i.
 
     dx = B (V dS^T - r): r stands for rowsum(S dS) - dL, and takes in the gradients of a returned state."""
-    blocks: tl.constexpr = (D + BC - 1) // BC
-    pid = tl.program_id(0)
-    bh = pid // blocks
-    b = bh // H
-    h = bh % H
-    c = (pid % blocks) * BC + tl.arange(0, BC)
-    e = tl.arange(0, BE)
+    b, h, c, e, out, inside = place_channels(H, D, E, BC, BE)
     p = tl.arange(0, BP)
-    out = bh.to(tl.int64) * D + c
     at = out[:, None] * E + e[None, :]
-    inside = (c < D)[:, None] & (e < E)[None, :]
     dmean = tl.zeros([BC, BE], tl.float32)
     pull = tl.zeros([BC], tl.float32)
     begin, end = split_range(b, splits, BEGIN, PACKED)
