@@ -16,8 +16,10 @@ OURS = "LLN,LLN-sample,LLN+Diag,LLN+Diag-sample"
 TORCH = "flash,cudnn,efficient"
 PARTS = {
     "floors": ["--shapes", "16x12x4096x64,1x12x16384x64,4x16x16384x128", "--only", f"{TORCH},usual,{OURS}"],
-    "batch1": ["--lengths", "512,1024,2048,4096,8192,16384,32768,65536", "--only", f"{TORCH},LLN,LLN+Diag"],
-    "tokens16k": ["--lengths", "512,1024,2048,4096,8192,16384", "--tokens", "16384", "--only", f"{TORCH},LLN,LLN+Diag"],
+    "batch1": ["--lengths", "512,1024,2048,4096,8192,16384,32768,65536", "--only", f"{TORCH},LLN,LLN+Diag",
+               "--causal", "no"],
+    "tokens16k": ["--lengths", "512,1024,2048,4096,8192,16384", "--tokens", "16384", "--only", f"{TORCH},LLN,LLN+Diag",
+                  "--causal", "no"],
     "million": ["--lengths", "65536,262144,1048576", "--only", "LLN,LLN+Diag", "--causal", "no"],
     "fla": [
         "--peers", "fla", "--shapes", "16x12x4096x64,1x12x4096x64,1x12x16384x64,1x12x65536x64", "--causal", "yes",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lln import LLNState, lln_attention
+from lln.kernels.gpu import tape
 from lln.moments import both_moments, sigma
 from reference import relative_error
 from triton_cases import GPU, MODES, attend, cu_seqlens
@@ -164,3 +165,33 @@ def test_statistics_of_more_programs_than_a_second_grid_dimension_would_take() -
     query = torch.randn(17_000, 4, 2, 4, device="cuda")
     found = both_moments(query, query, 4, backend="triton")
     torch.testing.assert_close(sigma(*found[0]).float(), query.flatten(2).std(-1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("block_size", [None, 64])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_repeated_calls_follow_their_inputs(is_causal: bool, block_size: int | None) -> None:
+    """The second call of a kind plays the launches of the first: see lln.kernels.gpu.tape."""
+    options = {"is_causal": is_causal, "block_size": block_size}
+    tape.TAPES.clear()
+    for offset in (0, 0, 1, 0, 1):  # also at addresses that are no multiple of 16 bytes
+        heap = [torch.randn(2 * LENGTH * 64 + 1, device="cuda") for _ in range(3)]
+        tensors = [x[offset:][: 2 * LENGTH * 64].view(1, 2, LENGTH, 64).detach().requires_grad_() for x in heap]
+        g = torch.randn(1, 2, LENGTH, 64, device="cuda")
+        wide = [x.detach().double().requires_grad_() for x in tensors]
+        exact = lln_attention(*wide, 1.2, 1.4, **options, backend="eager")
+        expected = [exact, *torch.autograd.grad(exact, wide, g.double())]
+        assert max(map(relative_error, both_passes(tensors, g, options), expected)) < 1e-5
+    assert [x is not None for x in tape.TAPES.values()] == [True] * 4  # forward and backward, aligned and not
+
+
+def test_repeated_calls_with_one_tensor_for_all_and_its_gradient() -> None:
+    x = torch.randn(1, 2, LENGTH, 64, device="cuda")
+    for tensors, g in (([x, x, x], x), ([x, x.clone(), x.clone()], x.clone()), ([x.clone(), x, x], x)):
+        inputs = [t.detach() for t in {id(t): t for t in tensors}.values()]
+        place = {id(t): i for i, t in enumerate({id(t): t for t in tensors}.values())}
+        found, wide = ([t.clone().to(d).requires_grad_() for t in inputs] for d in (torch.float32, torch.float64))
+        both = []
+        for leaf, backend in ((found, "triton"), (wide, "eager")):
+            out = lln_attention(*(leaf[place[id(t)]] for t in tensors), 1.2, 1.4, backend=backend)
+            both.append([out, *torch.autograd.grad(out, leaf, g.to(out.dtype))])
+        assert max(map(relative_error, *both)) < 1e-5

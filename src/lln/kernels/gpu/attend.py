@@ -24,45 +24,30 @@ def attend(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     seed = torch.randint(2**62, (), device=call.query.device) if call.dropout_p else None
     step = plan.value_part(dim, dtype)
     if width <= step:
-        return attend_part(call, slice(None), seed)
+        return attend_part(call, None, seed)
     # Attention is linear in the values.
     parts = [attend_part(call, slice(i, i + step), seed) for i in range(0, width, step)]
     outs, log_sums, means = zip(*parts, strict=True)
     return torch.cat(outs, -1), log_sums[0], torch.cat(means, -1)
 
 
-def attend_part(call: Call, part: slice, seed: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    from lln.kernels.gpu.forward import Arguments
+def attend_part(call: Call, part: slice | None, seed: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """With some of the values' channels, None for all."""
     from lln.kernels.gpu.op import apply
 
     def cut(t: Tensor | None) -> Tensor | None:
-        return t if t is None or t.shape[-1] == 1 else t[..., part]
+        return t if t is None or part is None or t.shape[-1] == 1 else t[..., part]
 
-    return apply(
-        Arguments(
-            query=call.query,
-            key=call.key,
-            value=call.value[..., part],
-            alpha=call.alpha,
-            beta=call.beta,
-            lln_weight=cut(call.lln_weight),
-            block_weight=cut(call.block_weight),
-            key_mask=call.key_mask,
-            cu_query=None if call.cu_query is None else call.cu_query.contiguous(),
-            cu_key=None if call.cu_key is None else call.cu_key.contiguous(),
-            log_sum=call.log_sum,
-            mean_value=None if call.mean_value is None else call.mean_value[..., part],
-            start=call.start,
-            open_key=call.open_key,
-            open_value=None if call.open_value is None else call.open_value[..., part],
-            open_mask=call.open_mask,
-            seed=seed,
-            block_size=call.block_size,
-            is_causal=call.is_causal,
-            scale=call.scale,
-            dropout=call.dropout_p,
-        )
-    )
+    cu_query, cu_key = (t if t is None else t.contiguous() for t in (call.cu_query, call.cu_key))
+    return apply(  # in the order of Arguments
+        call.query, call.key, call.value if part is None else call.value[..., part], call.alpha, call.beta,
+        cut(call.lln_weight), cut(call.block_weight), call.key_mask,
+        cu_query, cu_key,
+        call.log_sum, call.mean_value if part is None or call.mean_value is None else call.mean_value[..., part],
+        call.start, call.open_key,
+        call.open_value if part is None or call.open_value is None else call.open_value[..., part],
+        call.open_mask, seed, call.block_size, call.is_causal, call.scale, call.dropout_p,
+    )  # fmt: skip
 
 
 def with_eager_blocks(call: Call) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,8 +12,9 @@ from lln.kernels.gpu import plan
 from lln.kernels.gpu.causal_backward import causal_keys_kernel, causal_queries_kernel, suffix_kernel
 from lln.kernels.gpu.causal_slow_backward import slow_keys_kernel, slow_queries_kernel
 from lln.kernels.gpu.fold import sum_kernel
-from lln.kernels.gpu.forward import SLOW, Arguments, Launch, like, steps
+from lln.kernels.gpu.forward import SLOW, Arguments, Launch, steps
 from lln.kernels.gpu.read import fold_backward_kernel, read_backward_kernel
+from lln.kernels.gpu.tape import Recording
 
 
 @dataclasses.dataclass
@@ -45,9 +46,9 @@ class Wanted:
 class Backward(Launch):
     def __init__(
         self, a: Arguments, log: Tensor, mean: Tensor, grad: Tensor, grad_log: Tensor | None, grad_mean: Tensor | None,
-        wanted: Wanted,
+        wanted: Wanted, recording: Recording | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(a)
+        super().__init__(a, recording)
         self.log, self.mean, self.grad, self.wanted = log, mean, grad, wanted
         self.has_grad = grad_log is not None or grad_mean is not None
         if self.has_grad:  # one of them may be missing
@@ -58,7 +59,7 @@ class Backward(Launch):
         self.uniform["UNIFORM"] &= not wanted.weights
         # With blocks: of each row of A its largest logit, the inverse of its sum, and D; L as the logits have it.
         self.of_rows: tuple[Tensor | None, ...] = (None,) * 4
-        self.result = Gradients(like(a.query, self.dim), like(a.key, self.dim), like(a.value, self.width))
+        self.result = Gradients(*(self.like(t, t.shape[3]) for t in (a.query, a.key, a.value)))
 
     def parts(self, wanted: bool, count: int, size: int) -> Tensor | None:
         return self.empty(count, size) if wanted else None
@@ -111,14 +112,14 @@ class Backward(Launch):
             self.of_rows = *(self.empty(total) for _ in range(3)), self.empty(self.batch, self.heads, self.dim)
         if count:
             pointers, numbers, flags = self.place(w, False, False)
-            read_backward_kernel[(count,)](
+            self.launch(
+                read_backward_kernel, (count,),
                 a.query, self.grad, a.alpha, self.log, self.mean, a.lln_weight, *pointers, a.seed,
                 dq, parts, pulls, dalpha, *self.of_rows,
                 *a.query.stride(), *self.grad.stride(), *dq.stride(), *steps(a.alpha), *steps(a.lln_weight),
                 a.dropout, *numbers, self.heads,
                 G=self.group, **self.sizes, **flags, BLOCKS=self.blocks, HAS_DALPHA=self.wanted.alpha, SINGLE=single,
-                **self.uniform,
-                **self.drop, **self.numeric, **s.options,
+                **self.uniform, **self.drop, **self.numeric, options=s.options,
             )  # fmt: skip
         if dalpha is not None:
             self.result.alpha = self.per_sequence(dalpha, w, self.query_heads, a.alpha)
@@ -135,7 +136,8 @@ class Backward(Launch):
         dmean = self.empty(self.batch, self.heads, self.dim, self.width)
         pull = self.empty(self.batch, self.heads, self.dim)
         grid, sizes = self.channels()
-        sum_kernel[grid](
+        self.launch(
+            sum_kernel, grid,
             parts, pulls, w.begin, self.a.lln_weight, self.log, self.mean, self.grad_log, self.grad_mean, dmean, pull,
             *steps(self.a.lln_weight), w.works, w.splits, self.heads,
             G=self.group, **sizes, BP=self.at_once(w),
@@ -157,7 +159,8 @@ class Backward(Launch):
         dbeta = self.parts(self.wanted.beta, count, self.dim)
         dweight = self.parts(self.blocks and self.wanted.weights, self.query_heads * w.works, self.width)
         pointers, numbers, flags = self.place(w, shifted, True)
-        fold_backward_kernel[(count,)](
+        self.launch(
+            fold_backward_kernel, (count,),
             a.query, a.key, a.value, self.grad, a.alpha, a.beta, self.log, self.mean, dmean, pull,
             a.lln_weight, a.block_weight, a.key_mask, *pointers, a.seed, *self.of_rows, dq, dk, dv,
             dbeta, dweight,
@@ -168,8 +171,7 @@ class Backward(Launch):
             G=self.group, **self.sizes, **flags, BS=a.block_size or 0, **self.masked,
             LOW=self.dtype == torch.bfloat16 and self.size <= 64,
             HAS_DBETA=self.wanted.beta, HAS_DWEIGHT=dweight is not None,
-            **self.uniform, **self.drop, **self.numeric,
-            **s.options,
+            **self.uniform, **self.drop, **self.numeric, options=s.options,
         )  # fmt: skip
         if dbeta is not None:
             self.result.beta = self.per_sequence(dbeta, w, self.heads, a.beta)
@@ -206,8 +208,14 @@ class Backward(Launch):
         left = (dq, reach, reach_d, log_z, own, mark)
         right = (dalpha, dlln, dblock, *strides, *dq.stride(), *sizes)
         s = self.settings("causal_queries", self.blocks)
-        causal_queries_kernel[(count,)](*given, log, mean, *end, *others, *left, *right, **of_queries, **s.options)
-        slow_queries_kernel[(count,)](*given, log, mean, *others, *left, reference, width, *right, **of_queries, **SLOW)
+        self.launch(
+            causal_queries_kernel, (count,),
+            *given, log, mean, *end, *others, *left, *right, **of_queries, options=s.options,
+        )  # fmt: skip
+        self.launch(
+            slow_queries_kernel, (count,),
+            *given, log, mean, *others, *left, reference, width, *right, **of_queries, options=SLOW,
+        )  # fmt: skip
 
         suffix = self.suffix(w, log, reach, reach_d)
         dbeta = self.parts(self.wanted.beta, self.heads * w.works, self.dim)
@@ -216,9 +224,11 @@ class Backward(Launch):
         right = (*others, dk, dv, dbeta, *dopen, *strides, *dk.stride(), *dv.stride(), *sizes)
         s = self.settings("causal_keys", self.blocks)
         grid = (self.heads * w.works,)
-        causal_keys_kernel[grid](*given, *end, *suffix, log_z, own, mark, *right, **of_keys, **s.options)
+        self.launch(
+            causal_keys_kernel, grid, *given, *end, *suffix, log_z, own, mark, *right, **of_keys, options=s.options
+        )
         states = (log, self.log, *suffix, log_z, own, mark, reference, width)
-        slow_keys_kernel[grid](*given, *states, *right, **of_keys, **SLOW)
+        self.launch(slow_keys_kernel, grid, *given, *states, *right, **of_keys, options=SLOW)
         self.result.open_key, self.result.open_value = dopen
         if dalpha is not None:
             self.result.alpha = self.per_sequence(dalpha, w, self.query_heads, a.alpha)
@@ -235,7 +245,8 @@ class Backward(Launch):
         first = self.empty(self.batch, self.heads, self.dim, self.width)
         first_d = self.empty(self.batch, self.heads, self.dim)
         grid, sizes = self.channels()
-        suffix_kernel[grid](
+        self.launch(
+            suffix_kernel, grid,
             reach, reach_d, log, self.log, self.mean, self.grad_log, self.grad_mean, suffix, suffix_d, first, first_d,
             w.begin, w.works, w.splits, self.heads,
             G=self.group, **sizes,

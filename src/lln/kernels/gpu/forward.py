@@ -15,6 +15,7 @@ from lln.kernels.gpu.causal import causal_kernel
 from lln.kernels.gpu.causal_slow import slow_kernel
 from lln.kernels.gpu.fold import fold_kernel, merge_kernel, prefix_kernel
 from lln.kernels.gpu.read import read_kernel
+from lln.kernels.gpu.tape import Recording
 
 SLOW = {"num_warps": 8, "num_stages": 1}  # launch settings of kernels that rarely have to do anything
 SPLITS = 16  # splits a program of the merging kernels takes at once
@@ -71,15 +72,15 @@ def steps(t: Tensor | None) -> tuple[int, int, int]:
 class Launch:
     """The sizes and settings that the kernels of one call share."""
 
-    def __init__(self, a: Arguments) -> None:
-        self.a = a
+    def __init__(self, a: Arguments, recording: Recording | None = None) -> None:
+        self.a, self.recording = a, recording
         q, k, v = a.query, a.key, a.value
         self.heads, self.keys, self.dim = k.shape[1], k.shape[2], k.shape[3]
         self.query_heads, self.rows, self.width = q.shape[1], q.shape[2], v.shape[3]
         self.group = self.query_heads // self.heads
         self.batch = q.shape[0] if a.cu_query is None else a.cu_query.shape[0] - 1
         self.device, self.dtype = q.device, q.dtype
-        self.BD, self.BE = plan.padded(self.dim), plan.padded(self.width)
+        self.BD, self.BE = plan.padded(self.dim), plan.padded_value(self.width, self.dim)
         self.size = max(self.BD, self.BE)
         self.tile, self.used = plan.tile_rows(a.block_size, self.size, self.dtype)
         self.small = plan.is_small(q.shape[0], self.query_heads, max(self.rows, self.keys))
@@ -119,8 +120,21 @@ class Launch:
         flags["EVEN"] = not (shifted or cu is not None or a.key_mask is not None or n % w.rows or w.used != w.rows)
         return pointers, (n, w.works, w.splits, w.tiles), flags
 
+    def made(self, t: Tensor) -> Tensor:
+        return t if self.recording is None else self.recording.make(t)
+
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        return self.made(torch.empty(shape, dtype=dtype, device=self.device))
+
+    def like(self, t: Tensor, dim: int) -> Tensor:
+        return self.made(like(t, dim))
+
+    def launch(
+        self, kernel: Any, grid: tuple[int], *args: Any, options: dict[str, int] | None = None, **named: Any
+    ) -> None:
+        compiled = kernel[grid](*args, **named, **(options or {}))
+        if self.recording is not None:
+            self.recording.launch(kernel, compiled, grid, args, named)
 
     def fold(self, w: plan.Works, shifted: bool, single: bool) -> tuple[Tensor, Tensor]:
         """States of the works, [heads * works, ...]; with `single` of the sequences, [B, heads, ...]."""
@@ -129,14 +143,15 @@ class Launch:
         log = self.empty(*lead, self.dim, dtype=torch.float64)
         mean = self.empty(*lead, self.dim, self.width)
         pointers, numbers, flags = self.place(w, shifted, True)
-        fold_kernel[(self.heads * w.works,)](
+        self.launch(
+            fold_kernel, (self.heads * w.works,),
             a.key, a.value, a.beta, a.key_mask, *pointers, log, mean,
             *a.key.stride(), *a.value.stride(), *steps(a.beta), *self.mask, *numbers, self.heads,
-            **self.sizes, **flags, **self.masked, SINGLE=single, **self.numeric, **s.options,
+            **self.sizes, **flags, **self.masked, SINGLE=single, **self.numeric, options=s.options,
         )  # fmt: skip
         return log, mean
 
-    def channels(self) -> tuple[tuple[int], dict[str, int]]:
+    def channels(self) -> tuple[tuple[int], dict[str, Any]]:
         """(grid, sizes) of the merging kernels: programs of a few channels each, about a thousand in all."""
         channels = max(min(triton.next_power_of_2(self.batch * self.heads * self.dim // 1024), 16), 4)
         grid = (self.batch * self.heads * -(-self.dim // channels),)
@@ -159,9 +174,9 @@ class Launch:
         numbers = (w.works, w.splits, self.heads)
         flags: dict[str, Any] = {**sizes, "PACKED": w.begin is not None, "HAS_STATE": given is not None}
         if not prefixes:
-            merge_kernel[grid](*tensors, *numbers, **flags, BP=self.at_once(w))
+            self.launch(merge_kernel, grid, *tensors, *numbers, **flags, BP=self.at_once(w))
         else:
-            prefix_kernel[grid](*tensors, *prefixes, *numbers, **flags)
+            self.launch(prefix_kernel, grid, *tensors, *prefixes, *numbers, **flags)
         return log_out, mean_out
 
     def folded(self) -> tuple[Tensor, Tensor]:
@@ -173,19 +188,19 @@ class Launch:
 
     def read(self, log: Tensor, mean: Tensor) -> Tensor:
         a, s = self.a, self.settings("read", self.blocks)
-        out = like(a.query, self.width)
+        out = self.like(a.query, self.width)
         shifted = a.start is not None
         w = self.cut(s, self.query_heads, False, shifted)
         pointers, numbers, flags = self.place(w, shifted, False)
-        read_kernel[(self.query_heads * w.works,)](
+        self.launch(
+            read_kernel, (self.query_heads * w.works,),
             a.query, a.key, a.value, a.alpha, log, mean, a.lln_weight, a.block_weight, a.key_mask,
             *pointers, a.seed, out,
             *a.query.stride(), *a.key.stride(), *a.value.stride(), *out.stride(),
             *steps(a.alpha), *steps(a.lln_weight), *steps(a.block_weight), *self.mask,
             a.scale, a.dropout, *numbers, self.heads,
             G=self.group, **self.sizes, **flags, BS=a.block_size or 0, **self.masked, **self.uniform, **self.drop,
-            **self.numeric,
-            **s.options,
+            **self.numeric, options=s.options,
         )  # fmt: skip
         return out
 
@@ -196,13 +211,13 @@ class Launch:
     def prefixes(self, w: plan.Works) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
         """((L and S before each work, L after it in two forms), (L and S after the last))"""
         log, mean = self.fold(w, self.a.start is not None, False)
-        prefixes = *(torch.empty_like(t) for t in (log, mean, log)), torch.empty_like(log, dtype=torch.float32)
+        prefixes = *(self.made(torch.empty_like(t)) for t in (log, mean, log)), self.empty(*log.shape)
         return prefixes, self.merge(w, log, mean, prefixes)
 
     def causal(self) -> tuple[Tensor, Tensor, Tensor]:
         a, s, w = self.a, self.settings("causal", self.blocks), self.causal_works()
         (log, mean, *end), final = self.prefixes(w)
-        out = like(a.query, self.width)
+        out = self.like(a.query, self.width)
         pointers, numbers, flags = self.place(w, a.start is not None, True)
         count = self.query_heads * w.works
         mark = self.empty(count, dtype=torch.int32)
@@ -215,8 +230,8 @@ class Launch:
         given = (a.query, a.key, a.value, a.alpha, a.beta, log, mean)
         common: dict[str, Any] = {"G": self.group, **self.sizes, **flags, "BS": a.block_size or 0, **self.masked}
         common |= {"HAS_OPEN": a.open_key is not None, **self.uniform, **self.drop, **self.numeric}
-        causal_kernel[(count,)](*given, *end, *rest, **common, **s.options)
-        slow_kernel[(count,)](*given, *rest, **common, **SLOW)
+        self.launch(causal_kernel, (count,), *given, *end, *rest, **common, options=s.options)
+        self.launch(slow_kernel, (count,), *given, *rest, **common, options=SLOW)
         return out, *final
 
     def opened(self) -> tuple[Tensor | None, ...]:
@@ -237,4 +252,4 @@ class Launch:
         else:
             log = torch.full((self.batch, self.heads, self.dim), -torch.inf, dtype=torch.float64, device=self.device)
             mean = torch.zeros(self.batch, self.heads, self.dim, self.width, device=self.device)
-        return (self.read(log, mean) if self.rows else like(self.a.query, self.width)), log, mean
+        return (self.read(log, mean) if self.rows else self.like(self.a.query, self.width)), log, mean

@@ -7,19 +7,23 @@ An eager call goes through an autograd function, which is lean. Under torch.comp
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from lln.kernels.gpu import plan
 from lln.kernels.gpu.backward import Backward, Gradients, Wanted
 from lln.kernels.gpu.forward import Arguments, Launch, like
+from lln.kernels.gpu.tape import TAPES, Recording, remember, signature
 
 FIELDS = [field.name for field in dataclasses.fields(Arguments)]
 DIFFERENTIABLE = [field.name for field in dataclasses.fields(Gradients)]
 PLACES = [FIELDS.index(name) for name in DIFFERENTIABLE]
 TENSORS = FIELDS.index("block_size")  # the arguments before it are tensors
+EXTRA = PLACES[3:]  # all but query, key and value
 ALPHA, BETA, LLN, BLOCK = (FIELDS.index(name) for name in ("alpha", "beta", "lln_weight", "block_weight"))
 
 Grads = tuple[Tensor | None, ...]
@@ -29,19 +33,55 @@ def wanted(needs: Any) -> Wanted:
     return Wanted(needs[ALPHA], needs[BETA], needs[LLN] or needs[BLOCK])
 
 
-def gradients(a: Arguments, log: Tensor, mean: Tensor, grads: Any, needs: Any) -> Gradients:
+def gradients(
+    a: Arguments, log: Tensor, mean: Tensor, grads: Any, needs: Any, recording: Recording | None = None
+) -> Gradients:
     grad, grad_log, grad_mean = grads
     if grad is None:
         grad = a.value.new_zeros(()).expand(*a.query.shape[:-1], a.value.shape[-1])
-    return Backward(a, log, mean, grad, grad_log, grad_mean, wanted(needs)).run()
+    return Backward(a, log, mean, grad, grad_log, grad_mean, wanted(needs), recording).run()
+
+
+def forward(key: Hashable, args: Sequence[Any]) -> Sequence[Tensor]:
+    """(out, log_sum, mean_value); calls with the same `key` do the same launches."""
+    given, device = args[:TENSORS], args[0].device
+    tape = TAPES.get(key)
+    if tape is not None:
+        with plan.on_device(device):
+            return tape.play(given)
+    recording = None if key in TAPES else Recording(given)
+    result = Launch(Arguments(*args), recording).forward()
+    if recording is not None:
+        remember(key, recording.tape(result, device))
+    return result
+
+
+def backward(key: Hashable, tensors: Sequence[Any], rest: Sequence[Any], grads: Any, needs: Any) -> Gradients:
+    """As `forward`; `tensors` are those given, log_sum and mean_value."""
+    *given, log, mean = tensors
+    # The gradients of alpha and the like are sums that torch does.
+    simple = grads[0] is not None and grads[1] is None and grads[2] is None and not any(map(needs.__getitem__, EXTRA))
+    simple = simple and all(grads[0] is not t for t in tensors)
+    key = ("backward", key, signature((*tensors[TENSORS:], grads[0]))) if simple else None
+    tape = TAPES.get(key) if simple else None
+    if tape is not None:
+        with plan.on_device(log.device):
+            return Gradients(*tape.play((*tensors, grads[0])))
+    recording = Recording((*tensors, grads[0])) if simple and key not in TAPES else None
+    result = gradients(Arguments(*given, *rest), log, mean, grads, needs, recording)
+    if recording is not None:
+        remember(key, recording.tape((result.query, result.key, result.value), log.device))
+    return result
 
 
 class Attend(Function):
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        out, log, mean = Launch(Arguments(*args)).forward()
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        tf32 = args[0].dtype == torch.float32 and plan.tf32_allowed()
+        key = (args[0].device, tf32, args[TENSORS:], signature(args[:TENSORS]))
+        out, log, mean = forward(key, args)
         ctx.save_for_backward(*args[:TENSORS], log, mean)
-        ctx.rest = args[TENSORS:]
+        ctx.key, ctx.rest = key, args[TENSORS:]
         ctx.set_materialize_grads(False)
         return out, log, mean
 
@@ -49,8 +89,7 @@ class Attend(Function):
     def backward(ctx: Any, *grads: Any) -> Grads:
         if torch.is_grad_enabled():  # create_graph: gradients without a graph would count for nothing, silently
             raise RuntimeError(ONCE)
-        *tensors, log, mean = ctx.saved_tensors
-        result = gradients(Arguments(*tensors, *ctx.rest), log, mean, grads, ctx.needs_input_grad)
+        result = backward(ctx.key, ctx.saved_tensors, ctx.rest, grads, ctx.needs_input_grad)
         places: list[Tensor | None] = [None] * len(FIELDS)
         for place, name in zip(PLACES, DIFFERENTIABLE, strict=True):
             if ctx.needs_input_grad[place]:
@@ -146,9 +185,8 @@ def op_backward(ctx: Any, *grads: Any) -> Grads:
 attend_op.register_autograd(op_backward, setup_context=setup_context)
 
 
-def apply(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, log_sum, mean_value), differentiable."""
-    args = [getattr(a, name) for name in FIELDS]
+def apply(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, log_sum, mean_value), differentiable; the fields of Arguments."""
     if torch.compiler.is_compiling():
         compiled: tuple[Tensor, Tensor, Tensor] = attend_op(*args)
         return compiled

@@ -116,9 +116,15 @@ def tile_rows(block_size: int | None, dim: int, dtype: torch.dtype) -> tuple[int
     return rows, rows // block_size * block_size
 
 
-def padded(dim: int) -> int:
-    """The head dim that a kernel works with: a power of two."""
-    return max(1 << (dim - 1).bit_length(), 16)
+def padded(dim: int, least: int = 32) -> int:
+    """The head dim that a kernel works with: a power of two. Not 16: Triton 3.6 lets eight warps write products of
+    16 by 16 beyond their shared memory."""
+    return max(1 << (dim - 1).bit_length(), least)
+
+
+def padded_value(width: int, dim: int) -> int:
+    """The value dim that a kernel works with; beside the largest head dims there is no room for 32."""
+    return padded(width, 32 if dim <= 128 else 16)
 
 
 def value_part(dim: int, dtype: torch.dtype) -> int:
@@ -133,7 +139,7 @@ def blocks_fit(block_size: int, dim: int, width: int, dtype: torch.dtype) -> boo
     if block_size > 2 * TILE:
         return False
     rows, _ = tile_rows(block_size, dim, dtype)
-    size = max(padded(dim), padded(min(width, value_part(dim, dtype))))
+    size = max(padded(dim), padded_value(min(width, value_part(dim, dtype)), dim))
     return rows * size * (2 if dtype == torch.bfloat16 else 4) <= 16384
 
 
