@@ -11,13 +11,12 @@ from lln.kernels.gpu import tape
 from lln.kernels.gpu.tape import Recording, Tape, signature
 
 
-class Stream:
-    cuda_stream = 7
+STREAM = 7
 
 
 @pytest.fixture(autouse=True)
 def _stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tape.torch.cuda, "current_stream", lambda device: Stream)
+    monkeypatch.setattr(tape, "raw_stream", lambda device: STREAM)
 
 
 class Add:
@@ -34,7 +33,7 @@ class Add:
             x, y, out, number, size = (v.data_ptr() if isinstance(v, Tensor) else v for v in values)
             if not isinstance(args[0], Tensor):
                 assert grid == (3, 1, 1)
-                assert stream == Stream.cuda_stream
+                assert stream == STREAM
                 self.calls += 1
             a, b, c = (ctypes.cast(p, ctypes.POINTER(ctypes.c_float)) for p in (x, y, out))
             for i in range(size):

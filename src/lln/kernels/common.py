@@ -33,6 +33,11 @@ CONSTANTS: dict[tuple[float, torch.dtype, torch.device], dict[int, Tensor]] = {}
 MOST_CONSTANTS = 1024
 
 
+def raw_stream(device: torch.device) -> int:
+    """What torch.cuda.current_stream(device).cuda_stream is, without the objects around it: it is asked for often."""
+    return int(torch._C._cuda_getCurrentRawStream(device.index))
+
+
 def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """value as a tensor [1, 1, 1] that nobody changes. On a GPU it is made once: at short lengths a kernel that fills
     one number takes as long as one that attends."""
@@ -44,7 +49,7 @@ def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
         for tensor in known.values():
             return tensor
         return torch.full((1, 1, 1), value, dtype=dtype, device=device)
-    stream = torch.cuda.current_stream(device).cuda_stream
+    stream = raw_stream(device)
     if stream in known:
         return known[stream]
     with torch.inference_mode(False):  # a tensor of inference mode could not be kept for a backward later

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln.kernels.common import raw_stream
+
 ALIGNED = 16  # bytes; Triton compiles for addresses that are multiples of it
 APART = 256  # bytes between pieces of scratch memory, as the allocator has it
 MOST = 512  # calls remembered
@@ -45,7 +47,7 @@ class Tape:
         addresses = [0 if t is None else t.data_ptr() for t in given]
         addresses += [t.data_ptr() for t in made]
         addresses += [base + offset for offset in self.scratch]
-        stream = torch.cuda.current_stream(self.device).cuda_stream
+        stream = raw_stream(self.device)
         for launch, template, places in self.launches:
             args = template.copy()
             for place, source in places:
