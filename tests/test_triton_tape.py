@@ -10,7 +10,6 @@ from torch import Tensor
 from lln.kernels.gpu import tape
 from lln.kernels.gpu.tape import Recording, Tape, signature
 
-
 STREAM = 7
 
 
