@@ -55,8 +55,9 @@ def candidates(kernel: str, dim: int) -> list[tuple[int, int, int]]:
     if dim >= 128:
         return [(8, 3, 0), (8, 2, 0), (8, 1, 0), (8, 1, 128), (4, 1, 0), (4, 2, 0)]
     if kernel.startswith("causal"):
-        return [(4, 1, 0), (4, 2, 0), (4, 1, 168), (4, 2, 168)]
-    return [(4, 3, 0), (4, 3, 168), (4, 3, 128), (4, 2, 0), (4, 2, 168), (4, 1, 0), (4, 1, 168), (4, 1, 128)]
+        return [(4, 1, 0), (4, 2, 0), (4, 1, 168), (4, 2, 168), (8, 1, 0), (8, 2, 0)]
+    four = [(4, 3, 0), (4, 3, 168), (4, 3, 128), (4, 2, 0), (4, 2, 168), (4, 1, 0), (4, 1, 168), (4, 1, 128)]
+    return [*four, (8, 1, 0), (8, 2, 0)]
 
 
 def use(kernel: str, blocks: bool, dim: int, size: str, settings: Settings) -> None:
