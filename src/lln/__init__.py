@@ -1,6 +1,7 @@
 """Linear-time attention that behaves like softmax attention."""
 
 from lln.attention import lln_attention
+from lln.mechanisms import attention, mechanism, mechanisms
 from lln.moments import match_data, match_moments
 from lln.multihead import MultiheadAttention
 from lln.nn import LLNAttention
@@ -12,7 +13,10 @@ __all__ = [
     "LLNState",
     "MultiheadAttention",
     "__version__",
+    "attention",
     "lln_attention",
     "match_data",
     "match_moments",
+    "mechanism",
+    "mechanisms",
 ]

@@ -1,0 +1,21 @@
+"""Softmax and every peer of the paper, one short file each, under one signature: see `registry`."""
+
+from importlib import import_module
+
+from lln.mechanisms.registry import Mechanism, attention, mechanism, mechanisms
+
+__all__ = ["Mechanism", "attention", "mechanism", "mechanisms"]
+
+FILES = (  # in the order of the documentation's table
+    "softmax",
+    "lln_attention",
+    "block_diagonal",
+    "simple_kernels",
+    "performer",
+    "rfa",
+    "cosformer",
+    "hedgehog",
+    "based",
+)
+for _file in FILES:
+    import_module(f"lln.mechanisms.{_file}")

@@ -1,0 +1,53 @@
+"""Every mechanism on q, k, v as a plain function, small enough to be checked densely."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lln
+
+HEADS, KEY_HEADS, DIM, VALUE_DIM, LENGTH = 4, 2, 6, 5, 37
+ON_QKV = [name for name, m in lln.mechanisms().items() if m.kind != "mixer"]
+MIXERS = [name for name, m in lln.mechanisms().items() if m.kind == "mixer"]
+KERNELS = [name for name, m in lln.mechanisms().items() if m.kind == "kernel"]
+# Sizes that make several blocks, windows, landmarks out of LENGTH tokens.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "performer": {"features": 7},
+    "rfa": {"features": 33},
+}
+BLOCK_SIZES = {"lln_diag": 8, "block_diagonal": 8}
+
+
+def supporting(*features: str, names: list[str] = ON_QKV) -> list[str]:
+    return [name for name in names if all(lln.mechanisms()[name].supports(f) for f in features)]
+
+
+def attend(name: str, key_heads: int = HEADS, **options: Any) -> Callable[..., Tensor]:
+    """The mechanism with its small options, as a function of q, k, v and the arguments of a call."""
+    entry = lln.mechanisms()[name]
+    options = {**OPTIONS.get(name, {}), **options}
+    options.setdefault("block_size", BLOCK_SIZES.get(name))
+    if options["block_size"] is None:
+        del options["block_size"]
+    if not entry.parameters:
+        return lambda q, k, v, **call: lln.attention(name, q, k, v, **options, **call)
+    torch.manual_seed(7)
+    module = lln.mechanism(
+        name, num_heads=HEADS, head_dim=DIM, max_length=LENGTH, num_key_heads=key_heads, dtype=torch.float64, **options
+    )
+    with torch.no_grad():
+        for parameter in module.parameters():  # away from identities and zeros
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return module.eval()
+
+
+def inputs(
+    seed: int, batch: int = 2, length: int = LENGTH, key_length: int | None = None, key_heads: int = HEADS
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    m = length if key_length is None else key_length
+    shapes = (batch, HEADS, length, DIM), (batch, key_heads, m, DIM), (batch, key_heads, m, VALUE_DIM)
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return q, k, v
