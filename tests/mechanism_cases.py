@@ -1,5 +1,6 @@
 """Every mechanism on q, k, v as a plain function, small enough to be checked densely."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,9 @@ KERNELS = [name for name, m in lln.mechanisms().items() if m.kind == "kernel"]
 OPTIONS: dict[str, dict[str, Any]] = {
     "performer": {"features": 7},
     "rfa": {"features": 33},
+    "linformer": {"rank": 7},
+    "nystromformer": {"landmarks": 5},
+    "skyformer": {"landmarks": 10},
 }
 BLOCK_SIZES = {"lln_diag": 8, "block_diagonal": 8}
 
@@ -35,7 +39,13 @@ def attend(name: str, key_heads: int = HEADS, **options: Any) -> Callable[..., T
         return lambda q, k, v, **call: lln.attention(name, q, k, v, **options, **call)
     torch.manual_seed(7)
     module = lln.mechanism(
-        name, num_heads=HEADS, head_dim=DIM, max_length=LENGTH, num_key_heads=key_heads, dtype=torch.float64, **options
+        name,
+        num_heads=HEADS,
+        head_dim=DIM,
+        max_length=LENGTH + 11,
+        num_key_heads=key_heads,
+        dtype=torch.float64,
+        **options,
     )
     with torch.no_grad():
         for parameter in module.parameters():  # away from identities and zeros
@@ -51,3 +61,10 @@ def inputs(
     shapes = (batch, HEADS, length, DIM), (batch, key_heads, m, DIM), (batch, key_heads, m, VALUE_DIM)
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     return q, k, v
+
+
+def slope(counts: list[int], error: Callable[[int, int], float], seeds: int = 6) -> float:
+    """Of log error against log count, the error a root mean square over seeds."""
+    x = torch.tensor(counts).double().log()
+    y = torch.tensor([math.sqrt(sum(error(n, s) ** 2 for s in range(seeds)) / seeds) for n in counts]).double().log()
+    return float(((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum())

@@ -16,6 +16,9 @@ FILES = (  # in the order of the documentation's table
     "cosformer",
     "hedgehog",
     "based",
+    "linformer",
+    "nystromformer",
+    "skyformer",
 )
 for _file in FILES:
     import_module(f"lln.mechanisms.{_file}")

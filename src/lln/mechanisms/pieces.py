@@ -124,3 +124,23 @@ def haar(square: Tensor) -> Tensor:
     q, r = torch.linalg.qr(square)
     signed: Tensor = q * r.diagonal().sign()
     return signed
+
+
+def valid(call: Call) -> tuple[Tensor, Tensor]:
+    """Which queries [B, N] and keys [B, M] are tokens; in self attention both are what key_mask says."""
+    batch, n, m, device = call.key.shape[0], call.query.shape[2], call.key.shape[2], call.key.device
+    keys = torch.ones(batch, m, dtype=torch.bool, device=device) if call.key_mask is None else call.key_mask
+    return keys if n == m else torch.ones(batch, n, dtype=torch.bool, device=device), keys
+
+
+def iterative_inverse(a: Tensor, iterations: int) -> Tensor:
+    """The pseudo-inverse of matrices [..., m, m] by a third-order iteration (Razavi et al. 2014): products only.
+
+    Each matrix starts from its own norms, where released codes take the largest of the whole batch."""
+    norms = a.abs().sum(-1).amax(-1) * a.abs().sum(-2).amax(-1)
+    z = a.transpose(-1, -2) / norms.clamp_min(torch.finfo(a.dtype).tiny)[..., None, None]
+    eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    for _ in range(iterations):
+        az = a @ z
+        z = 0.25 * z @ (13 * eye - az @ (15 * eye - az @ (7 * eye - az)))
+    return z
