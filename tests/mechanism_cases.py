@@ -20,6 +20,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "linformer": {"rank": 7},
     "nystromformer": {"landmarks": 5},
     "skyformer": {"landmarks": 10},
+    "longformer": {"window": 4, "global_tokens": 2},
+    "bigbird": {"block": 4, "random_blocks": 2},
+    "reformer": {"chunk": 4},
+    "transformer_ls": {"window": 6, "rank": 3},
 }
 BLOCK_SIZES = {"lln_diag": 8, "block_diagonal": 8}
 
@@ -54,11 +58,17 @@ def attend(name: str, key_heads: int = HEADS, **options: Any) -> Callable[..., T
 
 
 def inputs(
-    seed: int, batch: int = 2, length: int = LENGTH, key_length: int | None = None, key_heads: int = HEADS
+    seed: int,
+    batch: int = 2,
+    length: int = LENGTH,
+    key_length: int | None = None,
+    key_heads: int = HEADS,
+    name: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     m = length if key_length is None else key_length
-    shapes = (batch, HEADS, length, DIM), (batch, key_heads, m, DIM), (batch, key_heads, m, VALUE_DIM)
+    value_dim = DIM if name == "transformer_ls" else VALUE_DIM  # it normalises keys and values alike
+    shapes = (batch, HEADS, length, DIM), (batch, key_heads, m, DIM), (batch, key_heads, m, value_dim)
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     return q, k, v
 

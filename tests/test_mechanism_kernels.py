@@ -146,7 +146,7 @@ def test_performer_converges_to_softmax(orthogonal: bool) -> None:
         return relative_error(out, expected)
 
     assert -0.65 < slope([64, 256, 1024, 4096], error, seeds=4) < -0.35
-    assert error(16384, 0) < 0.03
+    assert error(16384, 0) < 0.06
 
 
 @pytest.mark.parametrize("sigma", [0.7, 1.0])

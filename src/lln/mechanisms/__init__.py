@@ -19,6 +19,11 @@ FILES = (  # in the order of the documentation's table
     "linformer",
     "nystromformer",
     "skyformer",
+    "longformer",
+    "bigbird",
+    "reformer",
+    "transformer_ls",
+    "transnormer",
 )
 for _file in FILES:
     import_module(f"lln.mechanisms.{_file}")

@@ -1,4 +1,4 @@
-"""What mechanisms share: linear attention by feature maps, softmax over keys of several kinds, windows, positions.
+"""What mechanisms share: linear attention by feature maps, masked softmax, positions.
 
 Shapes are those of `lln.kernels.common`: q [B, H, G, N, D] with G query heads for each of the H key heads, k and v
 [B, H, 1, M, D | E].
@@ -12,7 +12,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from lln.attention import choose
 from lln.kernels.call import Call
@@ -69,21 +68,6 @@ def scores(q: Tensor, k: Tensor, scale: float, hidden: Tensor | None = None) -> 
 def attend(logits: Tensor, v: Tensor, dropout: Dropout | None = None, *place: int) -> Tensor:
     """softmax(logits) v; zeros for a row that is all -inf."""
     return drop(softmax_or_zero(logits), dropout, *place)[0] @ v
-
-
-def blocked(t: Tensor, size: int, value: float = 0.0) -> Tensor:
-    """Rows [..., N, D] as blocks [..., n, size, D], the last one filled up with `value`."""
-    missing = -t.shape[-2] % size
-    filled = functional.pad(t, (0, 0, 0, missing), value=value) if missing else t
-    blocks: Tensor = filled.unflatten(-2, (-1, size))
-    return blocks
-
-
-def neighbours(t: Tensor, before: int, after: int, value: float = 0.0) -> Tensor:
-    """Blocks [..., n, size, D] each with so many rows before and after it: [..., n, before + size + after, D]."""
-    size = t.shape[-2]
-    rows = functional.pad(t.flatten(-3, -2), (0, 0, before, after), value=value)
-    return rows.unfold(-2, before + size + after, size).transpose(-1, -2)
 
 
 def positions(call: Call) -> tuple[Tensor, Tensor, Tensor]:
