@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import lln
+from lln.mechanisms.table import markdown
 from mechanism_cases import (
     DIM,
     HEADS,
@@ -284,3 +286,22 @@ def test_the_list_is_read_only_and_says_who_learns() -> None:
     assert not known["softmax"].parameters
     with pytest.raises(TypeError):
         known["mine"] = known["elu"]  # type: ignore[index]
+
+
+def test_the_documented_table_is_what_the_mechanisms_say() -> None:
+    written = (Path(__file__).parent.parent / "docs" / "mechanisms.md").read_text()
+    assert written == markdown(), "python -m lln.mechanisms.table > docs/mechanisms.md"
+
+
+def test_every_row_of_the_papers_tables_is_there() -> None:
+    wanted = (
+        "softmax lln lln_diag block_diagonal elu relu quadratic performer rfa cosformer hedgehog based linformer "
+        "nystromformer skyformer longformer bigbird reformer transformer_ls transnormer_t1 transnormer_t2 flash tnn"
+    )
+    assert list(lln.mechanisms()) == wanted.split()
+    for entry in lln.mechanisms().values():
+        assert entry.paper
+        assert entry.cost
+        assert entry.learned
+        assert entry.parameters == (entry.function is None)
+        assert all(reason and not reason.endswith(".") for reason in entry.refuses.values())

@@ -24,6 +24,8 @@ FILES = (  # in the order of the documentation's table
     "reformer",
     "transformer_ls",
     "transnormer",
+    "flash",
+    "tnn",
 )
 for _file in FILES:
     import_module(f"lln.mechanisms.{_file}")

@@ -43,7 +43,7 @@ class Mechanism:
 
     kind: "kernel" (feature maps: takes block_size), "attention" (other functions or modules of q, k, v), or "mixer" (a
     module on hidden states that replaces the whole attention block).
-    parameters: whether it has to be built with `lln.mechanism` because there is something to learn.
+    parameters: whether it has to be built with `lln.mechanism` because there is always something to learn.
     refuses: what of FEATURES it cannot do, and why.
     """
 
