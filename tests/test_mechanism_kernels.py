@@ -7,10 +7,13 @@ from types import ModuleType
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
 import lln
+from lln.kernels.common import SPAN_ELEMENTS
 from lln.mechanisms.pieces import gaussian
 from mechanism_cases import inputs, slope
 from reference import normal, relative_error
@@ -69,6 +72,43 @@ def test_simple_kernels_are_their_formula(name: str, causal: bool) -> None:
         strict=True,
     ):
         assert relative_error(got, want) < 1e-10
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.tuples(*(st.integers(1, n) for n in (2, 2, 3, 300, 4, 3))),
+    key_length=st.integers(1, 9),
+    seed=st.integers(0, 999),
+    masked=st.booleans(),
+    causal=st.booleans(),
+    span=st.sampled_from([1, 2**9, 2**20]),
+)
+def test_any_shape_in_any_spans(
+    sizes: tuple[int, ...], key_length: int, seed: int, masked: bool, causal: bool, span: int
+) -> None:
+    """Signed features, grouped heads, spans of 64 rows or more: outputs and every gradient."""
+    batch, key_heads, groups, length, dim, value_dim = sizes
+    m = length if causal else 37 * key_length
+    q, k, v = (
+        normal(seed + i, *shape).requires_grad_()
+        for i, shape in enumerate(
+            [(batch, key_heads * groups, length, dim), (batch, key_heads, m, dim), (batch, key_heads, m, value_dim)]
+        )
+    )
+    mask = torch.rand(batch, m, generator=torch.Generator().manual_seed(seed)) < 0.6 if masked else None
+    kept, SPAN_ELEMENTS["cpu"] = SPAN_ELEMENTS["cpu"], span
+    try:
+        out = lln.attention("based", q, k, v, key_mask=mask, is_causal=causal)
+        weight = normal(9, *out.shape)
+        grads = torch.autograd.grad((out * weight).sum(), (q, k, v))
+    finally:
+        SPAN_ELEMENTS["cpu"] = kept
+    each_k, each_v = (t.repeat_interleave(groups, 1) for t in (k, v))
+    expected = dense(taylor(q) @ taylor(each_k).transpose(-1, -2), each_v, causal, mask)
+    assert relative_error(out, expected, floor=1e-9) < 1e-11
+    wanted = torch.autograd.grad((expected * weight).sum(), (q, k, v))
+    for got, want in zip(grads, wanted, strict=True):
+        assert relative_error(got, want, floor=1e-3) < 1e-9
 
 
 def test_the_features_are_not_kept() -> None:

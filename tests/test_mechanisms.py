@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 import lln
+from lln.mechanisms import attention_matrix
 from lln.mechanisms.table import markdown
 from mechanism_cases import (
+    BLOCK_SIZES,
     DIM,
     HEADS,
     KERNELS,
     KEY_HEADS,
     LENGTH,
     ON_QKV,
+    OPTIONS,
     attend,
     inputs,
     supporting,
@@ -56,6 +59,18 @@ def test_padding_is_invisible(name: str, side: str) -> None:
     longer = [torch.nn.functional.pad(t, pad, value=3.0) for t in (q, k, v)]
     call = attend(name)
     close(call(*longer, key_mask=mask)[:, :, rows], call(q, k, v))
+
+
+@pytest.mark.parametrize("name", supporting("padding"))
+def test_what_is_hidden_may_be_anything(name: str) -> None:
+    """Holes in the mask, too: only rows of hidden tokens may differ."""
+    q, k, v = inputs(20, name=name)
+    mask = torch.rand(2, LENGTH, generator=torch.Generator().manual_seed(0)) < 0.7
+    call, hidden = attend(name), ~mask[:, None, :, None]
+    out = call(q, k, v, key_mask=mask)
+    other = call(*(torch.where(hidden, 50 * t.flip(2), t) for t in (q, k, v)), key_mask=mask)
+    shown = mask[:, None].expand(2, HEADS, LENGTH)
+    close(other[shown], out[shown])
 
 
 @pytest.mark.parametrize("name", supporting("padding", "causal"))
@@ -260,6 +275,55 @@ def test_a_module_of_any_mechanism_copies_and_pickles(name: str) -> None:
     assert torch.equal(fresh(q, k, v), out)
     with pytest.raises(ValueError, match="heads of"):
         module(q[:, :1], k[:, :1], v[:, :1])
+
+
+@pytest.mark.parametrize("name", ON_QKV)
+def test_everything_is_made_on_the_device_of_the_inputs(name: str) -> None:
+    """The meta device refuses to meet another one."""
+    tensors = [t.to("meta").requires_grad_() for t in inputs(16, name=name)]
+    mask = torch.ones(2, LENGTH, dtype=torch.bool, device="meta")
+    call = attend(name)
+    if isinstance(call, torch.nn.Module):
+        call.to("meta")
+    for causal in (False, True) if lln.mechanisms()[name].supports("causal") else (False,):
+        for key_mask in (None, mask):
+            out = call(*tensors, is_causal=causal, key_mask=key_mask)
+            assert out.device.type == "meta"
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("name", [name for name in ON_QKV if not lln.mechanisms()[name].parameters])
+def test_the_attention_matrix_makes_the_output(name: str) -> None:
+    q, k, v = inputs(17, key_heads=KEY_HEADS)
+    options = {**OPTIONS.get(name, {}), "block_size": BLOCK_SIZES.get(name)}
+    if not lln.mechanisms()[name].matrix:
+        with pytest.raises(ValueError, match=f"{name} has no attention matrix"):
+            attention_matrix(name, q, k)
+        return
+    mask = torch.ones(2, LENGTH, dtype=torch.bool)
+    mask[0, :5] = False
+    p = attention_matrix(name, q, k, key_mask=mask, **options)
+    close(p @ v.repeat_interleave(2, 1), lln.attention(name, q, k, v, key_mask=mask, **options))
+    assert (p[0, :, :, :5] == 0).all()
+    if name not in ("skyformer", "nystromformer"):  # whose rows sum to one only in the limit
+        rows = p.sum(-1)[mask[:, None].expand(2, HEADS, LENGTH)]
+        if name in ("relu", "cosformer"):  # a query without a common feature gives zeros
+            assert (rows == 0).double().mean() < 0.2
+            rows = rows[rows != 0]
+        close(rows, torch.ones_like(rows))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+@pytest.mark.parametrize("name", ["elu", "longformer", "linformer"])
+def test_compiled_as_one_graph_it_gives_the_same(name: str) -> None:
+    torch.compiler.reset()
+    tensors = [t.float().requires_grad_() for t in inputs(18)]
+    call = attend(name)
+    out, compiled = call(*tensors), torch.compile(call, fullgraph=True, backend="aot_eager")(*tensors)
+    torch.testing.assert_close(compiled, out)
+    grads = (torch.autograd.grad(o.square().sum(), tensors) for o in (compiled, out))
+    for got, want in zip(*grads, strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def test_names_and_options_that_do_not_exist() -> None:

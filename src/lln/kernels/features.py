@@ -62,30 +62,22 @@ class Maps:
         return g, -(g * out).sum(-1, keepdim=True)
 
 
-@dataclasses.dataclass
-class Rows:
-    """Features of some rows, and the way back to what they are of."""
-
-    features: Tensor
-    source: Tensor
-
-    @classmethod
-    def of(cls, t: Tensor, rows: slice, phi: FeatureMap, hidden: Tensor | None = None) -> Rows:
-        with torch.enable_grad():
-            source = t[..., rows, :].detach().to(compute_dtype(t.dtype)).requires_grad_()
-            features = phi(source)
-            if hidden is not None:
-                features = features.masked_fill(hidden[..., rows, :], 0.0)
-        return cls(features, source)
-
-    def back(self, g: Tensor) -> Tensor:
-        (found,) = torch.autograd.grad(self.features, self.source, g)
-        return found
-
-
 def features_of(t: Tensor, rows: slice, phi: FeatureMap, hidden: Tensor | None = None) -> Tensor:
     features = phi(t[..., rows, :].to(compute_dtype(t.dtype)))
     return features if hidden is None else features.masked_fill(hidden[..., rows, :], 0.0)
+
+
+def features_and_back(
+    t: Tensor, rows: slice, phi: FeatureMap, hidden: Tensor | None = None
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Features of some rows, and what takes their gradient to that of the rows."""
+    source = t[..., rows, :].to(compute_dtype(t.dtype))
+    features: Tensor
+    features, back = torch.func.vjp(phi, source)  # type: ignore[misc]  # two, without has_aux
+    if hidden is None:
+        return features, lambda g: back(g)[0]
+    mask = hidden[..., rows, :]
+    return features.masked_fill(mask, 0.0), lambda g: back(g.masked_fill(mask, 0.0))[0]
 
 
 class Decay:
@@ -200,21 +192,20 @@ def bidirectional_backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     ds, dz = torch.zeros_like(s), torch.zeros_like(z)
     for rows in maps.spans(q, maps.query, False):
-        part = Rows.of(q, rows, maps.query)
-        fq = part.features.detach()
+        fq, back = features_and_back(q, rows, maps.query)
         dropped, mask = drop(fq, dropout, rows.start)
         out, inverse = maps.divide(dropped @ s, fq @ z)
         g, g_total = maps.divide_backward(g_out[..., rows, :].to(fq.dtype), out, inverse)
         from_values = g @ s.transpose(-1, -2)
         dfq = (from_values if mask is None else from_values * mask) + g_total * z.transpose(-1, -2)
-        dq[..., rows, :] = part.back(dfq).to(q.dtype)
+        dq[..., rows, :] = back(dfq).to(q.dtype)
         ds += shared(dropped.transpose(-1, -2) @ g)
         dz += shared(fq.transpose(-1, -2) @ g_total)
     for rows in maps.spans(k, maps.key, False):
-        part = Rows.of(k, rows, maps.key, hidden)
-        dv[..., rows, :] = (part.features.detach() @ ds).to(v.dtype)
+        fk, back = features_and_back(k, rows, maps.key, hidden)
+        dv[..., rows, :] = (fk @ ds).to(v.dtype)
         dfk = v[..., rows, :].to(ds.dtype) @ ds.transpose(-1, -2) + dz.transpose(-1, -2)
-        dk[..., rows, :] = part.back(dfk).to(k.dtype)
+        dk[..., rows, :] = back(dfk).to(k.dtype)
     return dq, dk, dv, None
 
 
@@ -229,8 +220,8 @@ def causal_backward(
     chunks = list(maps.spans(q, maps.query, True))
     state, kept = None, []
     for rows in chunks:
-        decay, part = Decay(log_gate, rows), Rows.of(q, rows, maps.query)
-        fq, fk = part.features.detach(), features_of(k, rows, maps.key, hidden)
+        decay, fk = Decay(log_gate, rows), features_of(k, rows, maps.key, hidden)
+        fq, back = features_and_back(q, rows, maps.query)
         v_rows = v[..., rows, :].to(fk.dtype)
         out, inverse, mask = causal_rows(maps, decay, fq, fk, v_rows, state, dropout, rows.start)
         g, g_total = maps.divide_backward(g_out[..., rows, :].to(fq.dtype), out, inverse)
@@ -241,15 +232,15 @@ def causal_backward(
         dfq = dfq + decay.pairs(g_total.expand(*g_total.shape[:-1], fk.shape[-2])) @ fk
         if state is not None:
             dfq = dfq + decay.entering(g_total) * state[1].transpose(-1, -2)
-        dq[..., rows, :] = part.back(dfq).to(q.dtype)
+        dq[..., rows, :] = back(dfq).to(q.dtype)
         if dsums is not None and not maps.normalise:  # normalised, the numerator's share and the total's cancel
             dsums[..., rows, :] += shared((g * out).sum(-1, keepdim=True))
         kept.append((inverse, g_total))
         state = fold(fk, v_rows, state, decay)
     later = later_total = None  # R [B, H, 1, F, E], r [B, H, 1, F, 1]
     for rows, (inverse, g_total) in zip(reversed(chunks), reversed(kept), strict=True):
-        decay, part = Decay(log_gate, rows), Rows.of(k, rows, maps.key, hidden)
-        fk, fq = part.features.detach(), features_of(q, rows, maps.query)
+        decay, fq = Decay(log_gate, rows), features_of(q, rows, maps.query)
+        fk, back = features_and_back(k, rows, maps.key, hidden)
         v_rows = v[..., rows, :].to(fk.dtype)
         g = g_out[..., rows, :].to(fk.dtype) * inverse
         dropped, mask = drop(fq, dropout, rows.start)
@@ -264,7 +255,7 @@ def causal_backward(
             late = decay.leaving(fk)
             dv_rows, done = dv_rows + late @ later, done + late @ later_total
             dfk = dfk + decay.leaving(v_rows @ later.transpose(-1, -2) + later_total.transpose(-1, -2))
-        dk[..., rows, :] = part.back(dfk).to(k.dtype)
+        dk[..., rows, :] = back(dfk).to(k.dtype)
         dv[..., rows, :] = dv_rows.to(v.dtype)
         if dsums is not None:
             dsums[..., rows, :] -= (dv_rows * v_rows).sum(-1, keepdim=True) + done

@@ -2,9 +2,9 @@
 
 from importlib import import_module
 
-from lln.mechanisms.registry import Mechanism, attention, mechanism, mechanisms
+from lln.mechanisms.registry import Mechanism, attention, attention_matrix, mechanism, mechanisms
 
-__all__ = ["Mechanism", "attention", "mechanism", "mechanisms"]
+__all__ = ["Mechanism", "attention", "attention_matrix", "mechanism", "mechanisms"]
 
 FILES = (  # in the order of the documentation's table
     "softmax",

@@ -3,8 +3,6 @@ the chunk before. Queries are the keys (shared, normalised); several rounds of h
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
@@ -85,13 +83,11 @@ def reformer(
     return (share * in_place(out)).sum(3).flatten(1, 2)
 
 
-@functools.lru_cache(maxsize=64)
 def random_rotations(heads: int, dim: int, rounds: int, half: int, seed: int) -> Tensor:
     """[heads, dim, rounds, half]; each direction has a draw of its own, so that fewer are the first of more."""
     columns = [gaussian(heads * rounds, dim, seed * 1000003 + column) for column in range(half)]
-    with torch.inference_mode(False):
-        drawn: Tensor = torch.stack(columns, -1).unflatten(0, (heads, rounds))
-        return drawn.transpose(1, 2)
+    drawn: Tensor = torch.stack(columns, -1).unflatten(0, (heads, rounds))
+    return drawn.transpose(1, 2)
 
 
 def hash_buckets(q: Tensor, rotations: Tensor, used: Tensor | None) -> Tensor:

@@ -58,6 +58,7 @@ class Mechanism:
     function: Callable[..., Tensor] | None
     module: Callable[..., nn.Module] | None
     block_size: int | None  # the default; None: no blocks
+    matrix: bool  # out = P v with a P that v has no part in
     whole: bool  # takes care of packing and blocks itself
 
     @property
@@ -113,6 +114,7 @@ def register(
     function: Callable[..., Tensor] | None = None,
     module: Callable[..., nn.Module] | None = None,
     block_size: int | None = None,
+    matrix: bool = True,
     whole: bool = False,
 ) -> Mechanism:
     """The header of a mechanism's file."""
@@ -121,7 +123,7 @@ def register(
     assert not unknown, unknown
     entry = Mechanism(
         name, title, paper, learned, cost, kind, MappingProxyType(dict(refuses or {})), note, function, module,
-        block_size, whole,
+        block_size, matrix and kind != "mixer", whole,
     )  # fmt: skip
     REGISTRY[name] = entry
     return entry
@@ -190,6 +192,19 @@ def attention(
         entry, functools.partial(entry.function, **options), query, key, value, is_causal=is_causal, key_mask=key_mask,
         dropout_p=dropout_p, cu_seqlens=cu_seqlens, scale=scale, block_size=block_size, mix=mix,
     )  # fmt: skip
+
+
+def attention_matrix(name: str, query: Tensor, key: Tensor, **arguments: Any) -> Tensor:
+    """P [B, H, N, M] of the mechanism of this name, by giving it the unit vectors for values: quadratic in the length,
+    for looking at. Arguments as for `lln.attention`.
+
+    Raises:
+        ValueError for mechanisms whose output is not P v with a P that v has no part in.
+    """
+    if not find(name).matrix:
+        raise ValueError(f"{name} has no attention matrix: its output is not a P of query and key, times value.")
+    units = torch.eye(key.shape[2], dtype=key.dtype, device=key.device)
+    return attention(name, query, key, units.expand(*key.shape[:2], -1, -1), **arguments)
 
 
 def run(

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from lln.kernels.call import Call
 from lln.kernels.common import softmax_or_zero
@@ -63,11 +62,10 @@ class TransformerLS(AttentionModule):
 
 def normalised(t: Tensor, norm: nn.LayerNorm) -> Tensor:
     """LayerNorm over all heads' channels of t [B, H, 1, N, D]."""
-    heads = t.shape[1]
-    flat = t.squeeze(2).transpose(1, 2).flatten(2)
-    flat = functional.layer_norm(flat, norm.normalized_shape, norm.weight.to(t.dtype), norm.bias.to(t.dtype), norm.eps)
-    back: Tensor = flat.unflatten(-1, (heads, -1)).transpose(1, 2)
-    return back.unsqueeze(2)
+    weight, bias = (p.to(t.dtype).view(t.shape[1], 1, 1, t.shape[4]) for p in (norm.weight, norm.bias))
+    variance, mean = torch.var_mean(t, (1, 4), correction=0, keepdim=True)
+    found: Tensor = (t - mean) * (variance + norm.eps).rsqrt() * weight + bias
+    return found
 
 
 ENTRY = register(
@@ -81,4 +79,5 @@ ENTRY = register(
         "cross": "a window needs query and key of one sequence",
     },
     module=TransformerLS,
+    matrix=False,
 )

@@ -73,6 +73,7 @@ for name, function in (("t1", t1), ("t2", t2)):
         paper="Qin et al. 2022, arXiv 2210.10340",
         cost="(N + M) D E, or N b (D + E)",
         function=function,
+        matrix=False,
         note="`part` norm (default) or diag, which a model has in its early layers; the norm is over a head's channels "
         "and has no weights",
     )
