@@ -1,5 +1,6 @@
 """The kernel family against its formulas, written densely in float64, and against performer-pytorch."""
 
+import copy
 import math
 import warnings
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import lln
 from lln.kernels.common import SPAN_ELEMENTS
@@ -321,6 +323,19 @@ def test_performer_redraws_in_training_only_and_resumes() -> None:
     resumed.load_state_dict(saved)
     for want in ahead:
         assert torch.equal(resumed(q, k, v), want)
+
+
+def test_recomputation_in_backward_sees_the_same_features() -> None:
+    q, k, v = (t.requires_grad_() for t in inputs(13))
+    module = lln.mechanism("performer", num_heads=4, head_dim=6, redraw_every=1, dtype=torch.float64)
+    twin = copy.deepcopy(module)
+    for _ in range(3):
+        out = checkpoint(module, q, k, v, use_reentrant=False)
+        expected = twin(q, k, v)
+        assert torch.equal(out, expected)
+        got, want = (torch.autograd.grad(o.square().sum(), q)[0] for o in (out, expected))
+        torch.testing.assert_close(got, want)
+    assert int(module.calls) == int(twin.calls) == 3
 
 
 def test_lln_by_name_is_lln_attention() -> None:

@@ -183,6 +183,17 @@ def test_narrow_types_are_summed_in_float32(name: str, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("name", ON_QKV)
+def test_autocast_narrows_the_inputs_and_not_the_sums(name: str) -> None:
+    q, k, v = (t.float() for t in inputs(19, name=name))
+    call = attend(name)
+    expected = call(*(t.bfloat16() for t in (q, k, v)))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = call(q, k, v)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("name", ON_QKV)
 def test_gradients_are_those_of_finite_differences(name: str) -> None:
     tensors = [t.requires_grad_() for t in inputs(10, name=name, batch=1, length=11)]
     mask = torch.ones(1, 11, dtype=torch.bool)
@@ -338,8 +349,11 @@ def test_names_and_options_that_do_not_exist() -> None:
         lln.attention("hedgehog", q, k, v)
     with pytest.raises(ValueError, match="num_heads must be a positive int"):
         lln.mechanism("elu", num_heads=0, head_dim=4)
-    with pytest.raises(ValueError, match="mix weighs"):
+    with pytest.raises(ValueError, match="needs block_size"):
         lln.attention("elu", q, k, v, mix=0.3)
+    for name in ("block_diagonal", "softmax"):
+        with pytest.raises(ValueError, match=f"mix weighs a kernel against blocks, and {name} has not both"):
+            lln.attention(name, q, k, v, mix=0.3)
     with pytest.raises(ValueError, match="query and key must agree"):
         lln.attention("elu", q, k[..., :3], v)
 

@@ -2,7 +2,9 @@
 
 from importlib import import_module
 
-from lln.mechanisms.registry import Mechanism, attention, attention_matrix, mechanism, mechanisms
+from lln.mechanisms.calls import attention, attention_matrix
+from lln.mechanisms.modules import mechanism
+from lln.mechanisms.registry import Mechanism, mechanisms
 
 __all__ = ["Mechanism", "attention", "attention_matrix", "mechanism", "mechanisms"]
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lln.kernels.call import Call
 from lln.kernels.eager import blocks_of
-from lln.mechanisms.registry import one_by_one, register
+from lln.mechanisms.calls import one_by_one
+from lln.mechanisms.registry import register
 
 
 def block_diagonal(call: Call) -> Tensor:
@@ -24,5 +25,6 @@ register(
     refuses={"cross": "blocks along the diagonal need query and key of one sequence"},
     function=block_diagonal,
     block_size=64,
+    mixes=False,
     whole=True,
 )

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype
+from lln.mechanisms.modules import AttentionModule
 from lln.mechanisms.pieces import exponential_attention
-from lln.mechanisms.registry import AttentionModule, register
+from lln.mechanisms.registry import register
 
 
 class Hedgehog(AttentionModule):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lln.kernels.call import Call
+from lln.mechanisms.modules import AttentionModule
 from lln.mechanisms.pieces import attend, grouped, positions, scores
-from lln.mechanisms.registry import AttentionModule, positive_int, register
+from lln.mechanisms.registry import positive_int, register
 
 
 class Linformer(AttentionModule):

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from lln.checks import check_number, describe
 from lln.kernels.call import Call
-from lln.mechanisms.registry import REGISTRY, Mechanism, positive_int, run
+from lln.mechanisms.calls import run
+from lln.mechanisms.registry import REGISTRY, Mechanism, positive_int
 
 REFUSES = {
     "grouped": "it has no key heads, it mixes hidden states",

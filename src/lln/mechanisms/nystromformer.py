@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from lln.kernels.call import Call
 from lln.kernels.common import drop, softmax_or_zero
+from lln.mechanisms.modules import AttentionModule
 from lln.mechanisms.pieces import attend, grouped, iterative_inverse, scores, valid
-from lln.mechanisms.registry import AttentionModule, positive_int, register
+from lln.mechanisms.registry import positive_int, register
 
 
 def segment_means(t: Tensor, mask: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln.mechanisms.modules import AttentionModule
 from lln.mechanisms.pieces import gaussian
-from lln.mechanisms.registry import AttentionModule, Mechanism, positive_int
+from lln.mechanisms.registry import Mechanism, positive_int
 from lln.nn import in_backward
 
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lln.kernels.call import Call
 from lln.kernels.common import softmax_or_zero
+from lln.mechanisms.modules import AttentionModule
 from lln.mechanisms.pieces import grouped, scores
-from lln.mechanisms.registry import AttentionModule, positive_int, register
+from lln.mechanisms.registry import positive_int, register
 from lln.mechanisms.windows import aligned, blocked, joint_attention, neighbours, visible_blocks
 
 
