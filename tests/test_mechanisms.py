@@ -182,6 +182,18 @@ def test_narrow_types_are_summed_in_float32(name: str, dtype: torch.dtype) -> No
     assert error < {torch.float32: 3e-5, torch.bfloat16: 6e-3, torch.float16: 8e-4}[dtype], error
 
 
+@pytest.mark.parametrize("factor", [0.0, 1e-6, 1e3])
+@pytest.mark.parametrize("name", ON_QKV)
+def test_tiny_and_huge_scores_stay_finite(name: str, factor: float) -> None:
+    q, k, v = (t.float() for t in inputs(21, name=name))
+    tensors = [t.requires_grad_() for t in (factor * q, factor * k, v)]
+    for causal in (False, True) if lln.mechanisms()[name].supports("causal") else (False,):
+        out = attend(name)(*tensors, is_causal=causal)
+        assert out.isfinite().all()
+        for g in torch.autograd.grad(out.square().sum(), tensors, allow_unused=name == "reformer"):
+            assert g is None or g.isfinite().all()
+
+
 @pytest.mark.parametrize("name", ON_QKV)
 def test_autocast_narrows_the_inputs_and_not_the_sums(name: str) -> None:
     q, k, v = (t.float() for t in inputs(19, name=name))
@@ -361,6 +373,7 @@ def test_names_and_options_that_do_not_exist() -> None:
 def test_the_list_is_read_only_and_says_who_learns() -> None:
     known = lln.mechanisms()
     assert known["hedgehog"].parameters
+    assert lln.mechanism("performer", num_heads=8, head_dim=64).features == 256
     assert not known["softmax"].parameters
     with pytest.raises(TypeError):
         known["mine"] = known["elu"]  # type: ignore[index]
