@@ -19,7 +19,7 @@ def block_diagonal(call: Call) -> Tensor:
 register(
     "block_diagonal",
     "Block-diagonal",
-    paper="section 4.3 of Nahshan, Kampeas and Haleva 2024, arXiv 2311.13541",
+    paper="section 4.2 of Nahshan, Kampeas and Haleva 2024, arXiv 2311.13541",
     cost="N b (D + E)",
     kind="kernel",
     refuses={"cross": "blocks along the diagonal need query and key of one sequence"},
