@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lln.attention import Backend, Coefficient, lln_attention
+from lln.attention import Backend, Coefficient
 from lln.checks import describe
 from lln.moments import LENGTH, Matching
 from lln.nn import LLNAttention
 from lln.options import Statistics
-
-MAX_WEIGHTS = 2**28  # elements: 1 GiB in float32
+from lln.weights import check_weights, dense_weights
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
@@ -161,11 +160,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
         masks = {"is_causal": is_causal, "key_mask": key_mask, "query_mask": query_mask}
         if need_weights:
-            self._check_weights(q, k)
-        self.attention.dropout = self.dropout  # torch's attribute, which models set after construction
-        out = self.out_proj(self.attention(q, k, v, **masks).transpose(1, 2).flatten(2))  # [B, L, E]
+            check_weights(self.attention, q, k, "need_weights", "pass need_weights=False")
+        # torch's attribute, which models set after construction
+        attended = self.attention(q, k, v, **masks, dropout=self.dropout)
+        out = self.out_proj(attended.transpose(1, 2).flatten(2))  # [B, L, E]
         # After forward, which first brings running statistics up to date.
-        weights = self._weights(q, k, masks) if need_weights else None
+        weights = dense_weights(self.attention, q, k, **masks) if need_weights else None
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if not batched:
@@ -188,28 +188,6 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if query.dim() == 2:
             return [self._heads(x.unsqueeze(0)) for x in projected]
         return [self._heads(x if self.batch_first else x.transpose(0, 1)) for x in projected]
-
-    def _check_weights(self, q: Tensor, k: Tensor) -> None:
-        size = q.shape[:3].numel() * k.shape[2]
-        if size > MAX_WEIGHTS:
-            limit = f"at most {MAX_WEIGHTS:,} are allowed"
-            raise ValueError(f"need_weights: P would have {size:,} elements and {limit}; pass need_weights=False.")
-        if self.attention.mix == "scales":
-            raise ValueError("need_weights: every value channel has its own P with mix='scales'; pass False.")
-
-    def _weights(self, q: Tensor, k: Tensor, masks: dict[str, Any]) -> Tensor:
-        """P [B, H, L, S]: attention is linear in v, so the identity matrix as v gives it."""
-        alpha, beta = self.attention.coefficients(q, k, **masks)
-        options = {"is_causal": masks["is_causal"], "key_mask": masks["key_mask"], "backend": self.attention.backend}
-        if self.attention.block_size is not None:
-            options |= {"block_size": self.attention.block_size, "mix": self.attention.mix_weights()}
-        columns = [q.new_empty(*q.shape[:3], 0)]
-        at = torch.arange(k.shape[2], device=k.device)
-        width = max(64, q.shape[2])  # of a slice of the identity: of few queries and many keys all of it dwarfs P
-        for start in range(0, k.shape[2], width):
-            identity = (at[:, None] == at[start : start + width]).to(k.dtype).expand(*k.shape[:2], -1, -1)
-            columns.append(lln_attention(q, k, identity, alpha, beta, **options))
-        return torch.cat(columns, -1)
 
     def _forward_nested(
         self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, need_weights: bool,

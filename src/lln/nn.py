@@ -170,10 +170,12 @@ class LLNAttention(nn.Module):
         cu_seqlens: CuSeqlens | None = None,
         state: LLNState | None = None,
         return_state: bool = False,
+        dropout: float | None = None,
     ) -> Tensor | tuple[Tensor, LLNState]:
         """query [B, H, N, D], key [B, key heads, M, D], value [B, key heads, M, E] -> [B, H, N, E]; see lln_attention.
 
         query_mask [B, N]: rows that count for sigma_q; default key_mask in self attention (N = M).
+        dropout: in training in place of the module's own.
         Raises ValueError for statistics that would let a causal output see later tokens."""
         self._check(query, key, value, key_mask, query_mask, cu_seqlens)
         where: dict[str, Any] = {
@@ -190,10 +192,10 @@ class LLNAttention(nn.Module):
         blocks: dict[str, Any] = {}
         if self.block_size is not None:
             blocks = {"block_size": self.block_size, "mix": self.mix_weights(), "scale": self.scale}
+        p = self.dropout if dropout is None else dropout
         result = lln_attention(
             query, key, value, alpha, beta, **blocks, is_causal=is_causal, key_mask=key_mask, cu_seqlens=cu_seqlens,
-            dropout_p=self.dropout if self.training else 0.0, state=state, return_state=return_state,
-            backend=self.backend,
+            dropout_p=p if self.training else 0.0, state=state, return_state=return_state, backend=self.backend,
         )  # fmt: skip
         if new is not None:
             self.pending.copy_(new)  # only now: a call that failed has not been seen

@@ -1,0 +1,53 @@
+"""P as a matrix, for those who want to look at it. Attention itself never forms it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln.attention import CuSeqlens, lln_attention
+from lln.nn import LLNAttention
+
+MAX_WEIGHTS = 2**28  # elements: 1 GiB in float32
+
+
+def check_weights(attention: LLNAttention, query: Tensor, key: Tensor, name: str, remedy: str) -> None:
+    """ValueError where P would be too large or does not exist; `name` is the argument that asks for it."""
+    size = query.shape[:3].numel() * key.shape[2]
+    if size > MAX_WEIGHTS:
+        limit = f"at most {MAX_WEIGHTS:,} are allowed"
+        raise ValueError(f"{name}: P would have {size:,} elements and {limit}; {remedy}.")
+    if attention.mix == "scales":
+        raise ValueError(f"{name}: every value channel has its own P with mix='scales'; {remedy}.")
+
+
+def dense_weights(
+    attention: LLNAttention,
+    query: Tensor,
+    key: Tensor,
+    *,
+    is_causal: bool = False,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+) -> Tensor:
+    """P [B, H, N, M] of that module, exact, differentiable and without dropout: attention is linear in v, so the
+    identity matrix as v gives it."""
+    where: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
+    alpha, beta = attention.coefficients(query, key, query_mask=query_mask, **where)
+    options: dict[str, Any] = {"backend": attention.backend}
+    if attention.block_size is not None:
+        options |= {
+            "block_size": attention.block_size,
+            "mix": attention.mix_weights(),
+            "scale": attention.scale,
+        }
+    columns = [query.new_empty(*query.shape[:3], 0)]
+    at = torch.arange(key.shape[2], device=key.device)
+    width = max(64, query.shape[2])  # of a slice of the identity: of few queries and many keys all of it dwarfs P
+    for start in range(0, key.shape[2], width):
+        identity = (at[:, None] == at[start : start + width]).to(key.dtype).expand(*key.shape[:2], -1, -1)
+        columns.append(lln_attention(query, key, identity, alpha, beta, **where, **options))
+    return torch.cat(columns, -1)
