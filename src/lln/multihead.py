@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -158,7 +158,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             v = torch.cat([v, self._heads(more_v.to(v)).expand(batch, -1, -1, -1)], 2)
             key_mask = None if key_mask is None else F.pad(key_mask, (0, 1), value=True)
 
-        masks = {"is_causal": is_causal, "key_mask": key_mask, "query_mask": query_mask}
+        masks: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask, "query_mask": query_mask}
         if need_weights:
             check_weights(self.attention, q, k, "need_weights", "pass need_weights=False")
         # torch's attribute, which models set after construction

@@ -1,0 +1,22 @@
+"""Hugging Face transformers with LLN attention: `import lln.hf`, then attn_implementation="lln" or "lln_diag".
+
+The import registers both names with transformers and lets models keep their options: `config.lln` is saved with a model
+and read when it is loaded, so a saved model runs LLN again wherever lln.hf is imported before it is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+if importlib.util.find_spec("transformers") is None:
+    raise ModuleNotFoundError("lln.hf needs transformers; install it with: pip install 'lln-attention[hf]'")
+
+from lln.hf.attention import register
+from lln.hf.convert import convert
+from lln.hf.hooks import install
+from lln.hf.options import IMPLEMENTATIONS, Options
+
+register()
+install()
+
+__all__ = ["IMPLEMENTATIONS", "Options", "convert"]

@@ -1,0 +1,179 @@
+"""The attention functions that transformers' models call: q, k, v and a mask in, the attended values out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from lln.hf.masks import lln_mask, split
+from lln.hf.modules import ModelAttention
+from lln.weights import check_weights, dense_weights
+
+# Arguments that change which pairs attend or how much, by what they are.
+REFUSED = {
+    "position_bias": "a bias of single query-key pairs",
+    "sliding_window": "a window that hides other keys from every query",
+    "softcap": "a cap on single query-key scores",
+    "s_aux": "attention sinks added to single rows of scores",
+    "indices": "a choice of keys for every query",
+    "block_indices": "a choice of keys for every query",
+}
+
+
+def register() -> None:
+    """Make `lln` and `lln_diag` names that attn_implementation takes."""
+    for name, function in (("lln", lln), ("lln_diag", lln_diag)):
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, lln_mask)
+
+
+def lln(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+    return attend("lln", module, query, key, value, attention_mask, **kwargs)
+
+
+def lln_diag(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+    return attend("lln_diag", module, query, key, value, attention_mask, **kwargs)
+
+
+def attend(
+    implementation: str,
+    module: Any,
+    query: Tensor,  # [B, H, N, D]
+    key: Tensor,  # [B, key heads, M, D]
+    value: Tensor,  # [B, key heads, M, E]
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """([B, N, H, E], and P [B, H, N, M] where output_attentions asks for it), as transformers' other functions."""
+    attention = attached(module, implementation)
+    refuse(module, kwargs)
+    if scaling is not None and not math.isclose(scaling, attention.scale or query.shape[-1] ** -0.5, rel_tol=1e-6):
+        raise ValueError(
+            f"scaling: {type(module).__name__} was set up with {attention.scale} and now passes {scaling}."
+        )
+    length, keys = query.shape[2], key.shape[2]
+    said, key_mask, offsets = split(attention_mask, keys)
+    causal = said
+    if causal is None:
+        causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    where: dict[str, Any] = {"is_causal": causal, "key_mask": key_mask, "query_mask": None, "cu_seqlens": None}
+
+    if kwargs.get("cu_seq_lens_q") is not None:
+        where["cu_seqlens"] = packing(kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"), causal, length, keys)
+    elif offsets is not None:
+        shape = query.shape
+        query, key, value = (one_after_another(t) for t in (query, key, value))
+        out, weights = run(attention, query, key, value, where | {"cu_seqlens": offsets}, dropout, module, kwargs)
+        out = out.unflatten(1, (shape[0], shape[2])).squeeze(0)
+        if weights is not None:  # [1, H, B N, B N]: rows attend within themselves
+            rows = weights.squeeze(0).unflatten(2, (shape[0], -1)).unflatten(1, (shape[0], -1))
+            weights = rows.diagonal(dim1=1, dim2=3).movedim(-1, 0)
+        return out, weights
+
+    if causal and keys > length:
+        return after_cached(attention, query, key, value, where, dropout, module, kwargs)
+    if attention.cross or length != keys:
+        if attention.statistics in ("sample", "batch"):
+            raise ValueError(
+                f"{type(module).__name__} attends from {length} queries to {keys} keys, so statistics="
+                f"{attention.statistics!r} cannot know which queries are padding; use lln.hf.convert(model, "
+                "statistics='running') or 'fixed'."
+            )
+        where["query_mask"] = torch.ones(query.shape[0], length, dtype=torch.bool, device=query.device)
+    return run(attention, query, key, value, where, dropout, module, kwargs)
+
+
+def run(
+    attention: ModelAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    where: dict[str, Any],
+    dropout: float,
+    module: Any,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    wanted = wants_weights(module, kwargs)
+    if wanted:
+        check_weights(attention, query, key, "output_attentions", "leave it out")
+    out: Tensor = attention(query, key, value, **where, dropout=dropout)
+    # After the call, which first brings running statistics up to date.
+    weights = dense_weights(attention, query, key, **where) if wanted else None
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def after_cached(
+    attention: ModelAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    where: dict[str, Any],
+    dropout: float,
+    module: Any,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """The keys of a growing cache come before the queries. Rows that nobody asked for stand in their places: exact, in
+    time linear in the length, as reading a cache is."""
+    past = key.shape[2] - query.shape[2]
+    query = nn.functional.pad(query, (0, 0, past, 0))
+    counts = torch.arange(key.shape[2], device=key.device)[None] >= past
+    key_mask = where["key_mask"]
+    where["query_mask"] = counts.expand(len(key), -1) if key_mask is None else counts & key_mask
+    out, weights = run(attention, query, key, value, where, dropout, module, kwargs)
+    return out[:, past:], None if weights is None else weights[:, :, past:]
+
+
+def attached(module: Any, implementation: str) -> ModelAttention:
+    attention = getattr(module, "lln", None)
+    if not isinstance(attention, ModelAttention) or attention.implementation != implementation:
+        raise RuntimeError(
+            f"{type(module).__name__} was not set up for attn_implementation={implementation!r}; call "
+            f"model.set_attn_implementation({implementation!r}), or load the model after `import lln.hf`."
+        )
+    return attention
+
+
+def refuse(module: Any, kwargs: dict[str, Any]) -> None:
+    for name, what in REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name}: {type(module).__name__} uses {what}, which linear attention cannot have because it never "
+                "forms the pairs; use another attn_implementation for this model."
+            )
+    if kwargs.get("cache") is not None:
+        raise ValueError("cache: continuous batching pages keys and values, which linear attention does not keep.")
+
+
+def packing(queries: Tensor, keys: Tensor | None, causal: bool, length: int, key_length: int) -> Any:
+    """cu_seqlens of the op, from what flash attention calls cu_seq_lens_q and cu_seq_lens_k."""
+    return queries if keys is None or keys is queries or causal or length == key_length else (queries, keys)
+
+
+def one_after_another(t: Tensor) -> Tensor:
+    """[B, H, N, D] -> [1, H, B N, D]"""
+    return t.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+def wants_weights(module: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether somebody asked for output_attentions: in the call, in the config, or (models that do not hand the call's
+    argument on) with the recorder that transformers keeps for it."""
+    asked = kwargs.get("output_attentions")
+    if asked is None:
+        asked = getattr(module.config, "output_attentions", False)
+    if not asked and COLLECTOR is not None:
+        collected = COLLECTOR.get() or {}
+        asked = "attentions" in collected or "cross_attentions" in collected
+    return bool(asked)
+
+
+try:
+    from transformers.utils.output_capturing import _active_collector as COLLECTOR
+except ImportError:  # transformers 5.0 and 5.1: every model there hands output_attentions on or does without
+    COLLECTOR = None

@@ -1,0 +1,126 @@
+"""Choose a model's attention and its options in one call, and attach what is measured or learned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lln.hf.find import attention_modules, check_model
+from lln.hf.measure import measure
+from lln.hf.modules import ModelAttention, attach
+from lln.hf.options import IMPLEMENTATIONS, Options, read, write
+
+Coefficients = float | Tensor | Mapping[str, float | Tensor]
+
+
+def convert(
+    model: PreTrainedModel,
+    implementation: str | None = None,
+    *,
+    matching: str | None = None,
+    statistics: str | dict[str, str] | None = None,
+    block_size: int | None = None,
+    mix: float | str | None = None,
+    learnable: str | None = None,
+    alpha: Coefficients | None = None,
+    beta: Coefficients | None = None,
+    length: int | None = None,
+    momentum: float | None = None,
+    batches: Iterable[Mapping[str, Any]] | None = None,
+) -> PreTrainedModel:
+    """Let `model` run LLN attention with these options. What is left out stays as it is, or takes its default.
+
+    The options go into `config.lln` (see `lln.hf.Options`); running statistics, given or learnable alpha and beta and a
+    learned mix become part of the model's weights. Both are saved and loaded with the model.
+
+    Args:
+        model: a transformers model, changed in place.
+        implementation: "lln" or "lln_diag"; default: what runs already, else "lln_diag".
+        matching: "paper", "variance" or "entropy"; "data": alpha and beta of each head are found on `batches`, so that
+            LLN attention has the entropy of the model's softmax attention there (`lln.match_data`).
+        statistics: "sample", "batch", "running", "fixed", "auto", or {"encoder": name, "decoder": name}. With "data"
+            matching, and with given or learnable alpha and beta, it is "fixed".
+        block_size, mix: of "lln_diag". mix: a number, "ratio" or "scales".
+        learnable: "head" or "channel": alpha and beta become parameters.
+        alpha, beta: positive numbers or tensors [heads] or [heads, dim] for all attention modules, or a dict from the
+            name of a module (as in model.named_modules()) to them; the two go together.
+        length: number of keys that "entropy" matching assumes where it cannot count them.
+        momentum: weight of a new batch in "running" statistics.
+        batches: inputs of the model, each a dict of arguments. The model runs on them with softmax attention, without
+            gradients, and what "running" statistics and "data" matching need is measured.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError or TypeError that names the argument. The model is as it was then.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers model; got {type(model).__name__}.")
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    held = next((one for part in parts if (one := read(part.config)) is not None), None)
+    if implementation is None:
+        runs = held is not None and held.implementation in IMPLEMENTATIONS
+        implementation = held.implementation if held is not None and runs else "lln_diag"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be 'lln' or 'lln_diag'; got {implementation!r}.")
+    if implementation == "lln" and block_size is not None:
+        raise ValueError(f"block_size goes with implementation='lln_diag'; got {block_size!r}.")
+    if (alpha is None) != (beta is None):
+        raise ValueError("alpha and beta go together; give both or neither.")
+    if matching == "data" and alpha is None and batches is None:
+        raise ValueError("matching='data' needs batches to find alpha and beta on, or alpha and beta themselves.")
+    asked = {
+        "matching": matching, "statistics": statistics, "block_size": block_size, "mix": mix, "learnable": learnable,
+        "length": length, "momentum": momentum,
+    }  # fmt: skip
+    changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    if statistics is None and (matching == "data" or alpha is not None or learnable is not None):
+        changes["statistics"] = "fixed"
+    if alpha is not None or matching == "data":
+        changes["coefficients"] = "channel" if any(map(per_channel, (alpha, beta))) else "head"
+    elif statistics not in (None, "fixed"):
+        changes |= {"coefficients": None, "learnable": learnable}
+    for part in parts:
+        check_model(part, implementation)
+    found = None if batches is None else measure(model, batches, data=matching == "data" and alpha is None)
+    before = [(part.config, getattr(part.config, "lln", None), part.config._attn_implementation) for part in parts]
+    modules = dict(attention_modules(model))
+    old = {name: getattr(module, "lln", None) for name, module in modules.items()}
+    try:
+        for part in parts:
+            base = read(part.config) or Options()
+            write(part.config, dataclasses.replace(base, implementation=implementation, **changes))
+            part.config._attn_implementation_internal = implementation
+        attach(model, fresh=True)
+        for name, module in modules.items():
+            attention = module.lln
+            assert isinstance(attention, ModelAttention)
+            if alpha is not None and beta is not None:
+                attention.set_coefficients(*(named(what, c, name) for what, c in (("alpha", alpha), ("beta", beta))))
+            if found is not None:
+                found[name].give(attention)
+    except (ValueError, TypeError):
+        for config, options, running in before:
+            config.lln, config._attn_implementation_internal = options, running
+        for name, module in modules.items():
+            module.lln = old[name]
+        raise
+    return model
+
+
+def per_channel(given: Coefficients | None) -> bool:
+    values = given.values() if isinstance(given, Mapping) else [given]
+    return any(isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] > 1 for value in values)
+
+
+def named(what: str, given: Coefficients, name: str) -> float | Tensor:
+    if not isinstance(given, Mapping):
+        return given
+    if name not in given:
+        raise ValueError(f"{what} has no value for {name}; got values for {', '.join(given) or 'nothing'}.")
+    return given[name]

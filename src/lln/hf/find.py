@@ -1,0 +1,101 @@
+"""Where a transformers model attends, and what it says about the sizes there."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from lln.nn import LLNAttention
+
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name under which transformers' modules look their function up
+
+
+def uses_interface(module: nn.Module) -> bool:
+    """Whether a module looks its attention function up by name, as opposed to calling softmax itself."""
+    kind: Any = type(module)
+    return not isinstance(module, PreTrainedModel) and names_interface(kind)
+
+
+@functools.cache
+def names_interface(kind: Any) -> bool:
+    for base in kind.__mro__:
+        for method in vars(base).values():
+            method = inspect.unwrap(method) if callable(method) else method
+            if isinstance(method, types.FunctionType) and INTERFACE in method.__code__.co_names:
+                return True
+    return False
+
+
+def attention_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules whose attention runs through transformers' interface, with their names; a shared one once."""
+    for name, module in model.named_modules():
+        if uses_interface(module):
+            yield name, module
+
+
+def check_model(model: PreTrainedModel, implementation: str) -> None:
+    """ValueError where some attention of the model would go on to run softmax whatever it is told."""
+    if not any(True for _ in attention_modules(model)):
+        raise ValueError(
+            f"attn_implementation={implementation!r}: no attention of {type(model).__name__} uses transformers' "
+            "AttentionInterface, so it would go on to run softmax; this model cannot be used with LLN attention."
+        )
+    for _, module in own_modules(model):
+        inner = [m for m in module.modules() if "Attention" in type(m).__name__ and not isinstance(m, LLNAttention)]
+        if inner == [module] and not uses_interface(module) and any(True for _ in module.parameters()):
+            raise ValueError(
+                f"attn_implementation={implementation!r}: {type(module).__name__} of {type(model).__name__} does not "
+                "use transformers' AttentionInterface, so it would go on to run softmax; this model cannot be used "
+                "with LLN attention."
+            )
+
+
+def own_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Modules of the model that belong to no model inside it: those have a config, and a say, of their own."""
+    for name, child in model.named_children():
+        if not isinstance(child, PreTrainedModel):
+            yield prefix + name, child
+            yield from own_modules(child, f"{prefix}{name}.")
+
+
+def first_of(holders: tuple[Any, ...], *names: str) -> Any:
+    for holder in holders:
+        for name in names:
+            found = getattr(holder, name, None)
+            if found is not None:
+                return found
+    return None
+
+
+def sizes(module: Any) -> tuple[int, int, int, int, float | None]:
+    """(heads, key heads, head_dim, value_dim, scale) of a model's attention module, from the names that transformers
+    uses. What comes in a call is compared with them."""
+    config = module.config
+    heads = first_of((module, config), "num_attention_heads", "num_heads", "n_heads", "n_head")
+    dim = first_of((module,), "qk_head_dim", "head_dim", "attention_head_size", "head_size")
+    if dim is None and heads is not None:
+        dim = first_of((config,), "head_dim") or first_of((config,), "hidden_size", "d_model") // heads
+    if not isinstance(heads, int) or not isinstance(dim, int):
+        raise ValueError(f"lln: cannot tell how many heads of what size {type(module).__name__} has.")
+    groups = first_of((module,), "num_key_value_groups", "n_rep")
+    key_heads = first_of((module,), "num_key_value_heads", "num_kv_heads")
+    if groups is not None:
+        key_heads = heads // groups
+    scale = first_of((module,), "scaling", "scale")
+    value_dim = first_of((module,), "v_head_dim") or dim
+    return heads, key_heads or heads, dim, value_dim, float(scale) if isinstance(scale, (int, float)) else None
+
+
+def is_cross(module: Any, name: str) -> bool:
+    """Whether a module attends to another sequence than its own."""
+    if getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__:
+        return True
+    if getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True):
+        return True
+    return any(part in name.lower() for part in ("encoder_attn", "crossattention", "cross_attn", "cross_attention"))

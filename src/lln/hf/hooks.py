@@ -1,0 +1,101 @@
+"""What transformers does not do for an attention that has options: remember it when a model is saved, find it again
+when one is loaded, and initialise what no checkpoint brought. Each hook runs the method it stands in for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from lln.hf.card import write_card
+from lln.hf.find import check_model
+from lln.hf.modules import ModelAttention, attach
+from lln.hf.options import IMPLEMENTATIONS, read, runs_lln, write
+
+
+def install() -> None:
+    """Put the hooks in place, once."""
+    for name, hook in HOOKS.items():
+        original = getattr(PreTrainedModel, name)
+        if not getattr(original, "is_lln_hook", False):
+            setattr(PreTrainedModel, name, around(hook, original))
+
+
+def around(hook: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def hooked(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        return hook(original, self, *args, **kwargs)
+
+    hooked.is_lln_hook = True  # type: ignore[attr-defined]
+    return hooked
+
+
+def choose(original: Any, model: PreTrainedModel, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+    """Where nobody names an implementation, the one in config.lln runs."""
+    held = read(model.config)
+    if held is not None and held.implementation in IMPLEMENTATIONS:
+        if attn_implementation is None:
+            attn_implementation = held.implementation
+        elif attn_implementation not in IMPLEMENTATIONS and kwargs.get("is_init_check"):
+            warnings.warn(
+                f"config.lln names {held.implementation!r}, but attn_implementation={attn_implementation!r} was asked "
+                "for, and that is what runs.",
+                stacklevel=4,
+            )
+            write(model.config, dataclasses.replace(held, implementation=attn_implementation))
+    return original(model, attn_implementation, *args, **kwargs)
+
+
+def after_init(original: Any, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    result = original(model, *args, **kwargs)
+    attach(model, fresh=True)
+    return result
+
+
+def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+    """A model that cannot switch to LLN is left as it was: transformers itself would warn and go on with softmax."""
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    if attn_implementation in IMPLEMENTATIONS:
+        for part in parts:
+            check_model(part, attn_implementation)
+    before = [(part.config, part.config._attn_implementation) for part in parts]
+    result = original(model, attn_implementation, *args, **kwargs)
+    try:
+        attach(model, fresh=False)
+    except (ValueError, TypeError):
+        for config, name in before:  # a refusal leaves the model as it was
+            config._attn_implementation_internal = name
+        raise
+    return result
+
+
+def initialise(original: Any, model: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(module, ModelAttention):
+        return module.initialise()
+    return original(model, module, *args, **kwargs)
+
+
+def save(
+    original: Any, model: PreTrainedModel, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
+) -> Any:
+    result = original(model, save_directory, *args, **kwargs)
+    if os.path.isdir(save_directory) and any(
+        runs_lln(part.config) for part in model.modules() if isinstance(part, PreTrainedModel)
+    ):
+        write_card(save_directory)
+    return result
+
+
+HOOKS: dict[str, Callable[..., Any]] = {
+    "_check_and_adjust_attn_implementation": choose,
+    "post_init": after_init,
+    "set_attn_implementation": switch,
+    "_initialize_weights": initialise,
+    "save_pretrained": save,
+}

@@ -1,0 +1,114 @@
+"""What transformers says about masks, brought into a form that linear attention can use.
+
+transformers describes a mask by a function of single query-key pairs. Linear attention forms no pairs, so the mask that
+goes through the model to the attention function is one of these:
+
+    [B, keys] bool      bidirectional; True = attend
+    [B, keys] uint8     causal; 1 = attend
+    [B, 0]              either, and no key is hidden
+    [offsets] int32     causal; all rows one after another hold sequences that begin at these offsets (packing)
+
+The kind is in the dtype and the number of dimensions, so that nobody has to wait for a device to know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+CAUSAL = torch.uint8
+BIDIRECTIONAL = torch.bool
+
+
+def lln_mask(
+    batch_size: int,
+    kv_length: int,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """The mask function that is registered with transformers' AttentionMaskInterface."""
+    if kwargs.get("local_size") is not None:
+        raise ValueError(
+            "sliding_window: a window or chunk hides other keys from every query, and linear attention forms no "
+            "query-key pairs that could be masked one by one; use a model without it, or another attn_implementation."
+        )
+    packed = getattr(mask_function, "__qualname__", "").startswith("and_masks.") and not kwargs.get("use_vmap", False)
+    if mask_function not in (causal_mask_function, bidirectional_mask_function) and not packed:
+        raise ValueError(
+            "attention mask: this model lays another pattern over its causal or bidirectional mask, and linear "
+            "attention forms no query-key pairs that could be masked one by one; use another attn_implementation."
+        )
+    length, device = query_positions(kv_length, kv_offset, attention_mask, kwargs)
+    if packed:
+        return offsets(mask_function, batch_size, length, device)
+    kind = BIDIRECTIONAL if mask_function is bidirectional_mask_function else CAUSAL
+    if attention_mask is None:
+        return torch.empty(batch_size, 0, dtype=kind, device=device)
+    return attention_mask[:, kv_offset : kv_offset + kv_length].to(kind)
+
+
+def query_positions(
+    kv_length: int, kv_offset: int, attention_mask: Tensor | None, kwargs: dict[str, Any]
+) -> tuple[int, torch.device]:
+    """(number of queries, their device). ValueError where the queries are not the last of the keys: a cache with
+    places that nothing was written to yet."""
+    position = kwargs.get("cache_position")  # transformers before 5.3 or so: where the queries stand
+    if position is not None:
+        length, device = len(position), position.device
+        # Prefill needs no look at the values; a StaticCache must be found even if that waits for the device.
+        first: Any = 0 if kv_length == length else None
+        if first is None and not torch.compiler.is_compiling():
+            first = int(position[0])
+    else:
+        length, device, first = kwargs["q_length"], torch.device(kwargs["device"]), kwargs["q_offset"]
+    bidirectional = kwargs.get("allow_is_bidirectional_skip") is not None
+    short = attention_mask is not None and attention_mask.shape[-1] < kv_offset + kv_length
+    if short or (not bidirectional and (not isinstance(first, int) or first + length != kv_offset + kv_length)):
+        raise ValueError(
+            "past_key_values: a cache with places for tokens to come (StaticCache) cannot be read by linear attention; "
+            "use DynamicCache, the default, or use_cache=False."
+        )
+    return length, device
+
+
+def offsets(mask_function: Callable[..., Any], batch_size: int, length: int, device: torch.device) -> Tensor:
+    """Where sequences begin when several are packed into a row: wherever a token may not attend the one before it.
+    Rows are laid one after another, so that each row's first token also begins one."""
+    row = torch.arange(batch_size, device=device)[:, None]
+    at = torch.arange(1, length, device=device)[None]
+    begins = ~mask_function(row, torch.zeros_like(row), at, at - 1)  # [B, N - 1]
+    if torch.compiler.is_compiling():
+        # How many there are cannot be known in a graph. transformers asks for packing whenever it compiles without a
+        # cache, nearly always with one sequence a row; where there are more the program stops instead of going on.
+        torch._assert_async(~begins.any(), "lln: packed sequences inside torch.compile; pass cu_seq_lens_q instead.")
+        return torch.empty(batch_size, 0, dtype=CAUSAL, device=device)
+    begins = torch.nn.functional.pad(begins, (1, 0), value=True)
+    starts = begins.flatten().nonzero().flatten().to(torch.int32)
+    return torch.nn.functional.pad(starts, (0, 1), value=batch_size * length)
+
+
+def split(mask: Any, keys: int) -> tuple[bool | None, Tensor | None, Tensor | None]:
+    """(causal or not, None where the mask does not say; key mask [B, keys]; offsets) of what came through the model."""
+    if mask is None:
+        return None, None, None
+    if not isinstance(mask, Tensor) or mask.ndim not in (1, 2):
+        came = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            "attention_mask must be a padding mask [batch, length], because linear attention forms no query-key pairs "
+            f"that could be masked one by one; got {came}."
+        )
+    if mask.ndim == 1:
+        return True, None, mask
+    if mask.is_floating_point():
+        raise ValueError(f"attention_mask must be bool or int, not {mask.dtype}: a bias cannot be added to keys.")
+    # A mask that came past `lln_mask` (some models hand theirs on as it is) says nothing about causality.
+    causal = {CAUSAL: True, BIDIRECTIONAL: False}.get(mask.dtype)
+    if mask.shape[-1] == 0 and keys > 0:
+        return causal, None, None
+    return causal, mask.bool(), None

@@ -1,0 +1,166 @@
+"""The LLN attention that every attention module of a model has as its `.lln`."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lln.hf.find import check_model, is_cross, own_modules, sizes, uses_interface
+from lln.hf.options import Options, read, runs_lln, write
+from lln.moments import match_moments
+from lln.nn import LLNAttention
+
+
+class ModelAttention(LLNAttention):
+    """LLNAttention of one attention module of a model, made from the model's options."""
+
+    def __init__(self, host: Any, name: str, options: Options) -> None:
+        """Of `host`, the model's own attention module, on its device and in its dtype."""
+        self.cross = is_cross(host, name)
+        self.kind = "decoder" if self.cross or getattr(host, "is_causal", False) else "encoder"
+        self.options, self.implementation = options, options.implementation
+        statistics = options.statistics_of(self.kind)
+        if self.kind == "decoder" and statistics in ("sample", "batch"):
+            raise ValueError(
+                f"lln: statistics={statistics!r} looks at all tokens, so the output of {type(host).__name__} ({name}) "
+                "would depend on later ones; use 'running' or 'fixed', or {'encoder': ..., 'decoder': ...}."
+            )
+        heads, key_heads, head_dim, value_dim, scale = sizes(host)
+        made: dict[str, Any] = {
+            "num_heads": heads,
+            "head_dim": head_dim,
+            "num_key_heads": key_heads,
+            "value_dim": value_dim,
+            "matching": "paper" if options.matching == "data" else options.matching,
+            "statistics": statistics,
+            "learnable": options.learnable if statistics == "fixed" else None,
+            "block_size": None if self.cross else options.blocks,
+            "scale": scale,
+            "decoder": self.kind == "decoder",
+            "length": options.length,
+            "momentum": options.momentum,
+        }
+        if made["block_size"] is not None:
+            made["mix"] = options.mix
+        self.made_from = made, options.coefficients if statistics == "fixed" else None
+        like = next((p for p in host.parameters() if p.is_floating_point()), torch.empty(0))
+        with torch.device("cpu"):  # whatever device (`meta`, while a model is loaded) is the default now
+            super().__init__(**made, **self._start(), dtype=like.dtype)
+        self.to(like.device)
+
+    def _start(self) -> dict[str, Any]:
+        """alpha and beta to begin with where they are kept among the weights: those of sigma = 1."""
+        made, kept = self.made_from
+        if kept is None:
+            return {}
+        usual: tuple[Any, Any] = match_moments(
+            1.0, 1.0, made["head_dim"], made["matching"], made["scale"], length=made["length"]
+        )
+        width = [made["head_dim"]] if kept == "channel" else []
+        heads = made["num_heads"], made["num_key_heads"]
+        pair = (torch.full([h, *width], v, dtype=torch.float64) for h, v in zip(heads, usual, strict=True))
+        return dict(zip(("alpha", "beta"), pair, strict=True))
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Give what no checkpoint brought its first value: transformers leaves it uninitialised."""
+        made, _ = self.made_from
+        with torch.device("cpu"):
+            fresh = LLNAttention(**made, **self._start())
+        for name, tensor in (*fresh.named_parameters(), *fresh.named_buffers()):
+            mine: Tensor = getattr(self, name)
+            if not mine.is_meta and not getattr(mine, "_is_hf_initialized", False):
+                mine.copy_(tensor)
+
+    @torch.no_grad()
+    def take(self, other: LLNAttention) -> None:
+        """Keep what `other` has learned or measured, where this module has the same."""
+        other.commit()
+        for name, tensor in (*other.named_parameters(), *other.named_buffers()):
+            mine = getattr(self, name, None)
+            if isinstance(mine, Tensor) and mine.shape == tensor.shape:
+                mine.copy_(tensor)
+
+    @torch.no_grad()
+    def set_coefficients(self, alpha: Any, beta: Any) -> None:
+        """alpha and beta, numbers or tensors [heads] or [heads, dim], into the buffers or parameters that keep them."""
+        for name, given in (("alpha", alpha), ("beta", beta)):
+            learned = f"log_{name}" in self._parameters
+            kept: Tensor = getattr(self, f"log_{name}" if learned else f"fixed_{name}")
+            values = torch.as_tensor(given, dtype=torch.float64, device=kept.device)
+            if not bool((values > 0).all() & values.isfinite().all()):
+                raise ValueError(f"{name} must be positive and finite; got {given!r}.")
+            target = kept if learned else kept[0]  # [heads, 1 or dim]
+            values = values[:, None] if values.ndim == 1 else values
+            fits = values.ndim == 2 and values.shape[0] == len(target) and values.shape[1] in (1, target.shape[1])
+            if values.ndim and not fits:
+                raise ValueError(
+                    f"{name} must be a number or a tensor [heads] or [heads, dim] = {list(target.shape)}; "
+                    f"got {list(torch.as_tensor(given).shape)}."
+                )
+            target.copy_((values.log() if learned else values).expand(target.shape))
+
+
+def attach(model: PreTrainedModel, *, fresh: bool) -> None:
+    """Give every attention module of the model the `.lln` that its config asks for, and say in the config what runs.
+
+    fresh: the model is just being made or converted, so values among the weights are still to come. Otherwise
+    ValueError where the config says that there are some and they are not there."""
+    guessed = False
+    for part in model.modules():
+        if not isinstance(part, PreTrainedModel):
+            continue
+        options, implementation = read(part.config), part.config._attn_implementation
+        if runs_lln(part.config):
+            check_model(part, implementation)
+            options = dataclasses.replace(options or Options(), implementation=implementation)
+        elif options is None:
+            continue
+        elif implementation is not None:
+            options = dataclasses.replace(options, implementation=implementation)
+        write(part.config, options)
+        if not runs_lln(part.config):
+            # Softmax runs now, but what was learned or measured stays with the model.
+            if not options.keeps_values:
+                continue
+            options = dataclasses.replace(options, implementation="lln_diag" if isinstance(options.mix, str) else "lln")
+        for name, module in own_modules(part):
+            if uses_interface(module):
+                guessed |= attach_one(module, name, options, fresh) and runs_lln(part.config)
+    if guessed:
+        warnings.warn(
+            f"{type(model).__name__} has causal or cross attention, and the spread of its queries and keys is not "
+            "known: alpha and beta are those of a spread of 1. lln.hf.convert(model, statistics='running', "
+            "batches=...) measures it; statistics='fixed' says that this is meant.",
+            stacklevel=2,
+        )
+
+
+def attach_one(module: Any, name: str, options: Options, fresh: bool) -> bool:
+    """Whether its coefficients are a guess: a decoder's that nobody has chosen."""
+    old = getattr(module, "lln", None)
+    if isinstance(old, ModelAttention):
+        if old.options == options or not runs_lln(module.config):
+            return False
+        if isinstance(old.mix, str) and old.mix == options.mix and options.blocks is None:
+            raise ValueError(
+                f"attn_implementation={options.implementation!r}: the learned mix={old.mix!r} of {name} would be lost; "
+                f"lln.hf.convert(model, {options.implementation!r}, mix=0.5) drops it."
+            )
+    new = ModelAttention(module, name, options)
+    if isinstance(old, ModelAttention):
+        new.take(old)
+    elif not fresh and any(True for _ in new.state_dict()):
+        raise ValueError(
+            f"config.lln says that {type(module).__name__} ({name}) keeps values among its weights, and they are "
+            "missing, because the model was loaded before `import lln.hf`; import it first and load again."
+        )
+    new.train(module.training)
+    module.lln = new
+    chosen = options.statistics if isinstance(options.statistics, str) else options.statistics[new.kind]
+    return new.kind == "decoder" and chosen == "auto" and options.coefficients is None

@@ -1,0 +1,118 @@
+"""config.lln: which attention a model runs and how, as plain values that are saved in config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lln.moments import LENGTH, MATCHINGS
+from lln.options import STATISTICS, check_numbers, check_options
+
+IMPLEMENTATIONS = ("lln", "lln_diag")
+BLOCK_SIZE = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `config.lln` holds. Attributes that it leaves out have these defaults.
+
+    Args:
+        implementation: "lln" or "lln_diag"; another name (say "sdpa") where the model runs that one at the moment.
+        matching: "paper", "variance" or "entropy" (see `lln.match_moments`); "data": alpha and beta were found on data
+            and are kept with the weights.
+        statistics: where the spread of queries and keys comes from, see `lln.LLNAttention`. One name for all attention
+            modules, or {"encoder": name, "decoder": name}, where "decoder" means causal attention and attention to
+            another sequence. "auto": "sample" for encoders, "fixed" (that of sigma = 1) for decoders.
+        block_size: of "lln_diag".
+        mix: of "lln_diag": a number, "ratio" or "scales" (learned).
+        learnable: None, "head" or "channel": alpha and beta are parameters. With "fixed" statistics.
+        coefficients: None, "head" or "channel": alpha and beta are given numbers that are kept with the weights. With
+            "fixed" statistics.
+        length: number of keys that "entropy" matching assumes where it does not see them all.
+        momentum: weight of a new batch in "running" statistics.
+    """
+
+    implementation: str = "lln_diag"
+    matching: str = "paper"
+    statistics: str | dict[str, str] = "auto"
+    block_size: int = BLOCK_SIZE
+    mix: float | str = 0.5
+    learnable: str | None = None
+    coefficients: str | None = None
+    length: int = LENGTH
+    momentum: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.implementation, str):
+            raise TypeError(f"lln: implementation must be a name; got {self.implementation!r}.")
+        matchings = (*MATCHINGS, "data")
+        if self.matching not in matchings:
+            raise ValueError(f"lln: matching must be one of {', '.join(map(repr, matchings))}; got {self.matching!r}.")
+        if self.coefficients not in (None, "head", "channel"):
+            raise ValueError(f"lln: coefficients must be None, 'head' or 'channel'; got {self.coefficients!r}.")
+        if self.block_size is None:
+            raise ValueError("lln: block_size must be a positive int; LLN without blocks is implementation='lln'.")
+        parts = self.statistics if isinstance(self.statistics, dict) else dict.fromkeys(KINDS, self.statistics)
+        allowed = ("auto", *STATISTICS)
+        if set(parts) != set(KINDS) or not all(isinstance(p, str) and p in allowed for p in parts.values()):
+            raise ValueError(
+                f"lln: statistics must be one of {', '.join(map(repr, allowed))}, or "
+                f"{{'encoder': name, 'decoder': name}}; got {self.statistics!r}."
+            )
+        if parts["decoder"] in ("sample", "batch") and isinstance(self.statistics, dict):
+            raise ValueError(
+                f"lln: statistics={parts['decoder']!r} looks at all tokens, so a decoder's output would depend on "
+                "later ones; use 'running' or 'fixed' for the decoder."
+            )
+        fixed = "fixed" in (self.statistics_of("encoder"), self.statistics_of("decoder"))
+        for name in ("learnable", "coefficients"):
+            if getattr(self, name) is not None and not fixed:
+                raise ValueError(f"lln: {name} goes with statistics='fixed'; got statistics={self.statistics!r}.")
+        if self.matching == "data" and self.coefficients is None and self.learnable is None:
+            raise ValueError(
+                "lln: matching='data' needs alpha and beta; use lln.hf.convert(model, matching='data', ...)."
+            )
+        check_options(1, 1, None, "paper", "fixed", None, None, self.learnable, self.block_size, self.mix)
+        check_numbers(0.0, self.momentum, self.length, None, "auto")
+
+    def statistics_of(self, kind: str) -> str:
+        """Of an attention module of that kind, "encoder" or "decoder"."""
+        chosen = self.statistics[kind] if isinstance(self.statistics, dict) else self.statistics
+        if chosen != "auto":
+            return chosen
+        return "sample" if kind == "encoder" else "fixed"
+
+    @property
+    def blocks(self) -> int | None:
+        return self.block_size if self.implementation == "lln_diag" else None
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether anything of it lives among the weights."""
+        parts = {self.statistics_of(kind) for kind in KINDS}
+        mixes = isinstance(self.mix, str) and self.implementation == "lln_diag"
+        return "running" in parts or self.learnable is not None or self.coefficients is not None or mixes
+
+
+KINDS = ("encoder", "decoder")
+NAMES = tuple(field.name for field in dataclasses.fields(Options))
+
+
+def read(config: Any) -> Options | None:
+    """The options in a transformers config, or None where it has none."""
+    held = getattr(config, "lln", None)
+    if held is None:
+        return None
+    if not isinstance(held, dict):
+        raise TypeError(f"config.lln must be a dict of options; got {held!r}.")
+    if unknown := sorted(set(held) - set(NAMES)):
+        raise ValueError(f"config.lln: unknown option {unknown[0]!r}; allowed are {', '.join(NAMES)}.")
+    return Options(**held)
+
+
+def write(config: Any, options: Options) -> None:
+    config.lln = dataclasses.asdict(options)
+
+
+def runs_lln(config: Any) -> bool:
+    return getattr(config, "_attn_implementation", None) in IMPLEMENTATIONS
