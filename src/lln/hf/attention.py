@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.utils.output_capturing import _active_collector
 
 from lln.hf.masks import lln_mask, split
 from lln.hf.modules import ModelAttention
@@ -167,13 +168,7 @@ def wants_weights(module: Any, kwargs: dict[str, Any]) -> bool:
     asked = kwargs.get("output_attentions")
     if asked is None:
         asked = getattr(module.config, "output_attentions", False)
-    if not asked and COLLECTOR is not None:
-        collected = COLLECTOR.get() or {}
+    if not asked:
+        collected = _active_collector.get() or {}
         asked = "attentions" in collected or "cross_attentions" in collected
     return bool(asked)
-
-
-try:
-    from transformers.utils.output_capturing import _active_collector as COLLECTOR
-except ImportError:  # transformers 5.0 and 5.1: every model there hands output_attentions on or does without
-    COLLECTOR = None

@@ -58,15 +58,7 @@ def query_positions(
 ) -> tuple[int, torch.device]:
     """(number of queries, their device). ValueError where the queries are not the last of the keys: a cache with
     places that nothing was written to yet."""
-    position = kwargs.get("cache_position")  # transformers before 5.3 or so: where the queries stand
-    if position is not None:
-        length, device = len(position), position.device
-        # Prefill needs no look at the values; a StaticCache must be found even if that waits for the device.
-        first: Any = 0 if kv_length == length else None
-        if first is None and not torch.compiler.is_compiling():
-            first = int(position[0])
-    else:
-        length, device, first = kwargs["q_length"], torch.device(kwargs["device"]), kwargs["q_offset"]
+    length, device, first = kwargs["q_length"], torch.device(kwargs["device"]), kwargs["q_offset"]
     bidirectional = kwargs.get("allow_is_bidirectional_skip") is not None
     short = attention_mask is not None and attention_mask.shape[-1] < kv_offset + kv_length
     if short or (not bidirectional and (not isinstance(first, int) or first + length != kv_offset + kv_length)):

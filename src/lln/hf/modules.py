@@ -66,6 +66,13 @@ class ModelAttention(LLNAttention):
         pair = (torch.full([h, *width], v, dtype=torch.float64) for h, v in zip(heads, usual, strict=True))
         return dict(zip(("alpha", "beta"), pair, strict=True))
 
+    @property
+    def is_guess(self) -> bool:
+        """Whether alpha and beta are those of sigma = 1 because nobody said anything else."""
+        chosen = self.options.statistics
+        chosen = chosen if isinstance(chosen, str) else chosen[self.kind]
+        return self.kind == "decoder" and chosen == "auto" and self.options.coefficients is None
+
     @torch.no_grad()
     def initialise(self) -> None:
         """Give what no checkpoint brought its first value: transformers leaves it uninitialised."""
@@ -142,7 +149,7 @@ def attach(model: PreTrainedModel, *, fresh: bool) -> None:
 
 
 def attach_one(module: Any, name: str, options: Options, fresh: bool) -> bool:
-    """Whether its coefficients are a guess: a decoder's that nobody has chosen."""
+    """Whether its coefficients have become a guess: a decoder's that nobody has chosen."""
     old = getattr(module, "lln", None)
     if isinstance(old, ModelAttention):
         if old.options == options or not runs_lln(module.config):
@@ -162,5 +169,4 @@ def attach_one(module: Any, name: str, options: Options, fresh: bool) -> bool:
         )
     new.train(module.training)
     module.lln = new
-    chosen = options.statistics if isinstance(options.statistics, str) else options.statistics[new.kind]
-    return new.kind == "decoder" and chosen == "auto" and options.coefficients is None
+    return new.is_guess and not (isinstance(old, ModelAttention) and old.is_guess)
