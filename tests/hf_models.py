@@ -102,11 +102,9 @@ def output(model: Any, **arguments: Any) -> Tensor:
 class Call:
     """One call of an attention function: what came, and what it returned."""
 
-    def __init__(
-        self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, kwargs: dict[str, Any], out: Any
-    ) -> None:
-        self.module, self.q, self.k, self.v, self.mask, self.kwargs = module, q, k, v, mask, kwargs
-        self.out, self.weights = out
+    def __init__(self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, result: Any) -> None:
+        self.module, self.q, self.k, self.v, self.mask = module, q, k, v, mask
+        self.out, self.weights = result
 
 
 @contextlib.contextmanager
