@@ -38,8 +38,10 @@ def lln_mask(
             "sliding_window: a window or chunk hides other keys from every query, and linear attention forms no "
             "query-key pairs that could be masked one by one; use a model without it, or another attn_implementation."
         )
-    packed = getattr(mask_function, "__qualname__", "").startswith("and_masks.") and not kwargs.get("use_vmap", False)
-    if mask_function not in (causal_mask_function, bidirectional_mask_function) and not packed:
+    plain = mask_function is causal_mask_function or mask_function is bidirectional_mask_function
+    # Where positions begin anew, transformers joins "same sequence" to a causal mask; what others join comes with vmap.
+    packed = not plain and mask_function.__name__ == "and_mask" and not kwargs.get("use_vmap", False)
+    if not plain and not packed:
         raise ValueError(
             "attention mask: this model lays another pattern over its causal or bidirectional mask, and linear "
             "attention forms no query-key pairs that could be masked one by one; use another attn_implementation."
