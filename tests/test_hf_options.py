@@ -129,7 +129,7 @@ def test_what_needs_pairs_is_refused_in_one_sentence(name: str) -> None:
     sentence(problem)
     sizes = tf.T5Config(d_model=32, d_kv=8, num_heads=4, num_layers=1, d_ff=40, vocab_size=61)
     # When it is called or, by transformers in which T5 ignores the interface, when it is made.
-    with pytest.raises(ValueError, match="position_bias|would go on to run softmax") as problem:
+    with pytest.raises(ValueError, match=r"position_bias|would go on to run softmax") as problem:
         tf.T5EncoderModel._from_config(sizes, attn_implementation=name)(input_ids=x)
     sentence(problem)
     for kind in ("bert", "distilbert", "llama"):
