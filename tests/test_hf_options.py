@@ -100,6 +100,7 @@ def small(kind: type, **more: Any) -> Any:
 
 REFUSED_MODELS = {
     "mpnet": lambda: small(tf.MPNetConfig),
+    "falcon": lambda: small(tf.FalconConfig),
     "longformer": lambda: small(tf.LongformerConfig, attention_window=8),
 }
 
@@ -138,6 +139,26 @@ def test_what_needs_pairs_is_refused_in_one_sentence(name: str) -> None:
             with pytest.raises(ValueError, match=r"attention_mask must be a padding mask \[batch, length\]") as problem:
                 model(input_ids=x, attention_mask=mask)
             assert "[3, 1," in sentence(problem)
+
+
+def test_a_model_that_brings_scaled_queries_gets_the_same_attention() -> None:
+    made = tf.OPTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, ffn_dim=40, vocab_size=61, word_embed_proj_dim=32,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    model = tf.OPTModel(made).double().eval()
+    with torch.no_grad():
+        model.decoder.layers[0].self_attn.q_proj.weight.mul_(30.0)
+    lln.hf.convert(model, statistics="running", block_size=4, batches=[{"input_ids": tokens(0)}])
+    with recorded() as calls:
+        output(model, input_ids=tokens(0))
+    call = calls[0]
+    plain = lln.LLNAttention(4, 8, statistics="running", block_size=4, scale=1.0).eval()
+    queries = call.q.transpose(0, 1).flatten(1)
+    plain.running_variance_q.copy_(queries.var(1))
+    plain.running_variance_k.copy_(call.k.transpose(0, 1).flatten(1).var(1))
+    want = plain(call.q, call.k, call.v, is_causal=True)
+    assert relative_error(call.out.transpose(1, 2), want) < 1e-6
 
 
 def test_every_kind_of_matching_reaches_the_attention() -> None:

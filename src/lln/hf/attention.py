@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils.output_capturing import _active_collector
 
+from lln.hf.find import in_units
 from lln.hf.masks import lln_mask, split
 from lln.hf.modules import ModelAttention
 from lln.weights import check_weights, dense_weights
@@ -55,10 +55,7 @@ def attend(
     """([B, N, H, E], and P [B, H, N, M] where output_attentions asks for it), as transformers' other functions."""
     attention = attached(module, implementation)
     refuse(module, kwargs)
-    if scaling is not None and not math.isclose(scaling, attention.scale or query.shape[-1] ** -0.5, rel_tol=1e-6):
-        raise ValueError(
-            f"scaling: {type(module).__name__} was set up with {attention.scale} and now passes {scaling}."
-        )
+    query = in_units(query, attention.scale, scaling)
     length, keys = query.shape[2], key.shape[2]
     said, key_mask, offsets = split(attention_mask, keys)
     causal = said

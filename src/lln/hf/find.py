@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lln.nn import LLNAttention
@@ -39,21 +41,32 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
+def check_class(model: PreTrainedModel, implementation: str) -> None:
+    """The same as `check_model` before the model has any modules: some (Falcon) look the name up in a table of their
+    own while they are made, and fail with nothing but a KeyError."""
+    place = sys.modules.get(type(model).__module__)
+    classes = [c for name, c in vars(place).items() if "Attention" in name and isinstance(c, type)] if place else []
+    here: list[Any] = [c for c in classes if issubclass(c, nn.Module) and c.__module__ == type(model).__module__]
+    if here and not any(map(names_interface, here)):
+        raise ValueError(ignored(f"no attention of {type(model).__name__} uses", implementation))
+
+
+def ignored(what: str, implementation: str) -> str:
+    return (
+        f"attn_implementation={implementation!r}: {what} transformers' AttentionInterface, so it would go on to run "
+        "softmax; this model cannot be used with LLN attention."
+    )
+
+
 def check_model(model: PreTrainedModel, implementation: str) -> None:
     """ValueError where some attention of the model would go on to run softmax whatever it is told."""
     if not any(True for _ in attention_modules(model)):
-        raise ValueError(
-            f"attn_implementation={implementation!r}: no attention of {type(model).__name__} uses transformers' "
-            "AttentionInterface, so it would go on to run softmax; this model cannot be used with LLN attention."
-        )
+        raise ValueError(ignored(f"no attention of {type(model).__name__} uses", implementation))
     for _, module in own_modules(model):
         inner = [m for m in module.modules() if "Attention" in type(m).__name__ and not isinstance(m, LLNAttention)]
         if inner == [module] and not uses_interface(module) and any(True for _ in module.parameters()):
-            raise ValueError(
-                f"attn_implementation={implementation!r}: {type(module).__name__} of {type(model).__name__} does not "
-                "use transformers' AttentionInterface, so it would go on to run softmax; this model cannot be used "
-                "with LLN attention."
-            )
+            what = f"{type(module).__name__} of {type(model).__name__} does not use"
+            raise ValueError(ignored(what, implementation))
 
 
 def own_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -90,6 +103,15 @@ def sizes(module: Any) -> tuple[int, int, int, int, float | None]:
     scale = first_of((module,), "scaling", "scale")
     value_dim = first_of((module,), "v_head_dim") or dim
     return heads, key_heads or heads, dim, value_dim, float(scale) if isinstance(scale, (int, float)) else None
+
+
+def in_units(query: Tensor, scale: float | None, scaling: float | None) -> Tensor:
+    """Queries whose scores are to be multiplied with `scale`, from those that a call multiplies with `scaling`: some
+    models (OPT) bring scaled queries and pass 1."""
+    usual = query.shape[-1] ** -0.5 if scale is None else scale
+    if scaling is None or math.isclose(scaling, usual, rel_tol=1e-6):
+        return query
+    return query * (scaling / usual)
 
 
 def is_cross(module: Any, name: str) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lln.hf.card import write_card
-from lln.hf.find import check_model
+from lln.hf.find import check_class, check_model
 from lln.hf.modules import ModelAttention, attach
 from lln.hf.options import IMPLEMENTATIONS, read, runs_lln, write
 
@@ -49,6 +49,8 @@ def choose(original: Any, model: PreTrainedModel, attn_implementation: str | Non
                 stacklevel=4,
             )
             write(model.config, dataclasses.replace(held, implementation=attn_implementation))
+    if attn_implementation in IMPLEMENTATIONS and kwargs.get("is_init_check"):
+        check_class(model, attn_implementation)
     return original(model, attn_implementation, *args, **kwargs)
 
 

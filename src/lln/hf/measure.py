@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lln.hf.find import attention_modules
+from lln.hf.find import attention_modules, in_units, sizes
 from lln.hf.modules import ModelAttention
 from lln.moments import both_moments, match_data, sigma
 
@@ -65,7 +65,8 @@ def softmax(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_ma
     # The last query sees every key that is not padding, with a causal mask as without.
     key_mask = None if attention_mask is None else attention_mask[:, 0, -1].expand(len(key), -1)
     seen: Seen = module.lln_seen
-    seen.look(query, key, key_mask, is_causal, kwargs.get("scaling"))
+    scale = sizes(module)[4]
+    seen.look(in_units(query, scale, kwargs.get("scaling")), key, key_mask, is_causal, scale)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
