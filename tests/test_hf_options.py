@@ -266,6 +266,24 @@ def test_what_was_measured_stays_when_other_options_change() -> None:
     assert layer.lln.block_size == 16
 
 
+def test_options_that_replace_each_other() -> None:
+    model, given = build("bert"), inputs("bert")
+    start = output(model, **given)
+    lln.hf.convert(model, matching="data", batches=[given])
+    assert (model.config.lln["statistics"], model.config.lln["coefficients"]) == ("fixed", "head")
+    lln.hf.convert(model, statistics="running", batches=[given])
+    assert (model.config.lln["matching"], model.config.lln["coefficients"]) == ("paper", None)
+    lln.hf.convert(model, matching="data", batches=[given])
+    lln.hf.convert(model, matching="paper")
+    assert model.config.lln["statistics"] == "auto"
+    assert torch.equal(output(model, **given), start)
+    lln.hf.convert(model, learnable="head")
+    assert model.config.lln["statistics"] == "fixed"
+    lln.hf.convert(model, statistics="sample")
+    assert model.config.lln["learnable"] is None
+    assert torch.equal(output(model, **given), start)
+
+
 def test_a_learned_mix_is_not_lost_by_a_switch() -> None:
     model = build("bert")
     lln.hf.convert(model, mix="ratio")

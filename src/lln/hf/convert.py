@@ -83,8 +83,15 @@ def convert(
         changes["statistics"] = "fixed"
     if alpha is not None or matching == "data":
         changes["coefficients"] = "channel" if any(map(per_channel, (alpha, beta))) else "head"
-    elif statistics not in (None, "fixed"):
-        changes |= {"coefficients": None, "learnable": learnable}
+    elif statistics not in (None, "fixed") or matching is not None:
+        # What was given or found before goes when something else is asked for in its place.
+        changes["coefficients"] = None
+        if statistics is not None:
+            changes["learnable"] = learnable
+        elif held is not None and held.coefficients is not None and learnable is None and held.learnable is None:
+            changes["statistics"] = "auto"
+        if matching is None and held is not None and held.matching == "data":
+            changes["matching"] = "paper"
     for part in parts:
         check_model(part, implementation)
     found = None if batches is None else measure(model, batches, data=matching == "data" and alpha is None)
