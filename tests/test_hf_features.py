@@ -54,7 +54,8 @@ def test_gradient_checkpointing_changes_nothing(kind: str, reentrant: bool) -> N
 @pytest.mark.parametrize("kind", ["vit", "llama", "bart"])
 def test_compiled_in_one_graph(kind: str) -> None:
     torch._dynamo.reset()
-    model, given = build(kind, **({} if kind == "bart" else {"num_hidden_layers": 1})), inputs(kind)
+    one = {"encoder_layers": 1, "decoder_layers": 1} if kind == "bart" else {"num_hidden_layers": 1}
+    model, given = build(kind, **one), inputs(kind)
     lln.hf.convert(model, block_size=8, statistics="running", mix="ratio")
     if kind in (*CAUSAL, "bart"):
         given["use_cache"] = False
