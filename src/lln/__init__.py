@@ -1,5 +1,6 @@
 """Linear-time attention that behaves like softmax attention."""
 
+from lln import instruments
 from lln.attention import lln_attention
 from lln.mechanisms import attention, mechanism, mechanisms
 from lln.moments import match_data, match_moments
@@ -14,6 +15,7 @@ __all__ = [
     "MultiheadAttention",
     "__version__",
     "attention",
+    "instruments",
     "lln_attention",
     "match_data",
     "match_moments",

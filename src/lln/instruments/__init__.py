@@ -1,0 +1,34 @@
+"""Instruments that show how concentrated attention is: temperature, entropy, spectral gap, log-normality.
+
+Maps hold an attention matrix P as what it is made of: `softmax_map`, `lln_map`, `kernel_map`, `dense_map`. Of a map,
+for each head: `entropy`, `variance`, `log_moments`, `lognormal_fit`, `spectral_gap`, `principal_std`. Of queries and
+keys: `temperature`, `gaussian_fit`.
+"""
+
+from lln.instruments.concentration import LogMoments, entropy, log_moments, variance
+from lln.instruments.draws import Estimate
+from lln.instruments.fits import GaussianFit, LognormalFit, QueryKeyFit, gaussian_fit, lognormal_fit
+from lln.instruments.maps import AttentionMap, dense_map, kernel_map, lln_map, softmax_map
+from lln.instruments.spectrum import principal_std, spectral_gap
+from lln.instruments.temperatures import temperature
+
+__all__ = [
+    "AttentionMap",
+    "Estimate",
+    "GaussianFit",
+    "LogMoments",
+    "LognormalFit",
+    "QueryKeyFit",
+    "dense_map",
+    "entropy",
+    "gaussian_fit",
+    "kernel_map",
+    "lln_map",
+    "log_moments",
+    "lognormal_fit",
+    "principal_std",
+    "softmax_map",
+    "spectral_gap",
+    "temperature",
+    "variance",
+]

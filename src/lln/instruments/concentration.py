@@ -1,0 +1,176 @@
+"""How concentrated a map is: the entropy of its rows, their variance, the moments of log P."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from lln.checks import check_number
+from lln.instruments.checks import check_count
+from lln.instruments.draws import Estimate, draw_rows, estimate_entropy
+from lln.instruments.heads import Heads, Rows, take
+from lln.instruments.maps import AttentionMap, LLNMap, SoftmaxMap
+from lln.instruments.scores import lln_spread, score_moments
+from lln.moments import PAPER_A, PAPER_B
+
+
+@overload
+def entropy(p: AttentionMap) -> Tensor: ...
+@overload
+def entropy(p: AttentionMap, *, samples: int, confidence: float = ..., seed: int = ...) -> Estimate: ...
+@overload
+def entropy(p: AttentionMap, *, width: float, confidence: float = ..., seed: int = ...) -> Estimate: ...
+@torch.no_grad()
+def entropy(
+    p: AttentionMap,
+    *,
+    samples: int | None = None,
+    width: float | None = None,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> Tensor | Estimate:
+    """The mean entropy of the rows of P in bits, eq. (7): [batch, heads].
+
+    Exact by default: rows are streamed, so that memory grows with the length and time with its square. For long inputs
+    it can be estimated without bias instead:
+
+        samples   so many draws; one is a pair (i, j) of LLN and kernel maps, at a cost that does not depend on the
+                  length, and a whole row of other maps
+        width     as many draws as an interval no wider than so many bits takes
+
+    Returns:
+        A tensor; with samples or width an Estimate (value, low, high), where the interval from low to high holds the
+        exact entropy with probability `confidence` (normal approximation).
+
+    Raises:
+        ValueError for both samples and width, or for one that is not positive.
+    """
+    if samples is None and width is None:
+        return p.collect([mean_of_rows(group, row_entropies(group)) for group in p.groups()])
+    if samples is not None and width is not None:
+        raise ValueError(f"samples and width are two ways to say one thing; got samples={samples} and width={width}.")
+    if samples is not None:
+        check_count("samples", samples, 2)
+    elif not check_number("width", width) > 0:
+        raise ValueError(f"width must be positive, in bits; got {width}.")
+    if not 0 < check_number("confidence", confidence) < 1:
+        raise ValueError(f"confidence must lie between 0 and 1; got {confidence}.")
+    return estimate_entropy(p, samples, width, confidence, seed)
+
+
+def row_entropies(heads: Heads) -> Tensor:
+    """In bits, [G, N]; 0 for hidden rows."""
+    return torch.cat([heads.entropies(rows) for rows in heads.chunks()] or [heads.live.to(heads.dtype)], 1)
+
+
+def mean_of_rows(heads: Heads, values: Tensor) -> Tensor:
+    """[G, N] -> [G] over live rows."""
+    return torch.where(heads.live, values, 0.0).sum(1) / heads.live.sum(1)
+
+
+@torch.no_grad()
+def variance(p: AttentionMap) -> Tensor:
+    """The variance of the entries of a row of P around their mean, averaged over rows: [batch, heads]. Eq. (21).
+
+    A row is taken over the keys it may see. For LLN and kernel maps exactly in time linear in the length."""
+    return p.collect([mean_of_rows(group, row_variances(group)) for group in p.groups()])
+
+
+def row_variances(heads: Heads) -> Tensor:
+    counts = heads.counts().clamp_min(1).to(heads.dtype)
+    factors = heads.factors()
+    if factors is not None:
+        a, b = factors
+        # P_ij minus the mean of its row is A_i . (B_j - mean of B), with no difference of two large sums.
+        centred = (b - b.sum(1, keepdim=True) / counts[:, :1, None]) * heads.seen.unsqueeze(-1)
+        gram = centred.transpose(1, 2) @ centred
+        return ((a @ gram) * a).sum(-1) / counts
+    rows = []
+    for part in heads.chunks():
+        log_p = heads.log_rows(part)
+        visible = heads.seen[:, None, : log_p.shape[-1]]
+        if heads.is_causal:
+            visible = visible & ~heads.later(part, log_p.shape[-1])
+        weights, count = log_p.exp_(), counts[:, part].unsqueeze(-1)
+        apart = (weights - weights.sum(-1, keepdim=True) / count).mul_(visible)
+        rows.append(apart.square_().sum(-1) / count.squeeze(-1))
+    return torch.cat(rows or [heads.live.to(heads.dtype)], 1)
+
+
+class LogMoments(NamedTuple):
+    """Moments of log P (natural logarithm) over all entries of the rows that count, each [batch, heads]."""
+
+    mean: Tensor
+    variance: Tensor  # over all entries
+    within: Tensor  # the mean over rows of the variance within a row
+    predicted_mean: Tensor | None  # Prop. 3.1: -ln(keys) - var(scores) / 2; None where the paper predicts nothing
+    predicted_variance: Tensor | None  # Prop. 3.1: var(scores); Prop. 4.1: a s2 + b with the authors' constants
+
+
+@torch.no_grad()
+def log_moments(p: AttentionMap, *, rows: int | None = None, seed: int = 0) -> LogMoments:
+    """Mean and variance of log P, measured and as the paper predicts them for softmax (Prop. 3.1) and LLN (Prop. 4.1).
+
+    Entries that are exactly 0 have no logarithm and are left out. Variances are unbiased (n - 1).
+
+    Args:
+        rows: measure a random sample of so many rows instead of all, whose time grows with the square of the length.
+        seed: of the sample.
+    """
+    if rows is not None:
+        check_count("rows", rows)
+    found = []
+    for group in p.groups():
+        total = None
+        parts = group.chunks() if rows is None else draw_rows(group, rows, seed)
+        for part in parts:
+            total = merge(total, log_sums(group, part))
+        found.append(group.live.new_zeros(len(group), 6).to(p.dtype) if total is None else total)
+    count, mean, squares, row_count, row_variance, log_count = p.collect(found).unbind(-1)
+    one = count.clamp_min(1)
+    predicted = predictions(p, log_count / one)
+    return LogMoments(
+        torch.where(count > 0, mean, torch.nan), squares / (count - 1), row_variance / row_count, *predicted
+    )
+
+
+def log_sums(heads: Heads, rows: Rows) -> Tensor:
+    """(entries, their mean, their squares around it, rows of two entries or more, the sum of their variances,
+    the sum over entries of log(keys that the row sees)), [G, 6]."""
+    log_p = heads.log_rows(rows)
+    there = log_p > -torch.inf
+    log_p.masked_fill_(~there, 0.0)
+    in_row = there.sum(-1).to(log_p.dtype)
+    row_mean = log_p.sum(-1) / in_row.clamp_min(1)
+    row_squares = (log_p - row_mean.unsqueeze(-1)).mul_(there).square_().sum(-1)
+    count = in_row.sum(1)
+    mean = (in_row * row_mean).sum(1) / count.clamp_min(1)
+    squares = row_squares.sum(1) + (in_row * (row_mean - mean.unsqueeze(1)).square()).sum(1)
+    several = in_row > 1
+    row_variance = torch.where(several, row_squares / (in_row - 1), 0.0)
+    log_count = in_row * take(heads.counts(), rows).clamp_min(1).to(in_row.dtype).log()
+    return torch.stack([count, mean, squares, several.sum(1), row_variance.sum(1), log_count.sum(1)], 1)
+
+
+def merge(one: Tensor | None, other: Tensor) -> Tensor:
+    """The sums of two sets of entries; the spread between their means goes into the squares."""
+    if one is None:
+        return other
+    both = one + other
+    apart = other[:, 1] - one[:, 1]
+    share = other[:, 0] / both[:, 0].clamp_min(1)
+    both[:, 1] = one[:, 1] + share * apart
+    both[:, 2] += one[:, 0] * share * apart.square()
+    return both
+
+
+def predictions(p: AttentionMap, log_keys: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """(mean, variance) of log P by the paper. log_keys: the mean over entries of ln(keys that the row sees)."""
+    if isinstance(p, SoftmaxMap):
+        spread = score_moments(p)[1]
+        return -log_keys - spread / 2, spread
+    if isinstance(p, LLNMap) and p.block_size is None:
+        return None, PAPER_A * lln_spread(p) + PAPER_B
+    return None, None

@@ -1,0 +1,198 @@
+"""How Gaussian the numbers are, log P and the elements of q and k, in distances that do not depend on how many."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lln.instruments.checks import check_count, check_masks, check_pair
+from lln.instruments.draws import draw_rows
+from lln.instruments.heads import Heads, span_elements
+from lln.instruments.maps import AttentionMap
+from lln.kernels.common import wide_dtype
+
+ROWS = 2048  # that a sample of entries is spread over
+INDEPENDENT = 512  # entries, one a row and column, that a p-value is made from
+NULL_DRAWS = 999
+
+
+class LognormalFit(NamedTuple):
+    """How far log P is from Gaussian, [batch, heads] each."""
+
+    distance: Tensor  # Kolmogorov-Smirnov, from the Gaussian with the mean and variance of log P
+    qq_r2: Tensor  # squared correlation of the Q-Q plot
+    skewness: Tensor
+    p_value: Tensor  # of the distance (Lilliefors), on entries no two of which share a row or column
+
+
+class GaussianFit(NamedTuple):
+    """How far the elements of a head are from one Gaussian, [batch, heads] each."""
+
+    mean: Tensor
+    std: Tensor
+    distance: Tensor  # Kolmogorov-Smirnov
+    anderson_darling: Tensor  # the statistic A^2, which weighs the tails; grows with the number of elements
+    qq_r2: Tensor
+    skewness: Tensor
+
+
+class QueryKeyFit(NamedTuple):
+    query: GaussianFit  # [batch, heads]
+    key: GaussianFit  # [batch, key heads]
+
+
+class NormalFit(NamedTuple):
+    """Of numbers [G, S] against the Gaussian with their own mean and standard deviation, [G] each."""
+
+    mean: Tensor
+    std: Tensor
+    distance: Tensor
+    anderson_darling: Tensor
+    qq_r2: Tensor
+    skewness: Tensor
+
+
+def normal_fit(values: Tensor, valid: Tensor) -> NormalFit:
+    """values [G, S], of which `valid` count. NaN for fewer than two numbers and for numbers without spread."""
+    count = valid.sum(1, keepdim=True).to(values.dtype)
+    values = values.masked_fill(~valid, 0.0)
+    mean = values.sum(1, keepdim=True) / count
+    apart = (values - mean).masked_fill_(~valid, 0.0)
+    second = apart.square().sum(1, keepdim=True)
+    std = (second / (count - 1)).sqrt()
+    std = std.masked_fill(std <= 1e-12 * mean.abs(), torch.nan)
+    skewness = (apart.pow(3).sum(1, keepdim=True) / count) / (second / count).pow(1.5)
+    # What does not count goes to the end of the order and is left out of every sum.
+    z = (apart / std).masked_fill_(~valid, torch.inf).sort(1).values
+    rank = torch.arange(z.shape[1], device=z.device, dtype=z.dtype)
+    there = rank < count
+    z = z.masked_fill_(~there, 0.0)
+    below, above = torch.special.log_ndtr(z), torch.special.log_ndtr(-z)
+    cdf = below.exp()
+    steps = torch.maximum(cdf - rank / count, (rank + 1) / count - cdf).masked_fill_(~there, -torch.inf)
+    weighted = ((2 * rank + 1) * below + (2 * (count - rank) - 1) * above).masked_fill_(~there, 0.0)
+    anderson_darling = -count - weighted.sum(1, keepdim=True) / count
+    expected = torch.special.ndtri(((rank + 0.625) / (count + 0.25)).clamp_(0.0, 1.0)).masked_fill_(~there, 0.0)
+    together, alone = (expected * z).sum(1), expected.square().sum(1) * z.square().sum(1)  # both have mean 0
+    distance = steps.amax(1) if z.shape[1] else count.squeeze(1)
+    broken = std.squeeze(1).isnan() | (count.squeeze(1) < 2)
+
+    def result(t: Tensor) -> Tensor:
+        return t.reshape(len(values)).masked_fill(broken, torch.nan)
+
+    return NormalFit(
+        mean.squeeze(1), result(std), result(distance), result(anderson_darling), result(together.square() / alone),
+        result(skewness),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def lognormal_fit(p: AttentionMap, *, entries: int = 2**20, seed: int = 0) -> LognormalFit:
+    """How close P is to log-normal (Prop. 3.1 and 4.1): [batch, heads] each.
+
+    Entries of P share rows and columns, so that no test of N^2 of them is honest: distance, qq_r2 and skewness are
+    effect sizes, and only the p-value is a test, on at most 512 entries of different rows and columns, against 999
+    Gaussian samples of the same number. Entries that are exactly 0 are left out.
+
+    Args:
+        entries: the effect sizes take all entries of a head, or where it has more than this a random sample of about so
+            many, spread over 2,048 rows.
+        seed: of the samples.
+    """
+    check_count("entries", entries, 2)
+    found = []
+    for group in p.groups():
+        fit = normal_fit(*some_entries(group, entries, seed))
+        found.append(torch.stack([fit.distance, fit.qq_r2, fit.skewness, p_values(group, seed)], 1))
+    return LognormalFit(*p.collect(found).unbind(-1))
+
+
+def some_entries(heads: Heads, entries: int, seed: int) -> tuple[Tensor, Tensor]:
+    """(log P [G, S], which of them are entries)"""
+    if heads.rows * heads.keys <= entries:
+        parts = [heads.log_rows(rows) for rows in heads.chunks()]
+        return visible([part.flatten(1) for part in parts], heads)
+    rows = min(heads.rows, ROWS)
+    columns = max(min(entries // rows, heads.keys), 1)
+    generator = torch.Generator().manual_seed(seed)
+    parts = []
+    for chosen in draw_rows(heads, rows, seed):
+        log_p = heads.log_rows(chosen)
+        # New columns for every chunk, so that no key counts more than others.
+        keys = torch.randperm(heads.keys, generator=generator)[:columns].to(heads.device)
+        parts.append(log_p[..., keys[keys < log_p.shape[-1]]].flatten(1))
+    return visible(parts, heads)
+
+
+def visible(parts: list[Tensor], heads: Heads) -> tuple[Tensor, Tensor]:
+    values = torch.cat(parts, 1) if parts else torch.zeros(len(heads), 0, dtype=heads.dtype, device=heads.device)
+    return values, values > -torch.inf
+
+
+def p_values(heads: Heads, seed: int) -> Tensor:
+    count = min(heads.rows, heads.keys, INDEPENDENT)
+    columns = torch.randperm(heads.keys, generator=torch.Generator().manual_seed(seed + 1))[:count].to(heads.device)
+    parts, first = [], 0
+    for chosen in draw_rows(heads, count, seed):
+        log_p = heads.log_rows(chosen)
+        mine = columns[first : first + chosen.shape[1]]
+        first += chosen.shape[1]
+        inside = mine.clamp_max(log_p.shape[-1] - 1)  # of a causal map later keys are not there
+        entry = log_p.gather(2, inside.expand(len(heads), -1).unsqueeze(-1)).squeeze(-1)
+        parts.append(entry.masked_fill_(mine >= log_p.shape[-1], -torch.inf))
+    values, there = visible(parts, heads)
+    distance = normal_fit(values, there).distance
+    numbers, distances = there.sum(1).tolist(), distance.tolist()
+    found = [
+        math.nan if math.isnan(d) else float(((null_distances(n) >= d).sum() + 1) / (NULL_DRAWS + 1))
+        for n, d in zip(numbers, distances, strict=True)
+    ]
+    return torch.tensor(found, dtype=heads.dtype, device=heads.device)
+
+
+@functools.lru_cache(maxsize=64)
+def null_distances(count: int) -> Tensor:
+    """The distances of Gaussian samples of so many numbers, mean and variance estimated as for the real ones: the usual
+    Kolmogorov-Smirnov p-value would take both for known and hardly ever reject."""
+    draws = torch.randn(NULL_DRAWS, count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return normal_fit(draws, torch.ones_like(draws, dtype=torch.bool)).distance
+
+
+@torch.no_grad()
+def gaussian_fit(
+    q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, query_mask: Tensor | None = None
+) -> QueryKeyFit:
+    """How well the paper's assumption holds that all elements of a head's queries, and of its keys, come from one
+    Gaussian (of mean 0): effect sizes for every head of q [batch, heads, length, dim] and k [batch, key heads, ...].
+
+    Padding does not count: key_mask [batch, key length] and query_mask [batch, length] are True for tokens; query_mask
+    defaults to key_mask where the lengths are equal.
+
+    Raises:
+        ValueError or TypeError that names the argument.
+    """
+    check_pair(q, k)
+    check_masks(q, k, key_mask, query_mask, False, ("q", "k"))
+    if query_mask is None and q.shape[2] == k.shape[2]:
+        query_mask = key_mask
+    return QueryKeyFit(element_fit(q.detach(), query_mask), element_fit(k.detach(), key_mask))
+
+
+def element_fit(t: Tensor, mask: Tensor | None) -> GaussianFit:
+    batch, heads, length, dim = t.shape
+    if mask is None:
+        mask = torch.ones(batch, length, dtype=torch.bool, device=t.device)
+    parts = []
+    for index in torch.arange(batch * heads, device=t.device).split(
+        max(span_elements(t.device) // max(length * dim, 1), 1)
+    ):
+        sample, head = index // heads, index % heads
+        valid = mask[sample].repeat_interleave(dim, 1)  # [G, N D]
+        fit = normal_fit(t[sample, head].to(wide_dtype(t.device)).flatten(1), valid)
+        parts.append(torch.stack(fit, 1))
+    found = torch.cat(parts) if parts else torch.zeros(0, 6, dtype=wide_dtype(t.device), device=t.device)
+    return GaussianFit(*found.unflatten(0, (batch, heads)).unbind(-1))

@@ -1,0 +1,358 @@
+"""Some heads of an attention map, in float64: its rows, its products with vectors, its diagonal, its factors.
+
+No class here ever holds a rows x keys matrix, except the one that was given it. G heads, N rows, M keys, D channels.
+
+    live     [G, N]  rows that count: valid queries that see a key
+    seen     [G, M]  keys that may be attended to
+    log_rows         log P of some rows, [G, R, up to M]; keys beyond the width, hidden keys and hidden rows are -inf
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lln.kernels.common import SPAN_ELEMENTS, SPAN_ELEMENTS_ELSEWHERE, finite
+
+# Rows are a slice, or an index [G, R] that may differ from head to head.
+Rows = slice | Tensor
+# Below this, a sum of products in float64 has lost digits to underflow and is computed anew in logarithms.
+TINY = 1e-280
+
+
+def span_elements(device: torch.device) -> int:
+    return SPAN_ELEMENTS.get(device.type, SPAN_ELEMENTS_ELSEWHERE)
+
+
+def take(t: Tensor, rows: Rows) -> Tensor:
+    """Rows of t [G, N] or [G, N, D]."""
+    if isinstance(rows, slice):
+        return t[:, rows]
+    return t.gather(1, rows) if t.ndim == 2 else t.gather(1, rows.unsqueeze(-1).expand(-1, -1, t.shape[-1]))
+
+
+def positions(rows: Rows, device: torch.device) -> Tensor:
+    """Where the rows lie, [1 or G, R]."""
+    return rows if isinstance(rows, Tensor) else torch.arange(rows.start, rows.stop, device=device).unsqueeze(0)
+
+
+def last(rows: Rows) -> int:
+    """One past the last of the rows."""
+    return rows.stop if isinstance(rows, slice) else int(rows.max()) + 1 if rows.numel() else 0
+
+
+class Heads:
+    """What all maps share. A subclass gives `log_rows` and whatever it can do better than by streaming rows."""
+
+    def __init__(self, live: Tensor, seen: Tensor, is_causal: bool) -> None:
+        self.live, self.seen, self.is_causal = live, seen, is_causal
+        self.rows, self.keys, self.device = live.shape[1], seen.shape[1], live.device
+
+    def log_rows(self, rows: Rows) -> Tensor:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.live)
+
+    def counts(self) -> Tensor:
+        """How many keys each row sees, [G, N]."""
+        if self.is_causal:
+            return self.seen.cumsum(1)
+        return self.seen.sum(1, keepdim=True).expand(-1, self.rows)
+
+    def chunks(self, at_least: int = 16) -> Iterator[slice]:
+        """Slices of rows, each of about span_elements entries of P."""
+        step = max(span_elements(self.device) // max(len(self) * self.keys, 1), at_least)
+        for first in range(0, self.rows, step):
+            yield slice(first, min(first + step, self.rows))
+
+    def later(self, rows: Rows, width: int) -> Tensor:
+        """Which of the first keys lie behind each row, [1 or G, R, width]."""
+        return torch.arange(width, device=self.device) > positions(rows, self.device).unsqueeze(-1)
+
+    def hide(self, log_p: Tensor, rows: Rows) -> Tensor:
+        return log_p.masked_fill_(~take(self.live, rows).unsqueeze(-1), -torch.inf)
+
+    def entropies(self, rows: Rows) -> Tensor:
+        """Of some rows, in bits: [G, R]; 0 for hidden rows."""
+        log_p = self.log_rows(rows)
+        p = log_p.exp()
+        return -p.mul_(log_p.clamp_min_(-1e300)).sum(-1) / math.log(2)  # 0 log 0 = 0
+
+    def product_rows(self, rows: slice) -> Tensor:
+        """P of some rows, as products take it."""
+        return self.log_rows(rows).exp_()
+
+    def product(self, x: Tensor) -> Tensor:
+        """P x for x [G, M, V]; zero in hidden rows."""
+        parts = []
+        for rows in self.chunks():
+            p = self.product_rows(rows)
+            parts.append(p @ x[:, : p.shape[-1]])
+        return torch.cat(parts, 1)
+
+    def transposed(self, y: Tensor) -> Tensor:
+        """P^T y for y [G, N, V]."""
+        out = y.new_zeros(len(self), self.keys, y.shape[-1])
+        for rows in self.chunks():
+            p = self.product_rows(rows)
+            out[:, : p.shape[-1]] += p.transpose(1, 2) @ y[:, rows]
+        return out
+
+    def factors(self) -> tuple[Tensor, Tensor] | None:
+        """(A [G, N, F], B [G, M, F]) with P = A B^T, where P has such a form."""
+        return None
+
+    def diagonal(self) -> Tensor:
+        """The diagonal of a causal map, which holds its eigenvalues: [G, N]."""
+        raise NotImplementedError
+
+    def start(self) -> Tensor | None:
+        """[G, N, V]: vectors whose images under P soon hold its leading eigenvectors. None: nothing is known."""
+        return None
+
+    def dense(self) -> Tensor:
+        """P itself, [G, N, M]."""
+        out = torch.zeros(len(self), self.rows, self.keys, dtype=self.dtype, device=self.device)
+        for rows in self.chunks():
+            p = self.log_rows(rows).exp_()
+            out[:, rows, : p.shape[-1]] = p
+        return out
+
+    dtype: torch.dtype
+    index: Tensor  # [G] the places of these heads in their map
+
+
+class SoftmaxHeads(Heads):
+    """P_ij = softmax_j(q_i . k_j), the scale already in q."""
+
+    def __init__(self, q: Tensor, k: Tensor, live: Tensor, seen: Tensor, is_causal: bool) -> None:
+        super().__init__(live, seen, is_causal)
+        self.q, self.k, self.dtype = q, k, q.dtype
+
+    def scores(self, rows: Rows) -> Tensor:
+        width = last(rows) if self.is_causal else self.keys
+        scores = take(self.q, rows) @ self.k[:, :width].transpose(1, 2)
+        if not self.all_seen:
+            scores.masked_fill_(~self.seen[:, None, :width], -torch.inf)
+        return scores.masked_fill_(self.later(rows, width), -torch.inf) if self.is_causal else scores
+
+    @functools.cached_property
+    def all_seen(self) -> bool:
+        return bool(self.seen.all())
+
+    def log_rows(self, rows: Rows) -> Tensor:
+        scores = self.scores(rows)
+        norm = (
+            finite(scores.logsumexp(-1, keepdim=True)) if scores.shape[-1] else scores.new_zeros(*scores.shape[:2], 1)
+        )
+        return self.hide(scores.sub_(norm), rows)
+
+    @functools.cached_property
+    def log_norm(self) -> Tensor:
+        """[G, N, 1]; +inf for hidden rows, whose weights it makes 0."""
+        parts = [self.scores(rows).logsumexp(-1, keepdim=True) for rows in self.chunks()]
+        return torch.cat(parts, 1).masked_fill_(~self.live.unsqueeze(-1), torch.inf)
+
+    def product_rows(self, rows: slice) -> Tensor:
+        # Products come in rounds: the normaliser is kept, so that each round takes one exponential and no maximum.
+        return self.scores(rows).sub_(self.log_norm[:, rows]).exp_()
+
+    def diagonal(self) -> Tensor:
+        scores = (self.q * self.k).sum(-1).masked_fill(~self.seen, -torch.inf)
+        return (scores - self.log_norm.squeeze(-1)).exp()
+
+    def start(self) -> Tensor:
+        # To first order in the scores an eigenvector is linear in the queries.
+        return self.q * self.live.unsqueeze(-1)
+
+
+class LLNHeads(Heads):
+    """P_ij = sum_c exp(a_ic + x_jc) / sum_l sum_c exp(a_ic + x_lc) with a = alpha q and x = beta k: eq. (9)."""
+
+    def __init__(self, a: Tensor, x: Tensor, live: Tensor, seen: Tensor, is_causal: bool) -> None:
+        super().__init__(live, seen, is_causal)
+        self.a, self.dtype = a, a.dtype
+        self.x = x.masked_fill(~seen.unsqueeze(-1), -torch.inf)
+
+    @functools.cached_property
+    def log_sum(self) -> Tensor:
+        """L: [G, 1, D], or of each prefix [G, N, D]. Of no key at all it is the lowest finite number."""
+        if self.is_causal:
+            return finite(self.x.logcumsumexp(1))
+        if not self.keys:
+            return finite(torch.full_like(self.x.new_empty(len(self), 1, self.x.shape[-1]), -torch.inf))
+        return finite(self.x.logsumexp(1, keepdim=True))
+
+    @functools.cached_property
+    def log_norm(self) -> Tensor:
+        return (self.a + self.log_sum).logsumexp(-1)
+
+    def log_rows(self, rows: Rows) -> Tensor:
+        end = last(rows) if self.is_causal else self.keys
+        x = self.x[:, :end]
+        if not end:
+            return self.a.new_empty(*take(self.live, rows).shape, 0)
+        # With L of all keys up to the last row as the reference no exponent is positive, whatever comes later.
+        reference = self.log_sum[:, end - 1 : end] if self.is_causal else self.log_sum
+        a, norm = take(self.a, rows), take(self.log_norm, rows).unsqueeze(-1)
+        top = (a + reference).amax(-1, keepdim=True)
+        n = (a + reference - top).exp_() @ (x - reference).exp_().transpose(1, 2)
+        lost = n < TINY
+        log_p = n.log_().add_(top - norm)
+        hidden = ~self.seen[:, None, :end]
+        if self.is_causal:
+            hidden = hidden | self.later(rows, end)
+        log_p.masked_fill_(hidden, -torch.inf)
+        lost &= ~hidden & take(self.live, rows).unsqueeze(-1)
+        if bool(lost.any()):
+            self.mend(log_p, a, x, norm, lost)
+        return self.hide(log_p, rows)
+
+    @staticmethod
+    def mend(log_p: Tensor, a: Tensor, x: Tensor, norm: Tensor, lost: Tensor) -> None:
+        """Writes the entries that underflowed, one logsumexp each."""
+        for head, row, key in zip(*(part.split(2**16) for part in lost.nonzero(as_tuple=True)), strict=True):
+            log_p[head, row, key] = (a[head, row] + x[head, key]).logsumexp(-1) - norm[head, row, 0]
+
+    def factors(self) -> tuple[Tensor, Tensor] | None:
+        return None if self.is_causal else self.two_softmaxes
+
+    @functools.cached_property
+    def two_softmaxes(self) -> tuple[Tensor, Tensor]:
+        """A = softmax_c(a + L) and B = softmax_j(x)."""
+        a = (self.a + self.log_sum).softmax(-1).mul_(self.live.unsqueeze(-1))
+        return a, (self.x - self.log_sum).exp_()
+
+    def diagonal(self) -> Tensor:
+        return ((self.a + self.x).logsumexp(-1) - self.log_norm).exp()
+
+
+class KernelHeads(Heads):
+    """P_ij = f_i . g_j / sum_l f_i . g_l for features f of the queries and g of the keys."""
+
+    def __init__(self, fq: Tensor, fk: Tensor, live: Tensor, seen: Tensor, is_causal: bool) -> None:
+        super().__init__(live, seen, is_causal)
+        self.fk, self.dtype = fk * seen.unsqueeze(-1), fq.dtype
+        sums = self.fk.cumsum(1) if is_causal else self.fk.sum(1, keepdim=True)
+        norm = (fq * sums).sum(-1, keepdim=True)
+        if not bool((norm.squeeze(-1) > 0)[live].all()):
+            raise ValueError(
+                "fq and fk must give every row a positive sum of weights fq_i . fk_j; got "
+                f"{norm.squeeze(-1)[live].min().item():.3g}. A row whose features are all 0 attends to nothing: "
+                "add a small number to the features."
+            )
+        self.fq = torch.where(live.unsqueeze(-1), fq / norm, 0.0)
+
+    def product_rows(self, rows: Rows) -> Tensor:
+        width = last(rows) if self.is_causal else self.keys
+        p = take(self.fq, rows) @ self.fk[:, :width].transpose(1, 2)
+        return p.masked_fill_(self.later(rows, width), 0.0) if self.is_causal else p
+
+    def log_rows(self, rows: Rows) -> Tensor:
+        p = self.product_rows(rows)
+        if bool((p < 0).any()):
+            raise ValueError(
+                "fq and fk must give no negative weight fq_i . fk_j where logarithms are taken; "
+                f"got {p.min().item():.3g}."
+            )
+        return p.log_()
+
+    def factors(self) -> tuple[Tensor, Tensor] | None:
+        return None if self.is_causal else (self.fq, self.fk)
+
+    def diagonal(self) -> Tensor:
+        return (self.fq * self.fk).sum(-1)
+
+
+class DenseHeads(Heads):
+    """A matrix as it was given; hidden rows and keys are zero in it."""
+
+    def __init__(self, p: Tensor, live: Tensor, seen: Tensor, is_causal: bool) -> None:
+        super().__init__(live, seen, is_causal)
+        self.p, self.dtype = p, p.dtype
+
+    def product_rows(self, rows: Rows) -> Tensor:
+        return take(self.p, rows)
+
+    def log_rows(self, rows: Rows) -> Tensor:
+        return take(self.p, rows).log()
+
+    def diagonal(self) -> Tensor:
+        return self.p.diagonal(dim1=1, dim2=2)
+
+
+class DiagHeads(Heads):
+    """LLN+Diag: r P_LLN + p P_blocks, softmax attention inside blocks; r and p [G, 1, 1]."""
+
+    def __init__(self, lln: LLNHeads, q: Tensor, k: Tensor, block: Tensor, size: int, r: Tensor, p: Tensor) -> None:
+        super().__init__(lln.live, lln.seen, lln.is_causal)
+        self.lln, self.q, self.k, self.block, self.size = lln, q, k, block, size  # block [G, N]: the block of a token
+        self.r, self.p, self.dtype = r, p, q.dtype
+
+    def block_rows(self, rows: Rows) -> tuple[Tensor, slice]:
+        """P_blocks of some rows at the keys that can share a block with one of them, and which keys these are."""
+        near = slice(0, self.keys)
+        if isinstance(rows, slice):
+            near = slice(max(rows.start - self.size + 1, 0), min(rows.stop + self.size - 1, self.keys))
+        scores = take(self.q, rows) @ self.k[:, near].transpose(1, 2)
+        hidden = take(self.block, rows).unsqueeze(-1) != self.block[:, None, near]
+        hidden |= ~self.seen[:, None, near]
+        if self.is_causal:
+            hidden |= self.later(rows, near.stop)[..., near.start :]
+        scores.masked_fill_(hidden, -torch.inf)
+        weights = scores.sub_(finite(scores.amax(-1, keepdim=True))).exp_()
+        p = weights / weights.sum(-1, keepdim=True).clamp_min_(1.0)  # the largest weight of a row that has any is 1
+        return p.mul_(take(self.live, rows).unsqueeze(-1)), near
+
+    def log_rows(self, rows: Rows) -> Tensor:
+        log_p = self.lln.log_rows(rows) + self.r.log()
+        p, near = self.block_rows(rows)
+        width = min(near.stop, log_p.shape[-1])  # of a causal map the later keys are not there
+        inside = slice(near.start, width)
+        both = torch.logaddexp(log_p[..., inside], (p[..., : width - near.start] * self.p).log_())
+        log_p[..., inside] = both
+        return log_p
+
+    def block_chunks(self) -> Iterator[slice]:
+        step = max(4 * self.size, 64)
+        for first in range(0, self.rows, step):
+            yield slice(first, min(first + step, self.rows))
+
+    def product(self, x: Tensor) -> Tensor:
+        factors = self.lln.factors()
+        if factors is None:
+            return super().product(x)
+        a, b = factors
+        out = a @ (b.transpose(1, 2) @ x) * self.r
+        for rows in self.block_chunks():
+            p, near = self.block_rows(rows)
+            out[:, rows] += p @ x[:, near] * self.p
+        return out
+
+    def transposed(self, y: Tensor) -> Tensor:
+        factors = self.lln.factors()
+        if factors is None:
+            return super().transposed(y)
+        a, b = factors
+        out = b @ (a.transpose(1, 2) @ y) * self.r
+        for rows in self.block_chunks():
+            p, near = self.block_rows(rows)
+            out[:, near] += p.transpose(1, 2) @ y[:, rows] * self.p
+        return out
+
+    def diagonal(self) -> Tensor:
+        blocks = []
+        for rows in self.block_chunks():
+            p, near = self.block_rows(rows)
+            blocks.append(p[:, :, rows.start - near.start :].diagonal(dim1=1, dim2=2))
+        return self.lln.diagonal() * self.r.squeeze(-1) + torch.cat(blocks, 1) * self.p.squeeze(-1)
+
+    def start(self) -> Tensor | None:
+        # Powers of P applied to A stay in the span of A and of its averages over blocks, which is soon exhausted.
+        factors = self.lln.factors()
+        return None if factors is None else factors[0]

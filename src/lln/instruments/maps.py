@@ -1,0 +1,299 @@
+"""Attention maps: P of softmax, LLN, LLN+Diag or kernel attention, held as what it is made of rather than as a matrix.
+
+    from lln.instruments import softmax_map, lln_map, entropy, spectral_gap
+    p = softmax_map(q, k, key_mask=mask)          q [batch, heads, length, dim]
+    entropy(p), spectral_gap(p)                   two tensors [batch, heads]
+
+Everything is computed in float64 (float32 on Apple's MPS) on the device of the inputs, without gradients. Rows of
+padded queries are dropped: they count nowhere. So are rows that see no key, and a sample without any row gives NaN.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln.checks import check_block_size, check_number, coefficient, mix_weights
+from lln.instruments.checks import check_dense, check_masks, check_pair, check_stochastic
+from lln.instruments.heads import (
+    DenseHeads,
+    DiagHeads,
+    Heads,
+    KernelHeads,
+    LLNHeads,
+    SoftmaxHeads,
+    span_elements,
+)
+from lln.kernels.common import wide_dtype
+
+
+class AttentionMap(abc.ABC):
+    """The attention matrices P [rows, keys] of a batch of heads, from softmax_map, lln_map, kernel_map or dense_map."""
+
+    width: int  # numbers a token
+
+    def __init__(
+        self, shape: tuple[int, int, int, int], device: torch.device, is_causal: bool, query_mask: Tensor | None,
+        key_mask: Tensor | None,
+    ) -> None:  # fmt: skip
+        self.batch, self.heads, self.rows, self.keys = shape
+        self.device, self.is_causal, self.dtype = device, is_causal, wide_dtype(device)
+        if query_mask is None and self.rows == self.keys:
+            query_mask = key_mask  # one sequence: what is padding among the keys is padding among the queries
+
+        def mask(given: Tensor | None, length: int) -> Tensor:
+            return torch.ones(self.batch, length, dtype=torch.bool, device=device) if given is None else given.detach()
+
+        self.seen = mask(key_mask, self.keys)  # [B, M] keys that may be attended to
+        valid = mask(query_mask, self.rows)
+        # [B, N] rows that count
+        self.live = valid & (self.seen.cumsum(1) > 0 if is_causal else self.seen.any(1, keepdim=True))
+        self.one_sequence = self.rows == self.keys and torch.equal(valid, self.seen)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, heads, rows, keys)"""
+        return self.batch, self.heads, self.rows, self.keys
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(shape={self.shape}, is_causal={self.is_causal})"
+
+    @abc.abstractmethod
+    def of(self, sample: Tensor, head: Tensor) -> Heads:
+        """The heads with these indices, both [G]."""
+
+    def groups(self) -> Iterator[Heads]:
+        """All heads in the order of [batch, heads], as many at a time as fit into a span."""
+        size = max(span_elements(self.device) // max((self.rows + self.keys) * self.width, 1), 1)
+        for part in torch.arange(self.batch * self.heads, device=self.device).split(size):
+            yield self.indexed(part)
+
+    def singles(self, group: Heads) -> Iterator[Heads]:
+        """The heads of a group one by one."""
+        for one in group.index.split(1):
+            yield self.indexed(one)
+
+    def indexed(self, index: Tensor) -> Heads:
+        """Heads by their place in [batch * heads], index [G]."""
+        heads = self.of(index // self.heads, index % self.heads)
+        heads.index = index
+        return heads
+
+    def collect(self, values: list[Tensor]) -> Tensor:
+        """What was found for each group, [G, ...] each, as [batch, heads, ...]; NaN for a sample without rows."""
+        if not values:
+            return torch.empty(self.batch, self.heads, dtype=self.dtype, device=self.device)
+        found = torch.cat(values).unflatten(0, (self.batch, self.heads))
+        alive = self.live.any(1).view(self.batch, *(1 for _ in found.shape[1:]))
+        return torch.where(alive, found, torch.nan)
+
+    def key_head(self, head: Tensor, key_heads: int) -> Tensor:
+        return head // (self.heads // key_heads)
+
+    @torch.no_grad()
+    def dense(self) -> Tensor:
+        """P as a matrix, [batch, heads, rows, keys]; padded rows and hidden keys are 0."""
+        parts = [group.dense() for group in self.groups()]
+        if not parts:
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        found: Tensor = torch.cat(parts).unflatten(0, (self.batch, self.heads))
+        return found
+
+    @torch.no_grad()
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """(A [batch, heads, rows, F], B [batch, heads, keys, F]) with P = A B^T.
+
+        Raises ValueError for a map that has no such form: softmax, LLN+Diag, dense, and every causal one."""
+        parts = [group.factors() for group in self.groups()]
+        pairs = [pair for pair in parts if pair is not None]
+        if not pairs:
+            raise ValueError(f"factors: only bidirectional LLN and kernel maps are products of two; got {self!r}.")
+        a, b = (torch.cat(sides).unflatten(0, (self.batch, self.heads)) for sides in zip(*pairs, strict=True))
+        return a, b
+
+    def tokens(self, t: Tensor, sample: Tensor, head: Tensor, valid: Tensor) -> Tensor:
+        """[G, length, D] in the dtype of all instruments; 0 for hidden tokens, which may hold anything."""
+        return t[sample, head].to(self.dtype).masked_fill(~valid.unsqueeze(-1), 0.0)
+
+
+class SoftmaxMap(AttentionMap):
+    """P_ij = softmax_j(scale q_i . k_j), eq. (6)."""
+
+    def __init__(self, q: Tensor, k: Tensor, scale: float, *masks: Any) -> None:
+        super().__init__((*q.shape[:3], k.shape[2]), q.device, *masks)
+        self.q, self.k, self.scale, self.width = q.detach(), k.detach(), scale, q.shape[3]
+
+    def of(self, sample: Tensor, head: Tensor) -> Heads:
+        live, seen = self.live[sample], self.seen[sample]
+        q = self.tokens(self.q, sample, head, live).mul_(self.scale)
+        k = self.tokens(self.k, sample, self.key_head(head, self.k.shape[1]), seen)
+        return SoftmaxHeads(q, k, live, seen, self.is_causal)
+
+
+class LLNMap(AttentionMap):
+    """P_ij of eq. (9), and with blocks r P + p P_blocks."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, alpha: Tensor, beta: Tensor, block_size: int | None,
+        weights: tuple[Tensor | None, Tensor | None], scale: float, *masks: Any,
+    ) -> None:  # fmt: skip
+        super().__init__((*q.shape[:3], k.shape[2]), q.device, *masks)
+        self.q, self.k, self.scale, self.width = q.detach(), k.detach(), scale, q.shape[3]
+        self.alpha = alpha.detach().expand(self.batch, self.heads, -1)
+        self.beta = beta.detach().expand(self.batch, k.shape[1], -1)
+        self.block_size = block_size
+        self.weights = [w.detach().expand(self.batch, self.heads, 1) for w in weights if w is not None]
+
+    def of(self, sample: Tensor, head: Tensor) -> Heads:
+        live, seen = self.live[sample], self.seen[sample]
+        key_head = self.key_head(head, self.k.shape[1])
+        q, k = self.tokens(self.q, sample, head, live), self.tokens(self.k, sample, key_head, seen)
+        a, x = q * self.alpha[sample, head].unsqueeze(1), k * self.beta[sample, key_head].unsqueeze(1)
+        lln = LLNHeads(a, x, live, seen, self.is_causal)
+        if self.block_size is None:
+            return lln
+        position = torch.arange(self.rows, device=self.device)
+        first = (seen.cumsum(1) == 0).sum(1, keepdim=True)  # blocks count from the first valid token
+        block = (position - first).div(self.block_size, rounding_mode="floor")
+        r, p = (w[sample, head].unsqueeze(-1) for w in self.weights)
+        return DiagHeads(lln, q.mul_(self.scale), k, block, self.block_size, r, p)
+
+
+class KernelMap(AttentionMap):
+    """P_ij = fq_i . fk_j / sum_l fq_i . fk_l, eq. (3) in the features of both sides."""
+
+    def __init__(self, fq: Tensor, fk: Tensor, *masks: Any) -> None:
+        super().__init__((*fq.shape[:3], fk.shape[2]), fq.device, *masks)
+        self.fq, self.fk, self.width = fq.detach(), fk.detach(), fq.shape[3]
+
+    def of(self, sample: Tensor, head: Tensor) -> Heads:
+        live, seen = self.live[sample], self.seen[sample]
+        fq = self.tokens(self.fq, sample, head, live)
+        fk = self.tokens(self.fk, sample, self.key_head(head, self.fk.shape[1]), seen)
+        return KernelHeads(fq, fk, live, seen, self.is_causal)
+
+
+class DenseMap(AttentionMap):
+    """P as it was given."""
+
+    def __init__(self, p: Tensor, *masks: Any) -> None:
+        super().__init__(tuple(p.shape), p.device, *masks)  # type: ignore[arg-type]
+        self.p, self.width = p.detach(), p.shape[3]
+        check_stochastic(torch.where(self.seen[:, None, None], self.p, 0.0), self.live)
+
+    def of(self, sample: Tensor, head: Tensor) -> Heads:
+        live, seen = self.live[sample], self.seen[sample]
+        p = self.tokens(self.p, sample, head, live).masked_fill_(~seen.unsqueeze(1), 0.0)
+        return DenseHeads(p, live, seen, self.is_causal)
+
+
+def softmax_map(
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+) -> AttentionMap:
+    """The map of softmax attention, P_ij = softmax_j(scale q_i . k_j).
+
+    Args:
+        q: [batch, heads, length, dim]; k: [batch, key heads, key length, dim], with fewer heads for grouped queries.
+        scale: default 1 / sqrt(dim).
+        is_causal: a row sees its own and earlier keys.
+        key_mask: [batch, key length] bool, True = attend.
+        query_mask: [batch, length] bool, rows that count; default key_mask where the lengths are equal.
+
+    Raises:
+        ValueError or TypeError that names the argument.
+    """
+    check_pair(q, k)
+    check_masks(q, k, key_mask, query_mask, is_causal, ("q", "k"))
+    scale = q.shape[-1] ** -0.5 if scale is None else check_number("scale", scale)
+    return SoftmaxMap(q, k, scale, is_causal, query_mask, key_mask)
+
+
+def lln_map(
+    q: Tensor,
+    k: Tensor,
+    alpha: float | Tensor,
+    beta: float | Tensor,
+    block_size: int | None = None,
+    *,
+    mix: Any = 0.5,
+    scale: float | None = None,
+    is_causal: bool = False,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+) -> AttentionMap:
+    """The map of LLN attention, eq. (9), or with block_size of LLN+Diag: what lln.lln_attention multiplies values by.
+
+    Args:
+        q, k, is_causal, key_mask, query_mask: as for softmax_map.
+        alpha, beta: numbers, or tensors [heads], [batch, heads], [heads, dim] or [batch, heads, dim] (beta: key heads).
+        block_size: softmax attention inside consecutive blocks of so many tokens, counted from the first valid one.
+        mix: P = mix P_lln + (1 - mix) P_blocks; a pair (r, p) gives r P_lln + p P_blocks. Numbers, or tensors [heads]
+            or [batch, heads].
+        scale: of the softmax in the blocks, default 1 / sqrt(dim).
+
+    Raises:
+        ValueError or TypeError that names the argument.
+    """
+    check_pair(q, k)
+    check_masks(q, k, key_mask, query_mask, is_causal, ("q", "k"))
+    check_block_size(block_size, is_causal, q.shape[2] != k.shape[2], False)
+    batch, heads, _, dim = q.shape
+    dtype = wide_dtype(q.device)
+    first = coefficient("alpha", alpha, (batch, heads, dim), dtype, q.device)
+    second = coefficient("beta", beta, (batch, k.shape[1], dim), dtype, q.device)
+    weights = mix_weights(mix, block_size, (batch, heads, 1), dtype, q.device)
+    scale = dim**-0.5 if scale is None else check_number("scale", scale)
+    return LLNMap(q, k, first, second, block_size, weights, scale, is_causal, query_mask, key_mask)
+
+
+def kernel_map(
+    fq: Tensor,
+    fk: Tensor,
+    *,
+    is_causal: bool = False,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+) -> AttentionMap:
+    """The map of any linear attention, P_ij = fq_i . fk_j / sum_l fq_i . fk_l, from the features of queries and keys.
+
+    Args:
+        fq: [batch, heads, length, features]; fk: [batch, key heads, key length, features]. Products must be positive in
+            sum, and nowhere negative where an instrument takes logarithms.
+        is_causal, key_mask, query_mask: as for softmax_map.
+
+    Raises:
+        ValueError or TypeError that names the argument; for values that make no weights, when the map is measured.
+    """
+    check_pair(fq, fk, ("fq", "fk"))
+    check_masks(fq, fk, key_mask, query_mask, is_causal, ("fq", "fk"))
+    return KernelMap(fq, fk, is_causal, query_mask, key_mask)
+
+
+def dense_map(
+    p: Tensor,
+    *,
+    is_causal: bool = False,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+) -> AttentionMap:
+    """The map of a matrix that is already there: p [rows, keys] or [batch, heads, rows, keys], rows summing to 1.
+
+    is_causal promises that p is lower triangular; the masks are as for softmax_map.
+
+    Raises:
+        ValueError or TypeError that names the argument.
+    """
+    p = check_dense(p)
+    # One column and one row of p have the batch, length and device of queries and keys.
+    check_masks(p[..., :1], p[:, :, :1].transpose(2, 3), key_mask, query_mask, is_causal, ("rows of p", "keys of p"))
+    return DenseMap(p, is_causal, query_mask, key_mask)

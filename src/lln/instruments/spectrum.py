@@ -1,0 +1,146 @@
+"""The spectral gap of a map, and the spread along its first principal component: Theorem 3.3 as it really holds.
+
+The theorem says |lambda_2| = sigma_1, the largest singular value of the centred P. Only |lambda_2| <= sigma_1 is true,
+so that these are two instruments. Both come from the centred matrix P - 1 mu^T, mu the mean of the rows, whose
+eigenvalues are those of P without lambda_1 = 1:
+
+    bidirectional LLN, kernels   P = A B^T: the eigenvalues of the small matrix B^T A, the singular values of R_A R_B^T
+    causal maps                  the eigenvalues are the diagonal
+    softmax, LLN+Diag, dense     short ones dense, longer ones by block Arnoldi with products over rows
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lln.checks import check_number
+from lln.instruments.heads import Heads
+from lln.instruments.krylov import largest_eigenvalue
+from lln.instruments.maps import AttentionMap
+
+DENSE = 256  # up to so many tokens all eigenvalues at once are cheaper than the products of an iteration
+BLOCK = 8  # vectors that an iteration starts from
+
+
+@torch.no_grad()
+def spectral_gap(p: AttentionMap, *, tolerance: float = 1e-7) -> Tensor:
+    """1 - |lambda_2| of P, [batch, heads]: 1 where all rows are alike, 0 where a part of the sequence never mixes.
+
+    lambda_2 is the second eigenvalue by absolute value; of a single token there is none and the gap is 1. Exact for
+    LLN, kernel and causal maps.
+
+    Args:
+        tolerance: of the iteration for long softmax, LLN+Diag and dense maps.
+
+    Raises:
+        ValueError for a cross map: it is not square over one sequence and has no eigenvalues.
+        RuntimeError where the iteration does not get to the tolerance.
+    """
+    check_tolerance(tolerance)
+    if not p.one_sequence:
+        raise ValueError(
+            "spectral_gap: a map between two sequences has no eigenvalues, and rows and keys must be the same tokens; "
+            f"got {p.rows} rows and {p.keys} keys"
+            + (" with different masks" if p.rows == p.keys else "")
+            + ". principal_std has no such need."
+        )
+    return p.collect([1.0 - second_eigenvalue(p, group, tolerance) for group in p.groups()])
+
+
+@torch.no_grad()
+def principal_std(p: AttentionMap, *, tolerance: float = 1e-7) -> Tensor:
+    """The largest singular value of P - 1 mu^T, where mu is the mean of the rows of P: [batch, heads].
+
+    Its square is the spread of the rows around their mean along their first principal component (not divided by their
+    number). |lambda_2| is at most this; it can exceed 1. Exact for bidirectional LLN and kernel maps.
+
+    Args:
+        tolerance: of the iteration for other maps that are long.
+
+    Raises:
+        RuntimeError where the iteration does not get to the tolerance.
+    """
+    check_tolerance(tolerance)
+    return p.collect([largest_singular(p, group, tolerance) for group in p.groups()])
+
+
+def check_tolerance(tolerance: float) -> None:
+    if not check_number("tolerance", tolerance) > 0:
+        raise ValueError(f"tolerance must be positive; got {tolerance}.")
+
+
+def second_eigenvalue(p: AttentionMap, heads: Heads, tolerance: float) -> Tensor:
+    if not heads.rows:
+        return torch.zeros(len(heads), dtype=heads.dtype, device=heads.device)
+    if heads.is_causal:
+        # The first row sees one key, so that the first eigenvalue is 1 and need not be looked for.
+        top = torch.where(heads.live, heads.diagonal(), 0.0).topk(min(2, heads.rows), 1).values
+        return top[:, 1] if heads.rows > 1 else torch.zeros_like(top[:, 0])
+    factors = heads.factors()
+    if factors is not None:
+        a, b = factors
+        a = centred(heads, a)
+        small = b.transpose(1, 2) @ a if a.shape[2] < heads.rows else a @ b.transpose(1, 2)
+        return largest_of(small)
+    if heads.rows <= DENSE:
+        return largest_of(centred(heads, heads.dense()))
+    return torch.stack([iterate(one, False, tolerance) for one in p.singles(heads)])
+
+
+def largest_singular(p: AttentionMap, heads: Heads, tolerance: float) -> Tensor:
+    if not heads.rows or not heads.keys:
+        return torch.zeros(len(heads), dtype=heads.dtype, device=heads.device)
+    factors = heads.factors()
+    if factors is not None:
+        # Small triangles have the singular values of A B^T without the squaring that Gram matrices would bring.
+        r_a, r_b = (torch.linalg.qr(side, mode="r")[1] for side in (centred(heads, factors[0]), factors[1]))
+        return top_singular(r_a @ r_b.transpose(1, 2))
+    if min(heads.rows, heads.keys) <= DENSE:
+        return top_singular(centred(heads, heads.dense()))
+    return torch.stack([iterate(one, True, tolerance) for one in p.singles(heads)])
+
+
+def centred(heads: Heads, rows: Tensor) -> Tensor:
+    """rows [G, N, F] minus their mean over live rows; hidden rows stay zero."""
+    return (rows - rows.sum(1, keepdim=True) / heads.live.sum(1).clamp_min(1)[:, None, None]) * heads.live.unsqueeze(-1)
+
+
+def largest_of(matrices: Tensor) -> Tensor:
+    """max |eigenvalue| of [G, n, n]. On the CPU, where such small unsymmetric problems are solved fastest."""
+    largest: Tensor = torch.linalg.eigvals(matrices.cpu()).abs().amax(1)
+    return largest.to(matrices)
+
+
+def top_singular(matrices: Tensor) -> Tensor:
+    largest: Tensor = torch.linalg.matrix_norm(matrices, 2)
+    return largest
+
+
+def iterate(heads: Heads, singular: bool, tolerance: float) -> Tensor:
+    """max |lambda| of the centred P of one head, or its largest singular value."""
+    live = heads.live.to(heads.dtype).unsqueeze(-1)  # [1, N, 1]
+    count = live.sum().clamp_min(1)
+
+    def forward(x: Tensor) -> Tensor:
+        y = heads.product(x.unsqueeze(0))
+        return ((y - y.sum(1, keepdim=True) / count) * live)[0]
+
+    def squared(x: Tensor) -> Tensor:
+        return heads.transposed(forward(x).unsqueeze(0))[0]  # forward(x) is centred already
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(live)
+
+    generator = torch.Generator().manual_seed(0)
+    start = random(heads.rows, BLOCK) * live[0]
+    known = heads.start()
+    if known is not None:
+        mixed = centred(heads, known)[0] @ random(known.shape[-1], BLOCK // 2)
+        start = torch.cat(
+            [mixed / mixed.norm().clamp_min(1e-30), start[:, BLOCK // 2 :] / start.norm().clamp_min(1e-30)], 1
+        )
+    if not singular:
+        return live.new_tensor(largest_eigenvalue(forward, start, tolerance))
+    start = heads.transposed(centred(heads, start.unsqueeze(0)))[0]
+    return live.new_tensor(largest_eigenvalue(squared, start, tolerance, symmetric=True)).sqrt()
