@@ -208,6 +208,17 @@ def test_large_exponents_lose_nothing() -> None:
         ).any()  # a plain logarithm would lose some
 
 
+def test_high_temperatures_keep_their_digits() -> None:
+    """To first order P is 1/M + alpha beta (Cov over channels of q and k) / M, and everything else is rounding."""
+    q, k = normal(0, 1, 1, 300, 12), normal(1, 1, 1, 300, 12)
+    tiny = 1e-6
+    p = lln_map(q, k, tiny, tiny)
+    q, k = (t[0, 0] - t[0, 0].mean(-1, keepdim=True) for t in (q, k))
+    first_order = tiny**2 * (q - q.mean(0)) @ (k - k.mean(0)).T / (12 * 300)
+    assert principal_std(p).item() == pytest.approx(torch.linalg.svdvals(first_order)[0].item(), rel=1e-4)
+    assert 1 - spectral_gap(p).item() == pytest.approx(torch.linalg.eigvals(first_order).abs().max().item(), abs=1e-15)
+
+
 def test_a_later_key_does_not_change_an_earlier_row() -> None:
     q, k = inputs()
     k[:, :, 30] *= 1e3

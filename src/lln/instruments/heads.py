@@ -50,6 +50,7 @@ class Heads:
 
     def __init__(self, live: Tensor, seen: Tensor, is_causal: bool) -> None:
         self.live, self.seen, self.is_causal = live, seen, is_causal
+        self.padded = not bool(live.all() & seen.all())  # else no mask need be applied
         self.rows, self.keys, self.device = live.shape[1], seen.shape[1], live.device
 
     def log_rows(self, rows: Rows) -> Tensor:
@@ -75,7 +76,7 @@ class Heads:
         return torch.arange(width, device=self.device) > positions(rows, self.device).unsqueeze(-1)
 
     def hide(self, log_p: Tensor, rows: Rows) -> Tensor:
-        return log_p.masked_fill_(~take(self.live, rows).unsqueeze(-1), -torch.inf)
+        return log_p.masked_fill_(~take(self.live, rows).unsqueeze(-1), -torch.inf) if self.padded else log_p
 
     def entropies(self, rows: Rows) -> Tensor:
         """Of some rows, in bits: [G, R]; 0 for hidden rows."""
@@ -137,13 +138,9 @@ class SoftmaxHeads(Heads):
     def scores(self, rows: Rows) -> Tensor:
         width = last(rows) if self.is_causal else self.keys
         scores = take(self.q, rows) @ self.k[:, :width].transpose(1, 2)
-        if not self.all_seen:
+        if self.padded:
             scores.masked_fill_(~self.seen[:, None, :width], -torch.inf)
         return scores.masked_fill_(self.later(rows, width), -torch.inf) if self.is_causal else scores
-
-    @functools.cached_property
-    def all_seen(self) -> bool:
-        return bool(self.seen.all())
 
     def log_rows(self, rows: Rows) -> Tensor:
         scores = self.scores(rows)
@@ -177,7 +174,7 @@ class LLNHeads(Heads):
     def __init__(self, a: Tensor, x: Tensor, live: Tensor, seen: Tensor, is_causal: bool) -> None:
         super().__init__(live, seen, is_causal)
         self.a, self.dtype = a, a.dtype
-        self.x = x.masked_fill(~seen.unsqueeze(-1), -torch.inf)
+        self.x = x.masked_fill(~seen.unsqueeze(-1), -torch.inf) if self.padded else x
 
     @functools.cached_property
     def log_sum(self) -> Tensor:
@@ -204,14 +201,15 @@ class LLNHeads(Heads):
         n = (a + reference - top).exp_() @ (x - reference).exp_().transpose(1, 2)
         lost = n < TINY
         log_p = n.log_().add_(top - norm)
-        hidden = ~self.seen[:, None, :end]
-        if self.is_causal:
-            hidden = hidden | self.later(rows, end)
-        log_p.masked_fill_(hidden, -torch.inf)
-        lost &= ~hidden & take(self.live, rows).unsqueeze(-1)
+        if self.padded or self.is_causal:
+            hidden = ~(self.seen[:, None, :end] & take(self.live, rows).unsqueeze(-1))
+            if self.is_causal:
+                hidden |= self.later(rows, end)
+            log_p.masked_fill_(hidden, -torch.inf)
+            lost &= ~hidden
         if bool(lost.any()):
             self.mend(log_p, a, x, norm, lost)
-        return self.hide(log_p, rows)
+        return log_p
 
     @staticmethod
     def mend(log_p: Tensor, a: Tensor, x: Tensor, norm: Tensor, lost: Tensor) -> None:
@@ -225,8 +223,8 @@ class LLNHeads(Heads):
     @functools.cached_property
     def two_softmaxes(self) -> tuple[Tensor, Tensor]:
         """A = softmax_c(a + L) and B = softmax_j(x)."""
-        a = (self.a + self.log_sum).softmax(-1).mul_(self.live.unsqueeze(-1))
-        return a, (self.x - self.log_sum).exp_()
+        a, b = (self.a + self.log_sum).softmax(-1), (self.x - self.log_sum).exp_()
+        return (a.mul_(self.live.unsqueeze(-1)) if self.padded else a), b
 
     def diagonal(self) -> Tensor:
         return ((self.a + self.x).logsumexp(-1) - self.log_norm).exp()

@@ -35,6 +35,7 @@ class AttentionMap(abc.ABC):
     """The attention matrices P [rows, keys] of a batch of heads, from softmax_map, lln_map, kernel_map or dense_map."""
 
     width: int  # numbers a token
+    factored = False  # whether P = A B^T with thin A and B
 
     def __init__(
         self, shape: tuple[int, int, int, int], device: torch.device, is_causal: bool, query_mask: Tensor | None,
@@ -52,6 +53,8 @@ class AttentionMap(abc.ABC):
         valid = mask(query_mask, self.rows)
         # [B, N] rows that count
         self.live = valid & (self.seen.cumsum(1) > 0 if is_causal else self.seen.any(1, keepdim=True))
+        self.padded = not bool(self.live.all() & self.seen.all())
+        self.spectrum: Tensor | None = None  # of a factored map, once it is known
         self.one_sequence = self.rows == self.keys and torch.equal(valid, self.seen)
 
     @property
@@ -108,16 +111,16 @@ class AttentionMap(abc.ABC):
         """(A [batch, heads, rows, F], B [batch, heads, keys, F]) with P = A B^T.
 
         Raises ValueError for a map that has no such form: softmax, LLN+Diag, dense, and every causal one."""
-        parts = [group.factors() for group in self.groups()]
-        pairs = [pair for pair in parts if pair is not None]
-        if not pairs:
+        if not self.factored:
             raise ValueError(f"factors: only bidirectional LLN and kernel maps are products of two; got {self!r}.")
+        pairs = [pair for group in self.groups() if (pair := group.factors()) is not None]
         a, b = (torch.cat(sides).unflatten(0, (self.batch, self.heads)) for sides in zip(*pairs, strict=True))
         return a, b
 
     def tokens(self, t: Tensor, sample: Tensor, head: Tensor, valid: Tensor) -> Tensor:
         """[G, length, D] in the dtype of all instruments; 0 for hidden tokens, which may hold anything."""
-        return t[sample, head].to(self.dtype).masked_fill(~valid.unsqueeze(-1), 0.0)
+        wide = t[sample, head].to(self.dtype)  # a copy
+        return wide.masked_fill_(~valid.unsqueeze(-1), 0.0) if self.padded else wide
 
 
 class SoftmaxMap(AttentionMap):
@@ -145,17 +148,17 @@ class LLNMap(AttentionMap):
         self.q, self.k, self.scale, self.width = q.detach(), k.detach(), scale, q.shape[3]
         self.alpha = alpha.detach().expand(self.batch, self.heads, -1)
         self.beta = beta.detach().expand(self.batch, k.shape[1], -1)
-        self.block_size = block_size
+        self.block_size, self.factored = block_size, block_size is None and not self.is_causal
         self.weights = [w.detach().expand(self.batch, self.heads, 1) for w in weights if w is not None]
 
     def of(self, sample: Tensor, head: Tensor) -> Heads:
         live, seen = self.live[sample], self.seen[sample]
         key_head = self.key_head(head, self.k.shape[1])
         q, k = self.tokens(self.q, sample, head, live), self.tokens(self.k, sample, key_head, seen)
-        a, x = q * self.alpha[sample, head].unsqueeze(1), k * self.beta[sample, key_head].unsqueeze(1)
-        lln = LLNHeads(a, x, live, seen, self.is_causal)
+        alpha, beta = self.alpha[sample, head].unsqueeze(1), self.beta[sample, key_head].unsqueeze(1)
         if self.block_size is None:
-            return lln
+            return LLNHeads(q.mul_(alpha), k.mul_(beta), live, seen, self.is_causal)
+        lln = LLNHeads(q * alpha, k * beta, live, seen, self.is_causal)
         position = torch.arange(self.rows, device=self.device)
         first = (seen.cumsum(1) == 0).sum(1, keepdim=True)  # blocks count from the first valid token
         block = (position - first).div(self.block_size, rounding_mode="floor")
@@ -168,7 +171,7 @@ class KernelMap(AttentionMap):
 
     def __init__(self, fq: Tensor, fk: Tensor, *masks: Any) -> None:
         super().__init__((*fq.shape[:3], fk.shape[2]), fq.device, *masks)
-        self.fq, self.fk, self.width = fq.detach(), fk.detach(), fq.shape[3]
+        self.fq, self.fk, self.width, self.factored = fq.detach(), fk.detach(), fq.shape[3], not self.is_causal
 
     def of(self, sample: Tensor, head: Tensor) -> Heads:
         live, seen = self.live[sample], self.seen[sample]

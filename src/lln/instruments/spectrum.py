@@ -20,6 +20,7 @@ from lln.instruments.krylov import largest_eigenvalue
 from lln.instruments.maps import AttentionMap
 
 DENSE = 256  # up to so many tokens all eigenvalues at once are cheaper than the products of an iteration
+GRAM_ERROR = 1e-11  # relative, of sigma_1^2
 BLOCK = 8  # vectors that an iteration starts from
 
 
@@ -45,6 +46,8 @@ def spectral_gap(p: AttentionMap, *, tolerance: float = 1e-7) -> Tensor:
             + (" with different masks" if p.rows == p.keys else "")
             + ". principal_std has no such need."
         )
+    if p.factored:
+        return 1.0 - factor_spectrum(p)[..., 0]
     return p.collect([1.0 - second_eigenvalue(p, group, tolerance) for group in p.groups()])
 
 
@@ -62,12 +65,55 @@ def principal_std(p: AttentionMap, *, tolerance: float = 1e-7) -> Tensor:
         RuntimeError where the iteration does not get to the tolerance.
     """
     check_tolerance(tolerance)
+    if p.factored:
+        return factor_spectrum(p)[..., 1]
     return p.collect([largest_singular(p, group, tolerance) for group in p.groups()])
 
 
 def check_tolerance(tolerance: float) -> None:
     if not check_number("tolerance", tolerance) > 0:
         raise ValueError(f"tolerance must be positive; got {tolerance}.")
+
+
+def factor_spectrum(p: AttentionMap) -> Tensor:
+    """(|lambda_2|, sigma_1) of a map P = A B^T, [batch, heads, 2]: both from one pass over the tokens, and kept."""
+    if p.spectrum is None:
+        found = [torch.empty(0, 2, dtype=p.dtype, device=p.device)]
+        for group in p.groups():
+            a, b = group.factors() or (torch.empty(0), torch.empty(0))
+            # Rows of P sum to 1, so that the centred P has a mean of 0 in rows, too, and B may be centred as well as A:
+            # at high temperatures hardly anything else is left of them.
+            a, b = centred(group, a), centred_keys(group, b)
+            first = singular_of_factors(a, b)
+            second = eigenvalue_of_factors(a, b) if p.one_sequence and p.rows else torch.full_like(first, torch.nan)
+            found.append(torch.stack([second, first], 1))
+        p.spectrum = p.collect(found)
+    return p.spectrum
+
+
+def eigenvalue_of_factors(a: Tensor, b: Tensor) -> Tensor:
+    """max |lambda| of A B^T, [G]: the nonzero eigenvalues of B^T A are the same."""
+    return largest_of(b.transpose(1, 2) @ a if a.shape[2] < a.shape[1] else a @ b.transpose(1, 2))
+
+
+def singular_of_factors(a: Tensor, b: Tensor) -> Tensor:
+    """The largest singular value of A B^T, [G]."""
+    if 0 in a.shape or 0 in b.shape:
+        return a.new_zeros(len(a))
+    if a.shape[1] <= a.shape[2]:
+        return top_singular(a @ b.transpose(1, 2))
+    gram_a, gram_b = a.transpose(1, 2) @ a, b.transpose(1, 2) @ b
+    values, vectors = torch.linalg.eigh(gram_b)
+    root = vectors * values.clamp_min(0.0).sqrt().unsqueeze(1)
+    square: Tensor = torch.linalg.eigvalsh(root.transpose(1, 2) @ gram_a @ root)[:, -1].clamp_min(0.0)
+    # Grams square the sizes, and with them the rounding beside a sigma_1 that is small because A and B hardly meet.
+    # Then the triangles of A and B serve, at ten times the cost.
+    trace_a, trace_b = (gram.diagonal(dim1=1, dim2=2).sum(1) for gram in (gram_a, gram_b))
+    rounding = torch.finfo(a.dtype).eps * trace_a * trace_b
+    if bool((rounding > GRAM_ERROR * square).any()):
+        r_a, r_b = (torch.linalg.qr(side, mode="r")[1] for side in (a, b))
+        return top_singular(r_a @ r_b.transpose(1, 2))
+    return square.sqrt()
 
 
 def second_eigenvalue(p: AttentionMap, heads: Heads, tolerance: float) -> Tensor:
@@ -77,12 +123,6 @@ def second_eigenvalue(p: AttentionMap, heads: Heads, tolerance: float) -> Tensor
         # The first row sees one key, so that the first eigenvalue is 1 and need not be looked for.
         top = torch.where(heads.live, heads.diagonal(), 0.0).topk(min(2, heads.rows), 1).values
         return top[:, 1] if heads.rows > 1 else torch.zeros_like(top[:, 0])
-    factors = heads.factors()
-    if factors is not None:
-        a, b = factors
-        a = centred(heads, a)
-        small = b.transpose(1, 2) @ a if a.shape[2] < heads.rows else a @ b.transpose(1, 2)
-        return largest_of(small)
     if heads.rows <= DENSE:
         return largest_of(centred(heads, heads.dense()))
     return torch.stack([iterate(one, False, tolerance) for one in p.singles(heads)])
@@ -91,11 +131,6 @@ def second_eigenvalue(p: AttentionMap, heads: Heads, tolerance: float) -> Tensor
 def largest_singular(p: AttentionMap, heads: Heads, tolerance: float) -> Tensor:
     if not heads.rows or not heads.keys:
         return torch.zeros(len(heads), dtype=heads.dtype, device=heads.device)
-    factors = heads.factors()
-    if factors is not None:
-        # Small triangles have the singular values of A B^T without the squaring that Gram matrices would bring.
-        r_a, r_b = (torch.linalg.qr(side, mode="r")[1] for side in (centred(heads, factors[0]), factors[1]))
-        return top_singular(r_a @ r_b.transpose(1, 2))
     if min(heads.rows, heads.keys) <= DENSE:
         return top_singular(centred(heads, heads.dense()))
     return torch.stack([iterate(one, True, tolerance) for one in p.singles(heads)])
@@ -103,7 +138,13 @@ def largest_singular(p: AttentionMap, heads: Heads, tolerance: float) -> Tensor:
 
 def centred(heads: Heads, rows: Tensor) -> Tensor:
     """rows [G, N, F] minus their mean over live rows; hidden rows stay zero."""
-    return (rows - rows.sum(1, keepdim=True) / heads.live.sum(1).clamp_min(1)[:, None, None]) * heads.live.unsqueeze(-1)
+    apart = rows - rows.sum(1, keepdim=True) / heads.live.sum(1).clamp_min(1)[:, None, None]
+    return apart.mul_(heads.live.unsqueeze(-1)) if heads.padded else apart
+
+
+def centred_keys(heads: Heads, keys: Tensor) -> Tensor:
+    apart = keys - keys.sum(1, keepdim=True) / heads.seen.sum(1).clamp_min(1)[:, None, None]
+    return apart.mul_(heads.seen.unsqueeze(-1)) if heads.padded else apart
 
 
 def largest_of(matrices: Tensor) -> Tensor:
