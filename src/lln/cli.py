@@ -269,6 +269,43 @@ def bench(
     publish(result, out, as_json=as_json, charts=not missing("report"))
 
 
+class FigureName(enum.StrEnum):
+    fig2 = "fig2"
+    fig5a = "fig5a"
+    fig5b = "fig5b"
+    fig6a = "fig6a"
+    fig6b = "fig6b"
+    fig7 = "fig7"
+
+
+@app.command(epilog="Example: [bold]lln reproduce fig2 --quick[/bold] for a look in seconds.")
+def reproduce(
+    figure: Annotated[FigureName, typer.Argument(help="A figure of the paper.")],
+    out: Annotated[Path, typer.Option(help="Folder for the data (JSON) and the charts (SVG).")] = Path("reproduced"),
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter sequences and fewer draws.")] = False,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Sets of draws.", show_default="4, quick 2")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all draws.")] = 0,
+) -> None:
+    """Make an analysis figure of the paper from scratch and say whether its claims hold, in numbers."""
+    need("report")
+    need_folder(out)
+
+    import dataclasses
+
+    from lln.reproduce.figure import QUICK, Plan, run, write
+    from lln.reproduce.figures import FIGURES
+
+    chosen, plan = FIGURES[figure.value], QUICK if quick else Plan()
+    plan = dataclasses.replace(plan, seeds=seeds or plan.seeds)
+    with progress_bar(chosen.steps(plan)) as step:
+        result = run(chosen, plan, seed, step)
+    paths = write(chosen, plan, result, out)
+    typer.echo(f"{chosen.name}: {chosen.title}")
+    for verdict in result["verdicts"]:
+        typer.echo(f"\n{'holds' if verdict['holds'] else 'DOES NOT HOLD'}: {verdict['claim']}\n  {verdict['sentence']}")
+    typer.echo(f"\nWritten: {', '.join(map(str, paths))}.")
+
+
 @app.command(epilog="Example: [bold]lln info[/bold] before you report a problem.")
 def info() -> None:
     """Show versions, devices, back ends, and which extras are missing."""
