@@ -21,16 +21,17 @@ test: check
 # make VENV_FLAGS=--system-site-packages test-gpu
 test-gpu: $(READY)
 	$(VENV)/bin/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no GPU")'
-	$(VENV)/bin/python -m pytest -n 8 --dist worksteal tests/test_devices.py tests/test_triton*.py
+	$(VENV)/bin/python -m pytest -n 8 --dist worksteal tests/test_devices.py tests/test_instruments.py tests/test_triton*.py
 
 check: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-# The CPU figures that the README quotes.
+# The CPU figures that the README quotes, and what the instruments take.
 bench: $(READY)
 	$(VENV)/bin/python benchmarks/cpu_forward.py --out benchmarks/results/cpu_forward.json
+	$(VENV)/bin/python benchmarks/instruments.py --out benchmarks/results/instruments.json
 
 # What the GPU kernels are judged by.
 bench-gpu: $(READY)

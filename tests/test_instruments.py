@@ -24,6 +24,7 @@ from lln.instruments import (
     kernel_map,
     lln_map,
     log_moments,
+    lognormal_fit,
     principal_std,
     softmax_map,
     spectral_gap,
@@ -33,6 +34,7 @@ from lln.instruments import (
 from lln.moments import PAPER_A, PAPER_B
 from reference import normal
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 BATCH, HEADS, KEY_HEADS, LENGTH, DIM = 2, 4, 2, 37, 11
 MIX = torch.tensor([0.2, 0.5, 0.9, 0.6], dtype=torch.float64)
 ALPHA, BETA = torch.linspace(0.8, 1.9, HEADS), torch.tensor([[1.1, 0.7], [1.6, 1.2]])
@@ -295,3 +297,26 @@ def test_log_moments_of_sampled_rows_are_near_those_of_all() -> None:
     assert (some.variance / every.variance - 1).abs().max() < 0.2
     assert not torch.equal(some.mean, every.mean)
     close(log_moments(p, rows=350).variance, every.variance)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_device_measures_the_same(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lln.instruments.spectrum.DENSE", 8)
+    for name, options in CASES:
+        moved = {key: o.to(device) if isinstance(o, Tensor) else o for key, o in OPTIONS[options].items()}
+        here, _ = made(name, OPTIONS[options])
+        q, k = inputs()
+        if name == "softmax":
+            there = softmax_map(q.to(device), k.to(device), **moved)
+        elif name == "LLN+Diag":
+            there = lln_map(q.to(device), k.to(device), 1.3, 0.9, 8, **moved)
+        elif name == "kernel":
+            there = kernel_map(q.square().to(device), k.square().to(device), **moved)
+        else:
+            continue
+        for instrument in (entropy, variance, principal_std, spectral_gap):
+            found = instrument(there)
+            assert found.device.type == device
+            close(found.cpu(), instrument(here), 1e-9)
+        close(log_moments(there).variance.cpu(), log_moments(here).variance, 1e-10)
+        close(lognormal_fit(there).distance.cpu(), lognormal_fit(here).distance, 1e-9)

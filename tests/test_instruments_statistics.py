@@ -14,6 +14,7 @@ from torch import Tensor
 
 from instruments_reference import Matrix, softmax_matrix
 from lln import match_moments
+from lln.bench.measure import peak_memory
 from lln.instruments import (
     AttentionMap,
     dense_map,
@@ -331,3 +332,13 @@ def test_empty_inputs_have_empty_or_no_results(shape: tuple[int, ...]) -> None:
         assert log_moments(p).mean.shape == shape[:2]
         assert p.dense().shape == (*shape[:3], shape[2])
     assert gaussian_fit(t, t).query.distance.shape == shape[:2]
+
+
+@pytest.mark.parametrize("name", ["softmax", "LLN", "LLN+Diag"])
+def test_no_instrument_holds_the_matrix(name: str) -> None:
+    length = 3584
+    q, k = normal(0, 1, 1, length, 8), normal(1, 1, 1, length, 8)
+    p = {"softmax": softmax_map(q, k), "LLN": lln_map(q, k, 1.5, 1.5), "LLN+Diag": lln_map(q, k, 1.5, 1.5, 32)}[name]
+    works: list[Callable[[], Any]] = [lambda: entropy(p), lambda: spectral_gap(p, tolerance=1e-3)]
+    for work in works:
+        assert peak_memory(work, torch.device("cpu")) < 0.6 * 8 * length**2
