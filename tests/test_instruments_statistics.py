@@ -1,6 +1,5 @@
 """Estimates cover the truth, fits agree with scipy, published facts come out, wrong input is named."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -109,11 +108,6 @@ def test_theorem_3_3_has_a_counterexample() -> None:
     )
     assert spectral_gap(p).item() == pytest.approx(1.0, abs=1e-6)
     assert principal_std(p).item() == pytest.approx(1 / math.sqrt(3), abs=1e-12)
-
-
-@functools.cache
-def scores() -> Tensor:
-    return normal(3, 1, 2, 24, 5)
 
 
 @given(st.floats(0.05, 20), st.floats(1.05, 3), st.integers(0, 2**16), st.booleans())

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from lln.checks import check_block_size, check_number, coefficient, mix_weights
 from lln.instruments.checks import check_dense, check_masks, check_pair, check_stochastic
+from lln.instruments.diag import DiagHeads
 from lln.instruments.heads import (
     DenseHeads,
-    DiagHeads,
     Heads,
     KernelHeads,
     LLNHeads,

@@ -210,7 +210,7 @@ def judge_7(plan: Plan, rows: Rows) -> list[Verdict]:
             claim="LLN attention is log-normal (Prop. 4.1).",
             holds=paper["distance"] <= 0.02 and paper["qq_r2"] >= 0.998,
             numbers={"distance": paper["distance"], "qq_r2": paper["qq_r2"], "skewness": paper["skewness"]},
-            sentence=f"Only roughly: distance {paper['distance']:.3f}, Q-Q R² {paper['qq_r2']:.4f}, "
+            sentence=f"Distance {paper['distance']:.3f}, Q-Q R² {paper['qq_r2']:.4f}, "
             f"skewness {paper['skewness']:.2f}, with paper matching.",
         ),
     ]
