@@ -35,6 +35,7 @@ class TextTokenizer:
             raise DataError(f"{origin} is not a tokenizer file ({str(error).splitlines()[0]}).") from None
         self.core.no_padding()
         self.core.no_truncation()
+        self.core.encode_special_tokens = True  # "</s>" in a text is four letters, not the end of a line
         ids = {}
         for role, names in NAMES.items():
             found = [i for i in map(self.core.token_to_id, names) if i is not None]
@@ -62,6 +63,7 @@ class TextTokenizer:
         """Ids of sentences (one column) or pairs (two), with the special tokens around them that the tokenizer
         prescribes, cut to `length` from the end of the longer sentence."""
         core = need("tokenizers").Tokenizer.from_str(self.core.to_str())  # truncation is a setting of the whole
+        core.encode_special_tokens = True
         core.enable_truncation(length, strategy="longest_first")
         inputs: list[Any] = list(columns[0]) if len(columns) == 1 else list(zip(*columns, strict=True))
         for at in track(range(0, len(inputs), CHUNK), -(-len(inputs) // CHUNK), "Tokenising"):
