@@ -212,20 +212,20 @@ def test_embedded_sets_need_nothing_and_their_splits_share_nothing(name: str) ->
 
 
 def test_embedded_pairs_belong_together_as_labelled() -> None:
+    chapters: dict[str, str] = {}
+    for topic, text in embedded._paragraphs():
+        chapters[topic] = chapters.get(topic, "") + " " + text
     rows = read("embedded/pairs", "train")
-    chapter = {}
-    for label, name in enumerate(embedded.chapters()):
-        own = [text for topic, text in embedded._paragraphs() if topic == name]
-        chapter[label] = " ".join(own)
     proved = 0
     for one, two, label in zip(*(rows.column(c)[:200] for c in ("text1", "text2", "label")), strict=True):
-        assert one != two
-        homes = [{c for c, text in chapter.items() if passage in text} for passage in (one, two)]
-        # Joined over left-out paragraphs a passage may be found nowhere; then it proves nothing.
-        if homes[0] and homes[1]:
-            assert bool(homes[0] & homes[1]) == bool(label)
+        if label:
+            assert any(f"{one} {two}" in text for text in chapters.values())
+        homes = [{topic for topic, text in chapters.items() if passage in text} for passage in (one, two)]
+        # A negative passage that is found in several chapters proves nothing.
+        if not label and len(homes[0]) == len(homes[1]) == 1:
+            assert homes[0] != homes[1]
             proved += 1
-    assert proved > 150
+    assert proved > 80
 
 
 def test_a_missing_package_names_the_extra() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -33,8 +34,7 @@ def build_once(
     """The folder with what `build(folder)` wrote for this key, which must hold everything that decides its content.
 
     A folder appears complete or not at all: it is built beside its place and renamed. Of several processes that ask at
-    once, one builds and the others wait; where locks do not work (some network drives) several build, and the first
-    one's result stays. A folder whose files have other sizes than at its making is built again.
+    once, one builds and the others wait. A folder whose files have other sizes than at its making is built again.
     """
     parent = cache_root(cache_dir) / kind
     name = fingerprint(key)[:32]
@@ -57,12 +57,7 @@ def build_once(
                 _to_disk(path)
             write_json(part / MANIFEST, {"key": dict(key), "sizes": sizes})
             part.chmod(0o755)
-            try:
-                part.rename(folder)
-            except OSError:
-                if not is_whole(folder):
-                    raise
-                shutil.rmtree(part)
+            part.rename(folder)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
@@ -70,8 +65,6 @@ def build_once(
 
 
 def is_whole(folder: Path) -> bool:
-    import json
-
     try:
         sizes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sizes"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())

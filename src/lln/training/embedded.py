@@ -2,7 +2,7 @@
 
     embedded/prose    text                      for language models
     embedded/topics   sentence, label           which of four chapters 24 words come from (a new 24 every 8 words)
-    embedded/pairs    text1, text2, label       1: both passages come from one chapter
+    embedded/pairs    text1, text2, label       1: the second passage goes on where the first ends; 0: another chapter
     embedded/digits   image, label              8 x 8 grey digits
 
 Every set has the splits train, validation and test.
@@ -24,7 +24,7 @@ SPLITS = ("train", "validation", "test")
 NOTES = {
     "embedded/prose": "Text: the help texts that come with this Python (pydoc_data.topics), without repetitions.",
     "embedded/topics": "Made from this Python's help texts: 24 words each, the label is the chapter. Not GLUE.",
-    "embedded/pairs": "Made from this Python's help texts: 24 words each, label 1 = one chapter. Not GLUE, not AAN.",
+    "embedded/pairs": "Made from this Python's help texts: 24 words each, label 1 = the second goes on. Not GLUE.",
     "embedded/digits": "scikit-learn's load_digits: 1,797 images of 8 x 8 pixels, the levels 0-16 stretched to 0-255.",
 }
 CLASSES, WORDS, STRIDE = 4, 24, 8
@@ -45,9 +45,8 @@ def columns(name: str, split: str) -> tuple[dict[str, list[Any]], str]:
         chosen = [text for i, (_, text) in enumerate(_paragraphs()) if _split_of(i) == split]
         return {"text": chosen}, version
     if name == "embedded/topics":
-        passages = _passages(split, STRIDE)
-        return {"sentence": [text for text, _ in passages], "label": [label for _, label in passages]}, version
-    return _pairs(_passages(split, WORDS), split), version  # passages that share no words
+        return _topics(split), version
+    return _pairs(split), version
 
 
 def chapters() -> list[str]:
@@ -78,42 +77,47 @@ def _split_of(paragraph: int) -> str:
     return {8: "validation", 9: "test"}.get(paragraph // RUN % 10, "train")
 
 
-def _passages(split: str, stride: int) -> list[tuple[str, int]]:
-    """(words, chapter), cut from the split's own paragraphs, so no word of a passage is in two splits."""
-    names = chapters()
-    words: dict[str, list[list[str]]] = {name: [] for name in names}
+def _runs(split: str) -> list[tuple[str, list[str]]]:
+    """(topic, words): the split's paragraphs, joined where they follow each other, so no paragraph is in two splits"""
+    runs: list[tuple[str, list[str]]] = []
     before: tuple[str, int] | None = None
     for i, (topic, text) in enumerate(_paragraphs()):
-        if topic in words and _split_of(i) == split:
-            if before == (topic, i - 1):
-                words[topic][-1] += text.split()
-            else:
-                words[topic].append(text.split())
+        if _split_of(i) == split:
+            if before != (topic, i - 1):
+                runs.append((topic, []))
+            runs[-1][1].extend(text.split())
             before = (topic, i)
+    return runs
+
+
+def _cut(words: list[str], stride: int) -> list[str]:
+    return [" ".join(words[at : at + WORDS]) for at in range(0, len(words) - WORDS + 1, stride)]
+
+
+def _topics(split: str) -> dict[str, list[Any]]:
+    names = chapters()
     found = [
-        (" ".join(run[at : at + WORDS]), label)
-        for label, name in enumerate(names)
-        for run in words[name]
-        for at in range(0, len(run) - WORDS + 1, stride)
+        (text, names.index(topic)) for topic, words in _runs(split) if topic in names for text in _cut(words, STRIDE)
     ]
-    return [found[i] for i in permutation(len(found), "embedded/topics", split)]
+    order = permutation(len(found), "embedded/topics", split)
+    return {"sentence": [found[i][0] for i in order], "label": [found[i][1] for i in order]}
 
 
-def _pairs(passages: list[tuple[str, int]], split: str) -> dict[str, list[Any]]:
+def _pairs(split: str) -> dict[str, list[Any]]:
     draw = generator("embedded/pairs", split)
-    by_label = [[text for text, label in passages if label == c] for c in range(CLASSES)]
+    passages = [(topic, _cut(words, WORDS)) for topic, words in _runs(split)]
+    firsts = [(topic, cut, i) for topic, cut in passages for i in range(len(cut) - 1)]
     found: dict[str, list[Any]] = {"text1": [], "text2": [], "label": []}
-    for i in range(PAIRS[split]):
-        same = i % 2
-        first = int(draw.integers(CLASSES))
-        second = first if same else (first + 1 + int(draw.integers(CLASSES - 1))) % CLASSES
-        a = int(draw.integers(len(by_label[first])))
-        # Never a passage with itself, which would be told by its letters.
-        b = (a + 1 + int(draw.integers(len(by_label[first]) - 1))) % len(by_label[first]) if same else None
-        b = int(draw.integers(len(by_label[second]))) if b is None else b
-        found["text1"].append(by_label[first][a])
-        found["text2"].append(by_label[second][b])
-        found["label"].append(same)
+    for number in range(PAIRS[split]):
+        topic, cut, i = firsts[int(draw.integers(len(firsts)))]
+        second = cut[i + 1]
+        if number % 2 == 0:
+            others = [(c, j) for t, c, j in firsts if t != topic]
+            c, j = others[int(draw.integers(len(others)))]
+            second = c[j + 1]
+        found["text1"].append(cut[i])
+        found["text2"].append(second)
+        found["label"].append(number % 2)
     return found
 
 

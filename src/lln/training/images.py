@@ -170,8 +170,9 @@ def _pixels(value: Any, size: int | None, rows: Rows, row: int) -> np.ndarray:
     if size is not None and image.size != (size, size):
         side = min(image.size)
         left, top = (image.width - side) // 2, (image.height - side) // 2
-        box = (left, top, left + side, top + side)
-        image = image.resize((size, size), image_module.Resampling.BILINEAR, box=box, reducing_gap=None)
+        # Cut first: with resize's own `box`, pixels beyond it shine in.
+        square = image.crop((left, top, left + side, top + side))
+        image = square.resize((size, size), image_module.Resampling.BILINEAR)
     array = np.asarray(image)
     return array if array.ndim == 3 else array[:, :, None]
 
