@@ -3,6 +3,7 @@
 import fnmatch
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -211,21 +212,19 @@ def test_embedded_sets_need_nothing_and_their_splits_share_nothing(name: str) ->
         assert np.bincount(labels).max() <= 0.5 * len(labels)
 
 
-def test_embedded_pairs_belong_together_as_labelled() -> None:
-    chapters: dict[str, str] = {}
-    for topic, text in embedded._paragraphs():
-        chapters[topic] = chapters.get(topic, "") + " " + text
+def test_embedded_pairs_share_their_words_as_labelled() -> None:
     rows = read("embedded/pairs", "train")
-    proved = 0
-    for one, two, label in zip(*(rows.column(c)[:200] for c in ("text1", "text2", "label")), strict=True):
-        if label:
-            assert any(f"{one} {two}" in text for text in chapters.values())
-        homes = [{topic for topic, text in chapters.items() if passage in text} for passage in (one, two)]
-        # A negative passage that is found in several chapters proves nothing.
-        if not label and len(homes[0]) == len(homes[1]) == 1:
-            assert homes[0] != homes[1]
-            proved += 1
-    assert proved > 80
+    for one, two, label in zip(*(rows.column(c) for c in ("text1", "text2", "label")), strict=True):
+        missing = Counter(two.split()) - Counter(one.split())
+        assert bool(missing) != bool(label)
+        assert len(two.split()) == 18
+
+
+def test_the_identity_of_an_embedded_set_follows_its_content() -> None:
+    before = read("embedded/topics", "train").identity
+    with mock.patch.object(embedded, "WORDS", 20):
+        assert read("embedded/topics", "train").identity != before
+    assert read("embedded/topics", "train").identity == before
 
 
 def test_a_missing_package_names_the_extra() -> None:

@@ -2,7 +2,7 @@
 
     embedded/prose    text                      for language models
     embedded/topics   sentence, label           which of four chapters 24 words come from (a new 24 every 8 words)
-    embedded/pairs    text1, text2, label       1: the second passage goes on where the first ends; 0: another chapter
+    embedded/pairs    text1, text2, label       1: the second has three quarters of the first's words, mixed
     embedded/digits   image, label              8 x 8 grey digits
 
 Every set has the splits train, validation and test.
@@ -10,7 +10,6 @@ Every set has the splits train, validation and test.
 
 from __future__ import annotations
 
-import hashlib
 from functools import cache
 from typing import Any
 
@@ -24,7 +23,7 @@ SPLITS = ("train", "validation", "test")
 NOTES = {
     "embedded/prose": "Text: the help texts that come with this Python (pydoc_data.topics), without repetitions.",
     "embedded/topics": "Made from this Python's help texts: 24 words each, the label is the chapter. Not GLUE.",
-    "embedded/pairs": "Made from this Python's help texts: 24 words each, label 1 = the second goes on. Not GLUE.",
+    "embedded/pairs": "Made from this Python's help texts: 24 words each, label 1 = the same words, mixed. Not GLUE.",
     "embedded/digits": "scikit-learn's load_digits: 1,797 images of 8 x 8 pixels, the levels 0-16 stretched to 0-255.",
 }
 CLASSES, WORDS, STRIDE = 4, 24, 8
@@ -32,21 +31,18 @@ PAIRS = {"train": 4000, "validation": 500, "test": 500}
 RUN = 8  # consecutive paragraphs stay in one split, so that a sequence reads on
 
 
-def columns(name: str, split: str) -> tuple[dict[str, list[Any]], str]:
-    """(columns, a hash of what they were made from: the help texts differ between versions of Python)"""
+def columns(name: str, split: str) -> dict[str, list[Any]]:
     if name not in NOTES:
         raise DataError(f"There is no embedded set {name!r}; there are: {', '.join(sorted(NOTES))}.")
     if split not in SPLITS:
         raise DataError(f"{name} has no split {split!r}; there are: {', '.join(SPLITS)}.")
     if name == "embedded/digits":
         return _digits(split)
-    version = hashlib.sha256("\n\n".join(text for _, text in _paragraphs()).encode()).hexdigest()
-    if name == "embedded/prose":
-        chosen = [text for i, (_, text) in enumerate(_paragraphs()) if _split_of(i) == split]
-        return {"text": chosen}, version
     if name == "embedded/topics":
-        return _topics(split), version
-    return _pairs(split), version
+        return _topics(split)
+    if name == "embedded/pairs":
+        return _pairs(split)
+    return {"text": [text for i, (_, text) in enumerate(_paragraphs()) if _split_of(i) == split]}
 
 
 def chapters() -> list[str]:
@@ -105,28 +101,24 @@ def _topics(split: str) -> dict[str, list[Any]]:
 
 def _pairs(split: str) -> dict[str, list[Any]]:
     draw = generator("embedded/pairs", split)
-    passages = [(topic, _cut(words, WORDS)) for topic, words in _runs(split)]
-    firsts = [(topic, cut, i) for topic, cut in passages for i in range(len(cut) - 1)]
+    passages = [text for _, words in _runs(split) for text in _cut(words, WORDS)]
     found: dict[str, list[Any]] = {"text1": [], "text2": [], "label": []}
     for number in range(PAIRS[split]):
-        topic, cut, i = firsts[int(draw.integers(len(firsts)))]
-        second = cut[i + 1]
-        if number % 2 == 0:
-            others = [(c, j) for t, c, j in firsts if t != topic]
-            c, j = others[int(draw.integers(len(others)))]
-            second = c[j + 1]
-        found["text1"].append(cut[i])
-        found["text2"].append(second)
+        first = int(draw.integers(len(passages)))
+        other = (first + 1 + int(draw.integers(len(passages) - 1))) % len(passages)
+        words = passages[first if number % 2 else other].split()
+        kept = draw.permutation(WORDS)[: WORDS * 3 // 4]
+        found["text1"].append(passages[first])
+        found["text2"].append(" ".join(words[i] for i in kept))
         found["label"].append(number % 2)
     return found
 
 
-def _digits(split: str) -> tuple[dict[str, list[Any]], str]:
+def _digits(split: str) -> dict[str, list[Any]]:
     bunch = need("sklearn.datasets").load_digits()
     images = np.round(bunch.images * (255 / 16)).astype(np.uint8).reshape(len(bunch.images), -1)  # [n, 64]
-    version = hashlib.sha256(images.tobytes() + bunch.target.astype(np.int64).tobytes()).hexdigest()
     order = permutation(len(images), "embedded/digits")
     tenth = len(images) // 10
     parts = {"train": order[2 * tenth :], "validation": order[:tenth], "test": order[tenth : 2 * tenth]}
     chosen = parts[split]
-    return {"image": list(images[chosen]), "label": [int(label) for label in bunch.target[chosen]]}, version
+    return {"image": images[chosen].tolist(), "label": bunch.target[chosen].tolist()}

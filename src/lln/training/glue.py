@@ -40,7 +40,7 @@ def tasks() -> dict[str, Task]:
         "qqp": Task(GLUE, "qqp", ("question1", "question2"), ("not_duplicate", "duplicate")),
         "sst2": Task(GLUE, "sst2", ("sentence",), ("negative", "positive")),
         "topics": Task("embedded/topics", None, ("sentence",), tuple(embedded.chapters()), hidden=False),
-        "pairs": Task("embedded/pairs", None, ("text1", "text2"), ("apart", "continued"), hidden=False),
+        "pairs": Task("embedded/pairs", None, ("text1", "text2"), ("other words", "same words"), hidden=False),
     }
 
 

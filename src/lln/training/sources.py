@@ -13,7 +13,7 @@ import numpy as np
 from lln.training import embedded
 from lln.training.errors import DataError, need
 from lln.training.hub import find_files, list_splits
-from lln.training.seeds import permutation
+from lln.training.seeds import fingerprint, permutation
 
 # Rows on the Hub, so that a result from a partial set says so.
 PUBLISHED = {
@@ -126,8 +126,9 @@ def splits(name: str, *, config: str | None = None, data_root: str | os.PathLike
 
 
 def _embedded(name: str, split: str) -> Rows:
-    columns, version = embedded.columns(name, split)
-    identity = {"name": name, "config": None, "split": split, "version": version}
+    columns = embedded.columns(name, split)
+    # By content: the help texts differ between versions of Python.
+    identity = {"name": name, "config": None, "split": split, "content": fingerprint(columns)}
     return Rows(need("pyarrow").table(columns), identity, [embedded.NOTES[name]])
 
 
