@@ -25,6 +25,7 @@ ROUND = """
 import pathlib, sys, warnings
 warnings.simplefilter("error")
 import torch, transformers, lln.hf
+torch.set_num_threads(1)  # as here: sums over more threads differ in their last bits
 source, target = map(pathlib.Path, sys.argv[1:])
 for folder in source.iterdir():
     kind, given = torch.load(folder / "inputs.pt")
