@@ -13,6 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
+from lln.compare import command as compare_command
+
 app = typer.Typer(
     help="Linear-time attention that behaves like softmax attention.",
     no_args_is_help=True,
@@ -271,6 +273,9 @@ def bench(
             typer.echo(str(error), err=True)
             raise typer.Exit(1) from None
     publish(result, out, as_json=as_json, charts=not missing("report"))
+
+
+app.command(epilog=compare_command.EPILOG)(compare_command.compare)
 
 
 class FigureName(enum.StrEnum):
