@@ -1,0 +1,35 @@
+"""The paper's experiments: `lln.recipes.recipe(task, preset, attention, name)` returns a complete config."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from lln.recipes import glue, image, lra, mlm
+from lln.training.config import Config
+
+PRESETS = ("tiny", "mini", "paper")
+RECIPES: dict[str, dict[str, Callable[..., Config]]] = {
+    task.__name__.rpartition(".")[2]: {preset: getattr(task, preset) for preset in PRESETS}
+    for task in (mlm, glue, image, lra)
+}
+NAMES = {"glue": glue.TASKS, "lra": lra.TASKS}  # tasks that come in several
+
+
+def recipe(task: str, preset: str = "tiny", attention: str = "lln_diag", name: str | None = None) -> Config:
+    """The config of a task, ready to run. name: which GLUE or LRA task."""
+    if task not in RECIPES:
+        raise ValueError(f"task must be one of {', '.join(RECIPES)}; got {task!r}.")
+    if preset not in PRESETS:
+        raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}.")
+    names = NAMES.get(task)
+    if names is None and name is not None:
+        raise ValueError(f"{task} is one task and takes no name; got {name!r}.")
+    if names is not None and name is not None and name not in names:
+        raise ValueError(f"{task} has the tasks {', '.join(names)}; got {name!r}.")
+    make = RECIPES[task][preset]
+    config = make() if names is None else make(name or next(iter(names)))
+    return dataclasses.replace(config, attention=dataclasses.replace(config.attention, name=attention))
+
+
+__all__ = ["NAMES", "PRESETS", "RECIPES", "recipe"]

@@ -1,0 +1,145 @@
+"""What a training run is asked to do, completely: plain values that are printed, stored and compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from typing import Any
+
+TASKS = ("mlm", "glue", "image", "lra")
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    name: str = "lln_diag"  # "softmax", or any attn_implementation of lln.hf
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of config.lln: matching, statistics, ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    layers: int
+    width: int
+    heads: int
+    inner: int  # width of the feed-forward layers
+    pre_norm: bool = False
+    dropout: float = 0.1
+    attention_dropout: float = 0.1
+    patch: int = 0  # of images
+    start: str = ""  # folder with a trained model to begin from: for fine-tuning
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    name: str  # a Hub id, or "embedded": what needs no download
+    subset: str = ""
+    length: int = 0  # tokens of a sequence, or pixels along the side of an image
+    vocabulary: int = 0  # of a tokenizer that is trained on the data
+    train: int = 0  # examples used, 0 for all
+    evaluation: int = 0
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimisation:
+    steps: int  # updates of the weights
+    batch: int  # examples an update, over all processes
+    rate: float  # the highest learning rate
+    warmup: int = 0
+    schedule: str = "linear"  # after the warm-up: linear, cosine or constant
+    decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.98)
+    epsilon: float = 1e-6
+    clip: float = 0.0  # largest norm of the gradient, 0 for none
+    accumulation: int = 1  # forward passes an update; `batch` counts all of them
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    task: str
+    preset: str
+    attention: Attention
+    model: Model
+    data: Data
+    optimisation: Optimisation
+    seed: int = 0
+    precision: str = "float32"  # or "bfloat16", "float16": autocast
+    checkpointing: bool = False  # activations computed again in the backward pass
+    compile: bool = False
+    log_every: int = 10  # steps
+    evaluate_every: int = 100
+    save_every: int = 100
+    record_every: int = 0  # temperature, entropy and so on of every layer; 0 for never
+
+    def to_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return found
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise ValueError(f"task must be one of {', '.join(TASKS)}; got {self.task!r}.")
+        if self.precision not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"precision must be float32, bfloat16 or float16; got {self.precision!r}.")
+        if self.save_every % self.log_every:
+            # A mean over steps on both sides of a checkpoint would differ after going on from it.
+            raise ValueError(f"save_every must be a multiple of log_every; got {self.save_every} and {self.log_every}.")
+        o = self.optimisation
+        if o.steps < 1 or o.batch < 1 or o.accumulation < 1 or o.batch % o.accumulation:
+            raise ValueError(
+                f"steps, batch and accumulation must be positive and batch a multiple of accumulation; got {o.steps}, "
+                f"{o.batch} and {o.accumulation}."
+            )
+        if o.schedule not in ("linear", "cosine", "constant"):
+            raise ValueError(f"schedule must be linear, cosine or constant; got {o.schedule!r}.")
+        if self.model.width % self.model.heads:
+            raise ValueError(
+                f"model.width must be a multiple of model.heads; got {self.model.width} and {self.model.heads}."
+            )
+
+
+def change(config: Config, changes: dict[str, str]) -> Config:
+    """The config with other values, given as text under names like `optimisation.rate` or `seed`."""
+    for name, text in changes.items():
+        config = changed(config, name.split("."), text, name)
+    return config
+
+
+def changed(holder: Any, path: list[str], text: str, name: str) -> Any:
+    """A dataclass or dict with one value in it set from text."""
+    if isinstance(holder, dict):
+        return holder | {".".join(path): loose(text)}
+    names = [field.name for field in dataclasses.fields(holder)]
+    if path[0] not in names:
+        raise ValueError(f"{name}: there is no such option; {path[0]!r} is none of {', '.join(names)}.")
+    held = getattr(holder, path[0])
+    if dataclasses.is_dataclass(held) or isinstance(held, dict):
+        if len(path) == 1:
+            inner = ["anything"] if isinstance(held, dict) else [field.name for field in dataclasses.fields(held)]
+            raise ValueError(f"{name} is a group of options; say which one: {name}.{inner[0]}, ...")
+        value = changed(held, path[1:], text, name)
+    elif len(path) > 1:
+        raise ValueError(f"{name}: {path[0]} has no options of its own.")
+    else:
+        kind = typing.get_type_hints(type(holder))[path[0]]
+        value = parsed(text, kind, name)
+    return dataclasses.replace(holder, **{path[0]: value})
+
+
+def loose(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def parsed(text: str, kind: Any, name: str) -> Any:
+    try:
+        if kind is bool:
+            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()]
+        if typing.get_origin(kind) is tuple:
+            first, second = text.split(",")
+            return float(first), float(second)
+        return kind(text)
+    except (KeyError, ValueError):
+        what = {bool: "yes or no", int: "a whole number", float: "a number"}.get(kind, "two numbers, like .9,.98")
+        raise ValueError(f"{name} must be {what}; got {text!r}.") from None

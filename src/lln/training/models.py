@@ -1,0 +1,146 @@
+"""The models of the recipes: transformers' own, with the attention that a config names."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaForSequenceClassification,
+    RobertaPreLayerNormConfig,
+    RobertaPreLayerNormForMaskedLM,
+    RobertaPreLayerNormForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+)
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+import lln.hf  # registers the attentions
+from lln.training.config import Config
+
+SOFTMAX = "sdpa"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What a model needs to know of its data."""
+
+    vocabulary: int = 0
+    labels: int = 0
+    channels: int = 0
+    padding: int = 0  # token id
+    pair: bool = False  # two sequences an example
+
+
+class SequenceClassifier(PreTrainedModel):  # type: ignore[misc]
+    """An encoder, the mean of its tokens, and two layers on it (Long Range Arena); of a pair, both means, their product
+    and their difference."""
+
+    config_class = BertConfig
+    base_model_prefix = "encoder"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = _supports_flash_attn = _supports_attention_backend = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.encoder = BertModel(config, add_pooling_layer=False)
+        width, inner = config.hidden_size * (4 if config.pair else 1), config.intermediate_size
+        self.head = nn.Sequential(nn.Linear(width, inner), nn.ReLU(), nn.Linear(inner, config.num_labels))
+        self.post_init()
+
+    def mean(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+        states = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state  # [B, N, C]
+        if mask is None:
+            return states.mean(1)
+        weights = mask.to(states.dtype).unsqueeze(-1)
+        return (states * weights).sum(1) / weights.sum(1).clamp_min(1.0)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        second_ids: Tensor | None = None,
+        second_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> SequenceClassifierOutput:
+        found = self.mean(input_ids, attention_mask)
+        if second_ids is not None:
+            other = self.mean(second_ids, second_mask)
+            found = torch.cat([found, other, found * other, found - other], -1)
+        logits = self.head(found)
+        loss = None if labels is None else nn.functional.cross_entropy(logits.float(), labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def build(config: Config, sizes: Sizes) -> PreTrainedModel:
+    """A new model, or the one in the folder `model.start` with a new head."""
+    kind: Any
+    settings, kind = described(config, sizes)
+    settings.lln = held_options(config)
+    implementation = SOFTMAX if config.attention.name == "softmax" else config.attention.name
+    if config.model.start:
+        folder = Path(config.model.start)
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"model.start: {folder} holds no saved model (no config.json).")
+        model = kind.from_pretrained(folder, config=settings, attn_implementation=implementation)
+    else:
+        settings._attn_implementation = implementation
+        model = kind(settings)
+    if config.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    found: PreTrainedModel = model
+    return found
+
+
+def held_options(config: Config) -> dict[str, Any] | None:
+    """config.lln of the model."""
+    if config.attention.name not in lln.hf.IMPLEMENTATIONS:
+        return None
+    options = copy.deepcopy(config.attention.options)
+    if config.attention.name == "lln":
+        options.pop("block_size", None)
+    return {"implementation": config.attention.name, **options}
+
+
+def described(config: Config, sizes: Sizes) -> tuple[PreTrainedConfig, Any]:
+    """(transformers' config, the class of the model)"""
+    m = config.model
+    common: dict[str, Any] = {
+        "hidden_size": m.width,
+        "num_hidden_layers": m.layers,
+        "num_attention_heads": m.heads,
+        "intermediate_size": m.inner,
+        "hidden_dropout_prob": m.dropout,
+        "attention_probs_dropout_prob": m.attention_dropout,
+    }
+    if config.task == "image":
+        common |= {"image_size": config.data.length, "patch_size": m.patch, "num_channels": sizes.channels}
+        return ViTConfig(**common, num_labels=sizes.labels), ViTForImageClassification
+    common |= {"vocab_size": sizes.vocabulary, "pad_token_id": sizes.padding}
+    if config.task == "lra":
+        bert = BertConfig(**common, max_position_embeddings=config.data.length, type_vocab_size=1)
+        bert.num_labels, bert.pair = sizes.labels, sizes.pair
+        return bert, SequenceClassifier
+    # RoBERTa's positions begin after the padding id.
+    common |= {"max_position_embeddings": config.data.length + sizes.padding + 1, "type_vocab_size": 1}
+    kinds = {
+        (False, "mlm"): RobertaForMaskedLM,
+        (True, "mlm"): RobertaPreLayerNormForMaskedLM,
+        (False, "glue"): RobertaForSequenceClassification,
+        (True, "glue"): RobertaPreLayerNormForSequenceClassification,
+    }
+    holder = RobertaPreLayerNormConfig if m.pre_norm else RobertaConfig
+    roberta = holder(**common)
+    if config.task == "glue":
+        roberta.num_labels = sizes.labels
+    return roberta, kinds[m.pre_norm, config.task]

@@ -1,0 +1,168 @@
+"""A training run is a folder, and everything in it is either whole or known to be broken.
+
+config.json        what was asked for; the same command finds the same run again
+environment.json   versions, commit, device: one entry each time the run was started
+metrics.jsonl      one line a measurement; lines after the checkpoint that a run goes on from are taken back
+checkpoint-N/      transformers' checkpoint, and manifest.json, written last: sizes and hashes of its files
+result.json        written last of all
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lln.files import write_json, write_text
+
+CONFIG, ENVIRONMENT, METRICS, RESULT, MANIFEST = (
+    "config.json", "environment.json", "metrics.jsonl", "result.json", "manifest.json"
+)  # fmt: skip
+CHECKPOINT = "checkpoint-"
+
+Say = Callable[[str], None]
+
+
+class Run:
+    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+        """The run in this folder, new or begun. ValueError where it was begun with another config."""
+        self.path = path
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"{path} is a file; a run needs a folder.")
+        held = self.read(CONFIG)
+        if held is None and path.exists() and any(path.iterdir()):
+            raise ValueError(f"{path} has files in it but no {CONFIG}, so it is no run; name another folder.")
+        asked = json.loads(json.dumps(config))
+        if held is not None and (changed := differences(held, asked)):
+            raise ValueError(
+                f"{path} holds a run with other settings: {'; '.join(changed)}. Name another folder or remove this one."
+            )
+        write_json(path / CONFIG, asked)
+
+    def read(self, name: str) -> Any:
+        """What a JSON file of the run holds, None where there is none."""
+        path = self.path / name
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = self.read(RESULT)
+        return found
+
+    def finish(self, result: dict[str, Any]) -> None:
+        write_json(self.path / RESULT, result)
+
+    def started(self, environment: dict[str, Any]) -> None:
+        write_json(self.path / ENVIRONMENT, [*(self.read(ENVIRONMENT) or []), environment])
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """One process at a time: two would mix their metrics. A killed process leaves no lock behind."""
+        from filelock import FileLock, Timeout
+
+        lock = FileLock(str(self.path / ".lock"))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise ValueError(f"{self.path} is being trained by another process.") from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    # Metrics
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines that are whole: a killed process may have left half of one."""
+        path = self.path / METRICS
+        found = []
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            with contextlib.suppress(json.JSONDecodeError):
+                found.append(json.loads(line))
+        return found
+
+    def log(self, values: dict[str, Any]) -> None:
+        with (self.path / METRICS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(finite(values), allow_nan=False) + "\n")
+
+    def go_back(self, step: int) -> None:
+        """Forget what was measured after this step: it will be measured again."""
+        kept = [values for values in self.metrics() if values["step"] <= step]
+        write_text(self.path / METRICS, "".join(json.dumps(values) + "\n" for values in kept))
+
+    # Checkpoints
+
+    def checkpoints(self) -> list[Path]:
+        """From the oldest to the newest."""
+        found = [p for p in self.path.glob(CHECKPOINT + "*") if p.name.removeprefix(CHECKPOINT).isdigit()]
+        return sorted(found, key=step_of)
+
+    def newest(self, say: Say) -> Path | None:
+        """The newest checkpoint that is whole. What is broken is removed, with a word about it."""
+        for path in reversed(self.checkpoints()):
+            reason = broken(path)
+            if reason is None:
+                return path
+            say(f"{path.name} is not whole ({reason}) and is left out.")
+            shutil.rmtree(path)
+        return None
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(CHECKPOINT))
+
+
+def seal(checkpoint: Path) -> None:
+    """Write down what the files of a checkpoint are. Until then it counts as half-written."""
+    files = {}
+    for path in sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != MANIFEST):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # the manifest must not reach the disk before what it vouches for
+        files[path.relative_to(checkpoint).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest(path)}
+    write_json(checkpoint / MANIFEST, files)
+
+
+def broken(checkpoint: Path) -> str | None:
+    """Why a checkpoint cannot be used, or None."""
+    try:
+        files = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "it was not written to its end"
+    except (OSError, ValueError):
+        return f"{MANIFEST} cannot be read"
+    for name, expected in files.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["bytes"] or digest(path) != expected["sha256"]:
+            return f"{name} has changed"
+    return None
+
+
+def digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN: text says what was measured."""
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: finite(v) for name, v in value.items()}
+    return [finite(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def differences(held: Any, asked: Any, name: str = "") -> list[str]:
+    """Where two configs differ, as `name: this, asked for that`."""
+    if isinstance(held, dict) and isinstance(asked, dict):
+        found = []
+        for key in sorted({*held, *asked}):
+            found += differences(held.get(key), asked.get(key), f"{name}.{key}" if name else key)
+        return found
+    return [] if held == asked else [f"{name} is {held!r} there and {asked!r} here"]
