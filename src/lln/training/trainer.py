@@ -1,0 +1,166 @@
+"""transformers' Trainer on a run's folder: what it measures goes to metrics.jsonl, what it saves is sealed, and a run
+that was stopped goes on as if it had not been."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, SequentialSampler
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+
+from lln.training.config import Config
+from lln.training.runs import Run, seal
+
+
+class NotFinite(RuntimeError):
+    """The loss is NaN or infinite."""
+
+
+class Stream(Dataset[Any]):
+    """Training examples in the order of training: the whole set in a new order each time around. What comes at a place
+    depends on the seed and the place alone, not on how many processes share the work or where a run was stopped."""
+
+    def __init__(self, examples: Any, length: int, seed: int) -> None:
+        self.examples, self.length, self.seed = examples, length, seed
+        self.round, self.order = -1, torch.empty(0, dtype=torch.long)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, place: int) -> Any:
+        if place >= self.length:
+            raise IndexError(place)
+        round_, within = divmod(place, len(self.examples))
+        if round_ != self.round:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + round_)
+            self.round, self.order = round_, torch.randperm(len(self.examples), generator=generator)
+        return place, self.examples[int(self.order[within])]
+
+
+class RunTrainer(Trainer):  # type: ignore[misc]
+    """The Trainer of a run. `run`: None in processes that do not write."""
+
+    def __init__(self, *args: Any, run: Run | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.run = run
+        self.bad: Tensor | None = None  # whether a loss was not finite; looked at when something is logged
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(*args, **kwargs)
+        if self.args.should_save:
+            seal(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+        bad = ~loss.isfinite()
+        self.bad = bad if self.bad is None else self.bad | bad
+        look = loss.device.type == "cpu" or (self.state.global_step + 1) % self.args.logging_steps == 0
+        if look and bool(self.bad):  # on a GPU this waits for it
+            raise NotFinite(first_not_finite(self.model, self._prepare_inputs(inputs), self.state.global_step + 1))
+        return loss
+
+
+def first_not_finite(model: nn.Module, inputs: dict[str, Any], step: int) -> str:
+    """Which part of the model is the first to give something that is not finite."""
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            return f"The loss is not finite at step {step}: the weights {name} are not."
+    found: list[str] = []
+
+    def look(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            tensors = output if isinstance(output, (tuple, list)) else [output]
+            for t in tensors:
+                if isinstance(t, Tensor) and t.is_floating_point() and not bool(t.isfinite().all()) and not found:
+                    found.append(name)
+
+        return hook
+
+    hooks = [m.register_forward_hook(look(name)) for name, m in model.named_modules() if name]
+    try:
+        with torch.no_grad():
+            model(**inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    where = f"{found[0]} is the first part of the model whose output is not" if found else "yet the model's outputs are"
+    return f"The loss is not finite at step {step}: {where}. A lower optimisation.rate or optimisation.clip=1 may help."
+
+
+class Metrics(TrainerCallback):  # type: ignore[misc]
+    """What the Trainer logs, into the run's metrics.jsonl."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        left_out = ("epoch", "total_flos", "train_runtime", "step")
+        kept = {k: v for k, v in (logs or {}).items() if k not in left_out and not k.endswith("_per_second")}
+        kept.pop("eval_runtime", None)
+        if state.is_world_process_zero and kept and "train_loss" not in kept:  # the last is of this process's life only
+            self.run.log({"step": state.global_step, **kept})
+
+
+def arguments(config: Config, folder: Path, *, device: str, processes: int, report_to: list[str]) -> TrainingArguments:
+    o = config.optimisation
+    micro, rest = divmod(o.batch, o.accumulation * processes)
+    if rest or micro == 0:
+        raise ValueError(
+            f"optimisation.batch must be a multiple of accumulation times processes; got {o.batch} for "
+            f"{o.accumulation} x {processes}."
+        )
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=o.steps,
+        per_device_train_batch_size=micro,
+        per_device_eval_batch_size=micro,
+        gradient_accumulation_steps=o.accumulation,
+        learning_rate=o.rate,
+        warmup_steps=o.warmup,
+        lr_scheduler_type={"constant": "constant_with_warmup"}.get(o.schedule, o.schedule),
+        weight_decay=o.decay,
+        adam_beta1=o.betas[0],
+        adam_beta2=o.betas[1],
+        adam_epsilon=o.epsilon,
+        max_grad_norm=o.clip,
+        seed=config.seed,
+        data_seed=config.seed,
+        bf16=config.precision == "bfloat16",
+        fp16=config.precision == "float16",
+        torch_compile=config.compile,
+        use_cpu=device == "cpu",
+        logging_steps=config.log_every,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps",
+        eval_steps=config.evaluate_every,
+        save_strategy="steps",
+        save_steps=config.save_every,
+        save_total_limit=2,
+        report_to=report_to or "none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_num_workers=0,
+        label_names=["labels"],
+        ddp_find_unused_parameters=False,
+    )
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    return {"accuracy": float((logits.argmax(-1) == prediction.label_ids).mean())}
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 100.0))
+
+
+def parameters(model: PreTrainedModel) -> int:
+    return sum(p.numel() for p in model.parameters())
