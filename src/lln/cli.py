@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from lln.compare import command as compare_command
+from lln.training import command as train_command
 
 app = typer.Typer(
     help="Linear-time attention that behaves like softmax attention.",
@@ -276,6 +277,7 @@ def bench(
 
 
 app.command(epilog=compare_command.EPILOG)(compare_command.compare)
+app.command(epilog=train_command.EPILOG)(train_command.train)
 
 
 class FigureName(enum.StrEnum):

@@ -24,9 +24,15 @@ def fine_tuned(base: Config, preset: str, data: Data, optimisation: Optimisation
 
 
 def tiny(name: str) -> Config:
-    """With no data root: sentences about Python whose class is which chapter they are from."""
+    """Passages of Python's documentation: which chapter one comes from (sst2), or whether two come from the same."""
     optimisation = Optimisation(steps=200, batch=32, rate=1e-3, warmup=20, decay=0.1, clip=1.0)
-    return fine_tuned(mlm.tiny(), "tiny", Data("embedded", name, length=64, vocabulary=1024), optimisation, 100)
+    return fine_tuned(
+        mlm.tiny(),
+        "tiny",
+        Data("embedded", "topics" if name == "sst2" else "pairs", length=64, vocabulary=1024),
+        optimisation,
+        100,
+    )
 
 
 def mini(name: str) -> Config:

@@ -10,7 +10,7 @@ def tiny() -> Config:
     return Config(
         task="image", preset="tiny", attention=Attention(options={"block_size": 16}),
         model=Model(layers=2, width=64, heads=2, inner=128, dropout=0.0, attention_dropout=0.0, patch=1),
-        data=Data("embedded", length=8),
+        data=Data("embedded/digits", length=8),
         optimisation=Optimisation(steps=300, batch=64, rate=2e-3, warmup=30, schedule="cosine", clip=1.0),
         log_every=10, evaluate_every=100, save_every=100, record_every=100,
     )  # fmt: skip

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from lln.training.config import Attention, Config, Data, Model, Optimisation
 
-# By name: (data set, subset; tokens a sequence; batch, rate, warm-up).
-TASKS: dict[str, tuple[str, str, int, int, float, int]] = {
-    "listops": ("embedded", "listops", 2000, 32, 1e-4, 1000),
-    "text": ("stanfordnlp/imdb", "", 4000, 32, 1e-4, 80),
-    "retrieval": ("corpus/aan-like", "", 4000, 16, 2e-4, 800),
-    "pathfinder": ("embedded", "pathfinder", 1024, 128, 2e-4, 312),
-    "image": ("uoft-cs/cifar10", "", 1024, 256, 1e-4, 175),
+# By name: (data set; tokens a sequence; batch, rate, warm-up).
+TASKS: dict[str, tuple[str, int, int, float, int]] = {
+    "listops": ("generated", 2000, 32, 1e-4, 1000),
+    "text": ("stanfordnlp/imdb", 4000, 32, 1e-4, 80),
+    "retrieval": ("corpus/aan-like", 4000, 16, 2e-4, 800),
+    "pathfinder": ("generated", 1024, 128, 2e-4, 312),
+    "image": ("uoft-cs/cifar10", 1024, 256, 1e-4, 175),
 }
 STEPS = 50_000
+EASY = {"listops": {"min_length": 8, "max_depth": 3}, "pathfinder": {"difficulty": "easy"}}  # to learn in minutes
 
 
 def model(dropout: float = 0.1) -> Model:
@@ -21,20 +22,23 @@ def model(dropout: float = 0.1) -> Model:
 
 def tiny(name: str) -> Config:
     """Short sequences that need no download, whatever the task."""
-    length = {"listops": 64, "text": 256, "retrieval": 128, "pathfinder": 256, "image": 64}[name]
+    source, length = {
+        "listops": ("generated", 64), "text": ("embedded/topics", 160), "retrieval": ("embedded/pairs", 160),
+        "pathfinder": ("generated", 256), "image": ("embedded/digits", 64),
+    }[name]  # fmt: skip
     return Config(
         task="lra", preset="tiny", attention=Attention(options={"block_size": 16}), model=model(0.0),
-        data=Data("embedded", name, length=length),
+        data=Data(source, name, length=length, train=8000, evaluation=500, options=EASY.get(name, {})),
         optimisation=Optimisation(steps=400, batch=32, rate=2e-3, warmup=40, schedule="cosine", decay=0.0, clip=1.0),
         log_every=10, evaluate_every=100, save_every=100, record_every=100,
     )  # fmt: skip
 
 
 def mini(name: str) -> Config:
-    source, subset, length, batch, _, _ = TASKS[name]
+    source, length, batch, _, _ = TASKS[name]
     return Config(
         task="lra", preset="mini", attention=Attention(), model=model(),
-        data=Data(source, subset or name, length=min(length, 1024)),
+        data=Data(source, name, length=min(length, 1024)),
         optimisation=Optimisation(
             steps=5000, batch=batch, rate=1e-3, warmup=250, schedule="cosine", decay=0.0, clip=1.0
         ),
@@ -43,10 +47,10 @@ def mini(name: str) -> Config:
 
 
 def paper(name: str) -> Config:
-    source, subset, length, batch, rate, warmup = TASKS[name]
+    source, length, batch, rate, warmup = TASKS[name]
     return Config(
         task="lra", preset="paper", attention=Attention(), model=model(),
-        data=Data(source, subset or name, length=length),
+        data=Data(source, name, length=length),
         optimisation=Optimisation(steps=STEPS, batch=batch, rate=rate, warmup=warmup, decay=0.0),
         log_every=50, evaluate_every=500, save_every=500, record_every=500,
     )  # fmt: skip

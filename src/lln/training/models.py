@@ -69,13 +69,13 @@ class SequenceClassifier(PreTrainedModel):  # type: ignore[misc]
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        second_ids: Tensor | None = None,
-        second_mask: Tensor | None = None,
+        pair_ids: Tensor | None = None,
+        pair_mask: Tensor | None = None,
         labels: Tensor | None = None,
     ) -> SequenceClassifierOutput:
         found = self.mean(input_ids, attention_mask)
-        if second_ids is not None:
-            other = self.mean(second_ids, second_mask)
+        if pair_ids is not None:
+            other = self.mean(pair_ids, pair_mask)
             found = torch.cat([found, other, found * other, found - other], -1)
         logits = self.head(found)
         loss = None if labels is None else nn.functional.cross_entropy(logits.float(), labels)

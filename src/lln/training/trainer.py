@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, SequentialSampler
+from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from lln.training.config import Config
@@ -19,27 +19,6 @@ from lln.training.runs import Run, seal
 
 class NotFinite(RuntimeError):
     """The loss is NaN or infinite."""
-
-
-class Stream(Dataset[Any]):
-    """Training examples in the order of training: the whole set in a new order each time around. What comes at a place
-    depends on the seed and the place alone, not on how many processes share the work or where a run was stopped."""
-
-    def __init__(self, examples: Any, length: int, seed: int) -> None:
-        self.examples, self.length, self.seed = examples, length, seed
-        self.round, self.order = -1, torch.empty(0, dtype=torch.long)
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, place: int) -> Any:
-        if place >= self.length:
-            raise IndexError(place)
-        round_, within = divmod(place, len(self.examples))
-        if round_ != self.round:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + round_)
-            self.round, self.order = round_, torch.randperm(len(self.examples), generator=generator)
-        return place, self.examples[int(self.order[within])]
 
 
 class RunTrainer(Trainer):  # type: ignore[misc]

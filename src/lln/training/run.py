@@ -1,0 +1,157 @@
+"""`train(config, folder)`: from a config to a result, however often it is stopped on the way."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, TrainerCallback, set_seed
+from transformers.trainer_callback import PrinterCallback
+
+from lln.bench.measure import provenance
+from lln.training.config import Config
+from lln.training.examples import Stream
+from lln.training.models import build
+from lln.training.runs import Run, step_of
+from lln.training.tasks import Place, TaskData, carry_tokenizer, load
+from lln.training.trainer import Metrics, RunTrainer, accuracy, arguments, parameters
+
+MODEL = "model"  # folder with the trained model
+
+Say = Callable[[str], None]
+Progress = Callable[[int, dict[str, float]], None]
+
+
+class Follow(TrainerCallback):  # type: ignore[misc]
+    """Hands every step, and what was logged last, to a progress bar."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress, self.last = progress, dict[str, float]()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        self.last |= {k: v for k, v in (logs or {}).items() if isinstance(v, float)}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.progress(state.global_step, self.last)
+
+
+def train(
+    config: Config,
+    folder: Path,
+    *,
+    device: str = "cpu",
+    data_root: Place = None,
+    cache_dir: Place = None,
+    report_to: list[str] | None = None,
+    say: Say = lambda text: None,
+    progress: Progress = lambda step, values: None,
+) -> dict[str, Any]:
+    """Train as the config says, in this folder, and return the result. A run that was stopped goes on from its last
+    whole checkpoint; one that is finished is not run again.
+
+    Raises:
+        ValueError for settings that do not fit; DataError for data; NotFinite where the loss is.
+    """
+    processes, writes = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0")) == 0
+    run = Run(folder, config.to_dict()) if writes else None
+    if run is not None and run.result is not None:
+        say(f"{folder} is finished: its result is shown again.")
+        return run.result
+    if run is None:
+        return work(config, folder, None, device, processes, data_root, cache_dir, report_to, say, progress)
+    with run.lock():
+        return work(config, folder, run, device, processes, data_root, cache_dir, report_to, say, progress)
+
+
+def work(
+    config: Config, folder: Path, run: Run | None, device: str, processes: int, data_root: Place, cache_dir: Place,
+    report_to: list[str] | None, say: Say, progress: Progress,
+) -> dict[str, Any]:  # fmt: skip
+    start = time.monotonic()
+    set_seed(config.seed)
+    data = load(config, data_root, cache_dir)
+    model = build(config, data.sizes)
+    settings = arguments(config, folder, device=device, processes=processes, report_to=report_to or [])
+    examples = config.optimisation.steps * config.optimisation.batch
+    callbacks: list[Any] = [Follow(progress)]
+    if run is not None:
+        callbacks.append(Metrics(run))
+    trainer = RunTrainer(
+        model=model,
+        args=settings,
+        train_dataset=Stream(data.train, seed=config.seed, length=examples),
+        eval_dataset=data.evaluations if len(data.evaluations) > 1 else next(iter(data.evaluations.values())),
+        data_collator=data.collate,
+        compute_metrics=None if config.task == "mlm" else accuracy,
+        callbacks=callbacks,
+        run=run,
+    )
+    trainer.remove_callback(PrinterCallback)
+    checkpoint = None
+    if run is not None:
+        checkpoint = run.newest(say)
+        run.go_back(0 if checkpoint is None else step_of(checkpoint))
+        run.started(environment(config, data, model, settings.device))
+        if checkpoint is not None:
+            say(f"Going on from step {step_of(checkpoint)}.")
+    checkpoint = shared(checkpoint, folder)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*'pin_memory' argument is set as true but no accelerator.*")
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        measured = trainer.evaluate(metric_key_prefix="final")
+    result = outcome(config, data, model, measured, settings.device, time.monotonic() - start)
+    if run is not None:
+        trainer.save_model(str(folder / MODEL))
+        carry_tokenizer(data, folder / MODEL)
+        run.finish(result)
+    return result
+
+
+def shared(checkpoint: Path | None, folder: Path) -> Path | None:
+    """What the writing process found, in all processes."""
+    if not torch.distributed.is_initialized():
+        return checkpoint
+    found: list[Any] = [None if checkpoint is None else checkpoint.name]
+    torch.distributed.broadcast_object_list(found, 0)
+    return None if found[0] is None else folder / found[0]
+
+
+def environment(config: Config, data: TaskData, model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
+    import accelerate
+    import transformers
+
+    return {
+        **provenance(config.seed, device),
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+        "processes": int(os.environ.get("WORLD_SIZE", "1")),
+        "parameters": parameters(model),
+        "data": data.identity,
+    }
+
+
+def outcome(
+    config: Config, data: TaskData, model: PreTrainedModel, measured: dict[str, float], device: torch.device,
+    seconds: float,
+) -> dict[str, Any]:  # fmt: skip
+    kept = {
+        name.removeprefix("final_"): value
+        for name, value in measured.items()
+        if name.endswith(("loss", "accuracy")) and math.isfinite(value)
+    }
+    return {
+        "config": config.to_dict(),
+        "metrics": kept,
+        "guess": data.guess,
+        "parameters": parameters(model),
+        "notes": data.notes,
+        "data": data.identity,
+        "seconds": seconds,  # of the process that finished it
+        "provenance": provenance(config.seed, device),
+    }
