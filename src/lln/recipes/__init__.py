@@ -13,7 +13,7 @@ RECIPES: dict[str, dict[str, Callable[..., Config]]] = {
     task.__name__.rpartition(".")[2]: {preset: getattr(task, preset) for preset in PRESETS}
     for task in (mlm, glue, image, lra)
 }
-NAMES = {"glue": glue.TASKS, "lra": lra.TASKS}  # tasks that come in several
+NAMES: dict[str, list[str]] = {"glue": list(glue.TASKS), "lra": list(lra.TASKS)}  # tasks that come in several
 
 
 def recipe(task: str, preset: str = "tiny", attention: str = "lln_diag", name: str | None = None) -> Config:
@@ -28,7 +28,7 @@ def recipe(task: str, preset: str = "tiny", attention: str = "lln_diag", name: s
     if names is not None and name is not None and name not in names:
         raise ValueError(f"{task} has the tasks {', '.join(names)}; got {name!r}.")
     make = RECIPES[task][preset]
-    config = make() if names is None else make(name or next(iter(names)))
+    config = make() if names is None else make(name or names[0])
     return dataclasses.replace(config, attention=dataclasses.replace(config.attention, name=attention))
 
 

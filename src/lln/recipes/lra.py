@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lln.training.config import Attention, Config, Data, Model, Optimisation
 
 # By name: (data set; tokens a sequence; batch, rate, warm-up).
@@ -13,7 +15,10 @@ TASKS: dict[str, tuple[str, int, int, float, int]] = {
     "image": ("uoft-cs/cifar10", 1024, 256, 1e-4, 175),
 }
 STEPS = 50_000
-EASY = {"listops": {"min_length": 8, "max_depth": 3}, "pathfinder": {"difficulty": "easy"}}  # to learn in minutes
+EASY: dict[str, dict[str, Any]] = {
+    "listops": {"min_length": 8, "max_depth": 3},
+    "pathfinder": {"difficulty": "easy"},
+}  # to learn in minutes
 
 
 def model(dropout: float = 0.1) -> Model:

@@ -12,8 +12,7 @@ EPILOG = (
     "Example: [bold]lln train mlm[/bold] for a tiny run on embedded text; "
     "[bold]lln train lra --name listops --attention softmax --set optimisation.steps=800[/bold] to change an option; "
     "[bold]lln train glue --name sst2 --preset mini --data-root DIR --start runs/mlm/model[/bold] to fine-tune; "
-    "[bold]torchrun --nproc-per-node 2 -m lln train mlm[/bold] on two devices. The same command goes on with a run that "
-    "was stopped."
+    "[bold]torchrun --nproc-per-node 2 -m lln train mlm[/bold] on two devices. A stopped run: the same command."
 )
 
 
@@ -175,7 +174,7 @@ def show_sizes(config: Any, data_root: Path | None) -> None:
     vocabulary = micro * tokens * data.sizes.vocabulary * 4 if config.task == "mlm" else 0
     typer.echo(json.dumps(config.to_dict(), indent=1))
     typer.echo(
-        f"{count:,} parameters; {len(data.train):,} examples; about {o.batch * tokens:,} tokens a step, {o.steps:,} steps"
+        f"{count:,} parameters; {len(data.train):,} examples; {o.steps:,} steps of about {o.batch * tokens:,} tokens"
     )
     typer.echo(f"memory, roughly: {16 * count / 2**20:,.0f} MiB for weights and optimiser, ", nl=False)
     typer.echo(f"{(activations + vocabulary) / 2**20:,.0f} MiB for activations")

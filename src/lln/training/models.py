@@ -42,7 +42,7 @@ class Sizes:
     pair: bool = False  # two sequences an example
 
 
-class SequenceClassifier(PreTrainedModel):  # type: ignore[misc]
+class SequenceClassifier(PreTrainedModel):
     """An encoder, the mean of its tokens, and two layers on it (Long Range Arena); of a pair, both means, their product
     and their difference."""
 
@@ -59,7 +59,7 @@ class SequenceClassifier(PreTrainedModel):  # type: ignore[misc]
         self.post_init()
 
     def mean(self, ids: Tensor, mask: Tensor | None) -> Tensor:
-        states = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state  # [B, N, C]
+        states: Tensor = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state  # [B, N, C]
         if mask is None:
             return states.mean(1)
         weights = mask.to(states.dtype).unsqueeze(-1)

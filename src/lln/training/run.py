@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 Progress = Callable[[int, dict[str, float]], None]
 
 
-class Follow(TrainerCallback):  # type: ignore[misc]
+class Follow(TrainerCallback):
     """Hands every step, and what was logged last, to a progress bar."""
 
     def __init__(self, progress: Progress) -> None:

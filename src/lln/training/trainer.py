@@ -21,7 +21,7 @@ class NotFinite(RuntimeError):
     """The loss is NaN or infinite."""
 
 
-class RunTrainer(Trainer):  # type: ignore[misc]
+class RunTrainer(Trainer):
     """The Trainer of a run. `run`: None in processes that do not write."""
 
     def __init__(self, *args: Any, run: Run | None, **kwargs: Any) -> None:
@@ -74,7 +74,7 @@ def first_not_finite(model: nn.Module, inputs: dict[str, Any], step: int) -> str
     return f"The loss is not finite at step {step}: {where}. A lower optimisation.rate or optimisation.clip=1 may help."
 
 
-class Metrics(TrainerCallback):  # type: ignore[misc]
+class Metrics(TrainerCallback):
     """What the Trainer logs, into the run's metrics.jsonl."""
 
     def __init__(self, run: Run) -> None:
