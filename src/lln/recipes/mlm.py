@@ -9,9 +9,9 @@ def tiny() -> Config:
     """English prose from Python's own documentation; minutes on two cores."""
     return Config(
         task="mlm", preset="tiny", attention=Attention(options={"block_size": 32}),
-        model=Model(layers=2, width=128, heads=2, inner=512, pre_norm=True, dropout=0.0, attention_dropout=0.0),
-        data=Data("embedded/prose", length=128, vocabulary=1024),
-        optimisation=Optimisation(steps=400, batch=32, rate=2e-3, warmup=40, schedule="cosine", clip=1.0),
+        model=Model(layers=2, width=96, heads=2, inner=192, pre_norm=True, dropout=0.0, attention_dropout=0.0),
+        data=Data("embedded/prose", length=128, vocabulary=512),
+        optimisation=Optimisation(steps=800, batch=16, rate=3e-3, warmup=40, schedule="cosine", clip=1.0),
         log_every=10, evaluate_every=100, save_every=100, record_every=100,
     )  # fmt: skip
 

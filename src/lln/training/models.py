@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,10 +88,7 @@ def build(config: Config, sizes: Sizes) -> PreTrainedModel:
     settings.lln = held_options(config)
     implementation = SOFTMAX if config.attention.name == "softmax" else config.attention.name
     if config.model.start:
-        folder = Path(config.model.start)
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"model.start: {folder} holds no saved model (no config.json).")
-        model = kind.from_pretrained(folder, config=settings, attn_implementation=implementation)
+        model = kind.from_pretrained(config.model.start, config=settings, attn_implementation=implementation)
     else:
         settings._attn_implementation = implementation
         model = kind(settings)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 from transformers.trainer_callback import PrinterCallback
 
@@ -58,6 +59,8 @@ def train(
     Raises:
         ValueError for settings that do not fit; DataError for data; NotFinite where the loss is.
     """
+    if config.model.start and not (Path(config.model.start) / "config.json").is_file():
+        raise ValueError(f"model.start: {config.model.start} holds no saved model (no config.json).")
     processes, writes = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0")) == 0
     run = Run(folder, config.to_dict()) if writes else None
     if run is not None and run.result is not None:
@@ -74,6 +77,7 @@ def work(
     report_to: list[str] | None, say: Say, progress: Progress,
 ) -> dict[str, Any]:  # fmt: skip
     start = time.monotonic()
+    transformers.utils.logging.disable_progress_bar()  # there is one bar, ours
     set_seed(config.seed)
     data = load(config, data_root, cache_dir)
     model = build(config, data.sizes)
@@ -107,7 +111,7 @@ def work(
         measured = trainer.evaluate(metric_key_prefix="final")
     result = outcome(config, data, model, measured, settings.device, time.monotonic() - start)
     if run is not None:
-        trainer.save_model(str(folder / MODEL))
+        model.save_pretrained(folder / MODEL)
         carry_tokenizer(data, folder / MODEL)
         run.finish(result)
     return result
@@ -124,7 +128,6 @@ def shared(checkpoint: Path | None, folder: Path) -> Path | None:
 
 def environment(config: Config, data: TaskData, model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
     import accelerate
-    import transformers
 
     return {
         **provenance(config.seed, device),

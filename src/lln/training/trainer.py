@@ -27,6 +27,9 @@ class RunTrainer(Trainer):
     def __init__(self, *args: Any, run: Run | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.run = run
+        # The losses of these models are means and take no count of tokens, whatever their signature says: without this
+        # they are not divided by the number of passes an update, and are multiplied by that of processes.
+        self.model_accepts_loss_kwargs = False
         self.bad: Tensor | None = None  # whether a loss was not finite; looked at when something is logged
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -35,7 +38,9 @@ class RunTrainer(Trainer):
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)
         if self.args.should_save:
-            seal(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+            (folder / "training_args.bin").unlink()  # a pickle, and config.json says more
+            seal(folder)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
@@ -81,9 +86,10 @@ class Metrics(TrainerCallback):
         self.run = run
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        left_out = ("epoch", "total_flos", "train_runtime", "step")
-        kept = {k: v for k, v in (logs or {}).items() if k not in left_out and not k.endswith("_per_second")}
-        kept.pop("eval_runtime", None)
+        left_out = ("epoch", "total_flos", "step")  # and times, which say something about this process alone
+        kept = {
+            k: v for k, v in (logs or {}).items() if k not in left_out and not k.endswith(("_per_second", "_runtime"))
+        }
         if state.is_world_process_zero and kept and "train_loss" not in kept:  # the last is of this process's life only
             self.run.log({"step": state.global_step, **kept})
 
