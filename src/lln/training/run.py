@@ -21,7 +21,7 @@ from lln.training.examples import Stream
 from lln.training.models import build
 from lln.training.runs import Run, step_of
 from lln.training.tasks import Place, TaskData, carry_tokenizer, load
-from lln.training.trainer import Metrics, RunTrainer, accuracy, arguments, parameters
+from lln.training.trainer import Metrics, RunTrainer, accuracy, arguments, mean_over_tokens, parameters
 
 MODEL = "model"  # folder with the trained model
 
@@ -93,6 +93,7 @@ def work(
         eval_dataset=data.evaluations if len(data.evaluations) > 1 else next(iter(data.evaluations.values())),
         data_collator=data.collate,
         compute_metrics=None if config.task == "mlm" else accuracy,
+        compute_loss_func=mean_over_tokens if config.task == "mlm" else None,
         callbacks=callbacks,
         run=run,
     )

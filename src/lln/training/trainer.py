@@ -27,8 +27,8 @@ class RunTrainer(Trainer):
     def __init__(self, *args: Any, run: Run | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.run = run
-        # The losses of these models are means and take no count of tokens, whatever their signature says: without this
-        # they are not divided by the number of passes an update, and are multiplied by that of processes.
+        # The models' own losses are means and take no count of tokens, whatever their signature says: without this they
+        # are not divided by the number of passes an update, and are multiplied by that of processes.
         self.model_accepts_loss_kwargs = False
         self.bad: Tensor | None = None  # whether a loss was not finite; looked at when something is logged
 
@@ -136,6 +136,15 @@ def arguments(config: Config, folder: Path, *, device: str, processes: int, repo
         label_names=["labels"],
         ddp_find_unused_parameters=False,
     )
+
+
+def mean_over_tokens(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    """Cross entropy, a mean over the guessed tokens of the whole batch: parts of it, on other processes or in other
+    passes, need not hold equally many."""
+    logits = outputs["logits"].float().flatten(0, 1)
+    if num_items_in_batch is None:
+        return nn.functional.cross_entropy(logits, labels.flatten())
+    return nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / num_items_in_batch
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
