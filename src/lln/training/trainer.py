@@ -14,6 +14,7 @@ from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from lln.training.config import Config
+from lln.training.examples import IGNORE
 from lln.training.runs import Run, seal
 
 
@@ -139,12 +140,13 @@ def arguments(config: Config, folder: Path, *, device: str, processes: int, repo
 
 
 def mean_over_tokens(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """Cross entropy, a mean over the guessed tokens of the whole batch: parts of it, on other processes or in other
-    passes, need not hold equally many."""
-    logits = outputs["logits"].float().flatten(0, 1)
-    if num_items_in_batch is None:
-        return nn.functional.cross_entropy(logits, labels.flatten())
-    return nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / num_items_in_batch
+    """Cross entropy of the guessed tokens. In training the mean over those of the whole batch: parts of it, on other
+    processes or in other passes, need not hold equally many. In evaluation the mean over sequences of their means, which
+    does not depend on how they are put into batches."""
+    losses = nn.functional.cross_entropy(outputs["logits"].float().transpose(1, 2), labels, reduction="none")  # [B, N]
+    if num_items_in_batch is not None:
+        return losses.sum() / num_items_in_batch
+    return (losses.sum(1) / (labels != IGNORE).sum(1).clamp_min(1)).mean()
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
