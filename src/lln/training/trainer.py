@@ -43,6 +43,11 @@ class RunTrainer(Trainer):
             (folder / "training_args.bin").unlink()  # a pickle, and config.json says more
             seal(folder)
 
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if not model.training:
+            kwargs["num_items_in_batch"] = None  # see mean_over_tokens
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
         bad = ~loss.isfinite()
@@ -141,8 +146,8 @@ def arguments(config: Config, folder: Path, *, device: str, processes: int, repo
 
 def mean_over_tokens(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
     """Cross entropy of the guessed tokens. In training the mean over those of the whole batch: parts of it, on other
-    processes or in other passes, need not hold equally many. In evaluation the mean over sequences of their means, which
-    does not depend on how they are put into batches."""
+    processes or in other passes, need not hold equally many. In evaluation the mean over sequences of their means,
+    which does not depend on how they are put into batches."""
     losses = nn.functional.cross_entropy(outputs["logits"].float().transpose(1, 2), labels, reduction="none")  # [B, N]
     if num_items_in_batch is not None:
         return losses.sum() / num_items_in_batch
