@@ -248,3 +248,21 @@ def test_a_state_dict_is_enough(tmp_path: Path) -> None:
         output(model, **inputs(kind))
         other.load_state_dict(model.state_dict())
         assert torch.equal(output(other, **inputs(kind)), output(model.eval(), **inputs(kind)))
+
+
+def test_a_model_built_around_a_converted_one_keeps_its_values() -> None:
+    body, given = trained("bert", statistics="running", mix="ratio"), inputs("bert")
+    want, values = output(body, **given), {name: t.clone() for name, t in body.state_dict().items() if ".lln." in name}
+    decoder = tf.BertLMHeadModel(config("bert", is_decoder=True, add_cross_attention=True)).to(torch.float64)
+
+    class Around(tf.BertPreTrainedModel):
+        def __init__(self) -> None:
+            super().__init__(body.config)
+            self.body = body
+            self.post_init()
+
+    for build_around in (lambda: tf.EncoderDecoderModel(encoder=body, decoder=decoder), Around, body.init_weights):
+        build_around()
+        found = body.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in values.items())
+        assert torch.equal(output(body.eval(), **given), want)

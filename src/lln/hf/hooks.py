@@ -78,12 +78,15 @@ def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *arg
 
 
 def initialise(original: Any, model: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Runs for every module when a checkpoint has been loaded."""
+    """Runs for every module when a checkpoint has been loaded, and when a model is built around others."""
     if runs_lln(model.config):
         align(module)
-    if isinstance(module, ModelAttention):
-        return module.initialise()
-    return original(model, module, *args, **kwargs)
+    if not isinstance(module, ModelAttention):
+        return original(model, module, *args, **kwargs)
+    if not module._is_hf_initialized:
+        module.initialise()
+        module._is_hf_initialized = True
+    return None
 
 
 def align(module: nn.Module) -> None:

@@ -52,6 +52,9 @@ class ModelAttention(LLNAttention):
         with torch.device("cpu"):  # whatever device (`meta`, while a model is loaded) is the default now
             super().__init__(**made, **self._start(), dtype=like.dtype)
         self.to(like.device)
+        # transformers' own mark. Without it a model that is built around this one would initialise what is here again;
+        # one that is being loaded is still empty (`meta`) and has to be.
+        self._is_hf_initialized = like.device.type != "meta"
 
     def _start(self) -> dict[str, Any]:
         """alpha and beta to begin with where they are kept among the weights: those of sigma = 1."""
