@@ -12,8 +12,9 @@ import torch
 import transformers as tf
 
 import lln.hf
-from hf_models import BERT, CAUSAL, ENCODERS, build, config, inputs, output, recorded, tokens
+from hf_models import BERT, CAUSAL, ENCODERS, build, config, guesses, inputs, output, recorded, tokens
 from lln.hf.find import attention_modules
+from lln.hf.masks import lln_mask
 from reference import relative_error
 
 
@@ -102,6 +103,14 @@ REFUSED_MODELS = {
     "mpnet": lambda: small(tf.MPNetConfig),
     "falcon": lambda: small(tf.FalconConfig),
     "longformer": lambda: small(tf.LongformerConfig, attention_window=8),
+    "gpt_neo": lambda: tf.GPTNeoConfig(
+        hidden_size=32, num_layers=1, num_heads=4, attention_types=[[["global"], 1]], vocab_size=61
+    ),
+    # Only a part of these ignores it.
+    "git": lambda: small(tf.GitConfig, bos_token_id=1, eos_token_id=2, vision_config={**BERT, "image_size": 16}),
+    "siglip": lambda: tf.SiglipVisionConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=40, image_size=16, patch_size=4
+    ),
 }
 
 
@@ -359,3 +368,59 @@ def test_minilm_embeds_sentences_saves_and_reloads(tmp_path: Path) -> None:
     with recorded() as calls:
         assert torch.tensor(pipe(SENTENCES[0])).shape[-1] == 384
     assert len(calls) == 6
+
+
+@pytest.mark.parametrize("length", [20, 30])
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_a_mask_of_another_length_is_named(kind: str, length: int) -> None:
+    model = build(kind)
+    more = {"use_cache": False} if kind in CAUSAL else {}
+    with pytest.raises(ValueError, match="mask must have .*23.*; got .*" + str(length)):
+        model(input_ids=tokens(0), attention_mask=torch.ones(3, length), **more)
+
+
+def test_a_mask_shorter_than_what_the_cache_holds_is_named() -> None:
+    model = build("llama")
+    first = model(input_ids=tokens(0), use_cache=True)
+    with pytest.raises(ValueError, match="each of the 46 tokens, those in the cache included") as problem:
+        model(input_ids=tokens(1), past_key_values=first.past_key_values, attention_mask=torch.ones(3, 23))
+    sentence(problem)
+
+
+def test_a_text_tower_that_turns_out_causal_is_refused_until_it_is_told_how() -> None:
+    model = tf.CLIPTextModel._from_config(small(tf.CLIPTextConfig), attn_implementation="lln_diag").double().eval()
+    x = tokens(0)
+    with pytest.raises(ValueError, match=r"CLIPAttention attends causally.*lln\.hf\.convert") as problem:
+        model(input_ids=x)
+    sentence(problem)
+    lln.hf.convert(model, statistics="running", block_size=4, batches=[{"input_ids": x}])
+    changed = x.clone()
+    changed[:, 15:] = tokens(9)[:, 15:]
+    assert torch.equal(output(model, input_ids=x)[:, :15], output(model, input_ids=changed)[:, :15])
+
+
+def test_a_decoder_whose_self_attention_is_not_called_causal_has_blocks() -> None:
+    sides = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in
+             (("layers", 1), ("attention_heads", 4), ("ffn_dim", 40))}  # fmt: skip
+    made = tf.NllbMoeConfig(d_model=32, vocab_size=61, num_experts=2, **sides)
+    with guesses():
+        model = tf.NllbMoeModel._from_config(made, attn_implementation="lln_diag").double().eval()
+    found = {name: (m.lln.kind, m.lln.cross, m.lln.block_size) for name, m in attention_modules(model)}
+    assert found == {
+        "encoder.layers.0.self_attn": ("encoder", False, 64),
+        "decoder.layers.0.self_attn": ("decoder", False, 64),
+        "decoder.layers.0.cross_attention": ("decoder", True, None),
+    }
+    changed = tokens(1)
+    changed[:, 15:] = tokens(9)[:, 15:]
+    first, second = (output(model, input_ids=tokens(0), decoder_input_ids=x)[:, :15] for x in (tokens(1), changed))
+    assert torch.equal(first, second)
+
+
+def test_a_mask_that_is_made_twice_is_the_mask() -> None:
+    """As PaliGemma does it: for the model inside, which does it again."""
+    model = build("llama")
+    want = output(model, input_ids=tokens(0))
+    for given in (None, torch.ones(3, 23, dtype=torch.bool)):
+        once = lln_mask(3, 23, attention_mask=given, q_length=23, q_offset=0, device="cpu")
+        assert torch.equal(output(model, input_ids=tokens(0), attention_mask=once), want)

@@ -61,6 +61,11 @@ def attend(
     causal = said
     if causal is None:
         causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    if causal and attention.statistics in ("sample", "batch"):
+        raise ValueError(
+            f"{type(module).__name__} attends causally here, so with statistics={attention.statistics!r} its output "
+            "would depend on later tokens; use lln.hf.convert(model, statistics='running', batches=...) or 'fixed'."
+        )
     where: dict[str, Any] = {"is_causal": causal, "key_mask": key_mask, "query_mask": None, "cu_seqlens": None}
 
     if kwargs.get("cu_seq_lens_q") is not None:

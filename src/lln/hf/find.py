@@ -42,13 +42,17 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def check_class(model: PreTrainedModel, implementation: str) -> None:
-    """The same as `check_model` before the model has any modules: some (Falcon) look the name up in a table of their
-    own while they are made, and fail with nothing but a KeyError."""
+    """The same as `check_model` before the model has any modules: some (Falcon, SAM) look the name up in a table of
+    their own while they are made, and fail with nothing but a KeyError."""
     place = sys.modules.get(type(model).__module__)
-    classes = [c for name, c in vars(place).items() if "Attention" in name and isinstance(c, type)] if place else []
+    names = vars(place) if place else {}
+    classes = [c for name, c in names.items() if "Attention" in name and isinstance(c, type)]
     here: list[Any] = [c for c in classes if issubclass(c, nn.Module) and c.__module__ == type(model).__module__]
-    if here and not any(map(names_interface, here)):
-        raise ValueError(ignored(f"no attention of {type(model).__name__} uses", implementation))
+    tables = [t for t in names.values() if isinstance(t, dict) and isinstance(t.get("eager"), type)]
+    if tables or (here and not any(map(names_interface, here))):
+        what = "some" if tables else "no"
+        does = "ignores" if tables else "uses"
+        raise ValueError(ignored(f"{what} attention of {type(model).__name__} {does}", implementation))
 
 
 def ignored(what: str, implementation: str) -> str:
@@ -99,7 +103,7 @@ def sizes(module: Any) -> tuple[int, int, int, int, float | None]:
     groups = first_of((module,), "num_key_value_groups", "n_rep")
     key_heads = first_of((module,), "num_key_value_heads", "num_kv_heads")
     if groups is not None:
-        key_heads = heads // groups
+        key_heads = heads // int(groups)  # some (VideoPrism) say 1.0
     scale = first_of((module,), "scaling", "scale")
     value_dim = first_of((module,), "v_head_dim") or dim
     return heads, key_heads or heads, dim, value_dim, float(scale) if isinstance(scale, (int, float)) else None
@@ -118,6 +122,8 @@ def is_cross(module: Any, name: str) -> bool:
     """Whether a module attends to another sequence than its own."""
     if getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__:
         return True
-    if getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True):
+    if any(part in name.lower() for part in ("encoder_attn", "crossattention", "cross_attn", "cross_attention")):
         return True
-    return any(part in name.lower() for part in ("encoder_attn", "crossattention", "cross_attn", "cross_attention"))
+    # Some (NLLB-MoE) do not call the self attention of their decoder causal either.
+    called_self = "self" in name.rsplit(".", 1)[-1].lower()
+    return getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True) and not called_self

@@ -46,6 +46,8 @@ def lln_mask(
             "attention mask: this model lays another pattern over its causal or bidirectional mask, and linear "
             "attention forms no query-key pairs that could be masked one by one; use another attn_implementation."
         )
+    if attention_mask is not None and attention_mask.shape[-1] == 0:
+        attention_mask = None  # a mask from here: some models (PaliGemma) make one for a model inside, which does again
     length, device = query_positions(kv_length, kv_offset, attention_mask, kwargs)
     if packed:
         return offsets(mask_function, batch_size, length, device)
@@ -58,12 +60,20 @@ def lln_mask(
 def query_positions(
     kv_length: int, kv_offset: int, attention_mask: Tensor | None, kwargs: dict[str, Any]
 ) -> tuple[int, torch.device]:
-    """(number of queries, their device). ValueError where the queries are not the last of the keys: a cache with
-    places that nothing was written to yet."""
+    """(number of queries, their device). ValueError where the queries are not the last of the keys: a mask of another
+    length, or a cache with places that nothing was written to yet."""
     length, device, first = kwargs["q_length"], torch.device(kwargs["device"]), kwargs["q_offset"]
     bidirectional = kwargs.get("allow_is_bidirectional_skip") is not None
-    short = attention_mask is not None and attention_mask.shape[-1] < kv_offset + kv_length
-    if short or (not bidirectional and (not isinstance(first, int) or first + length != kv_offset + kv_length)):
+    keys = kv_offset + kv_length
+    if not bidirectional and isinstance(first, int) and attention_mask is not None:
+        seen, came = first + length, attention_mask.shape[-1]
+        # Without a cache transformers takes the length of the mask for that of the keys.
+        if came < seen or came == keys != seen:
+            raise ValueError(
+                f"attention_mask must have a column for each of the {seen} tokens, those in the cache included; "
+                f"got shape {list(attention_mask.shape)}."
+            )
+    if not bidirectional and (not isinstance(first, int) or first + length != keys):
         raise ValueError(
             "past_key_values: a cache with places for tokens to come (StaticCache) cannot be read by linear attention; "
             "use DynamicCache, the default, or use_cache=False."

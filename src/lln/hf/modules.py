@@ -22,7 +22,8 @@ class ModelAttention(LLNAttention):
     def __init__(self, host: Any, name: str, options: Options) -> None:
         """Of `host`, the model's own attention module, on its device and in its dtype."""
         self.cross = is_cross(host, name)
-        self.kind = "decoder" if self.cross or getattr(host, "is_causal", False) else "encoder"
+        decodes = self.cross or getattr(host, "is_causal", False) or getattr(host, "is_decoder", False)
+        self.kind = "decoder" if decodes else "encoder"
         self.options, self.implementation = options, options.implementation
         statistics = options.statistics_of(self.kind)
         if self.kind == "decoder" and statistics in ("sample", "batch"):
