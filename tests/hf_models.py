@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import transformers as tf
 from torch import Tensor
@@ -120,3 +121,10 @@ def recorded() -> Iterator[list[Call]]:
 
     with mock.patch.object(attention, "attend", spy):
         yield calls
+
+
+def sentence(problem: pytest.ExceptionInfo[Any]) -> str:
+    text = str(problem.value)
+    assert "\n" not in text
+    assert text.endswith(".")
+    return text

@@ -69,7 +69,7 @@ def attend(
     where: dict[str, Any] = {"is_causal": causal, "key_mask": key_mask, "query_mask": None, "cu_seqlens": None}
 
     if kwargs.get("cu_seq_lens_q") is not None:
-        where["cu_seqlens"] = packing(kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"), causal, length, keys)
+        where["cu_seqlens"] = packing(kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"), attention.cross)
     elif offsets is not None:
         shape = query.shape
         query, key, value = (one_after_another(t) for t in (query, key, value))
@@ -154,9 +154,9 @@ def refuse(module: Any, kwargs: dict[str, Any]) -> None:
         raise ValueError("cache: continuous batching pages keys and values, which linear attention does not keep.")
 
 
-def packing(queries: Tensor, keys: Tensor | None, causal: bool, length: int, key_length: int) -> Any:
+def packing(queries: Tensor, keys: Tensor | None, cross: bool) -> Any:
     """cu_seqlens of the op, from what flash attention calls cu_seq_lens_q and cu_seq_lens_k."""
-    return queries if keys is None or keys is queries or causal or length == key_length else (queries, keys)
+    return (queries, keys) if cross and keys is not None else queries
 
 
 def one_after_another(t: Tensor) -> Tensor:

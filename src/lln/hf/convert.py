@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lln.hf.find import attention_modules, check_model
 from lln.hf.measure import measure
 from lln.hf.modules import ModelAttention, attach
-from lln.hf.options import IMPLEMENTATIONS, Options, read, write
+from lln.hf.options import IMPLEMENTATIONS, KINDS, Options, read, write
 
 Coefficients = float | Tensor | Mapping[str, float | Tensor]
 
@@ -46,8 +46,8 @@ def convert(
             matching, and with given or learnable alpha and beta, it is "fixed".
         block_size, mix: of "lln_diag". mix: a number, "ratio" or "scales".
         learnable: "head" or "channel": alpha and beta become parameters.
-        alpha, beta: positive numbers or tensors [heads] or [heads, dim] for all attention modules, or a dict from the
-            name of a module (as in model.named_modules()) to them; the two go together.
+        alpha, beta: positive numbers or tensors [heads] or [heads, dim] for all attention modules with "fixed"
+            statistics, or a dict from the name of a module (as in model.named_modules()) to them; the two go together.
         length: number of keys that "entropy" matching assumes where it cannot count them.
         momentum: weight of a new batch in "running" statistics.
         batches: inputs of the model, each a dict of arguments. The model runs on them with softmax attention, without
@@ -70,6 +70,8 @@ def convert(
         raise ValueError(f"implementation must be 'lln' or 'lln_diag'; got {implementation!r}.")
     if implementation == "lln" and block_size is not None:
         raise ValueError(f"block_size goes with implementation='lln_diag'; got {block_size!r}.")
+    if implementation == "lln" and mix not in (None, 0.5):
+        raise ValueError(f"mix goes with implementation='lln_diag'; got {mix!r}.")
     if (alpha is None) != (beta is None):
         raise ValueError("alpha and beta go together; give both or neither.")
     if matching == "data" and alpha is None and batches is None:
@@ -94,26 +96,34 @@ def convert(
             changes["matching"] = "paper"
     for part in parts:
         check_model(part, implementation)
-    found = None if batches is None else measure(model, batches, data=matching == "data" and alpha is None)
-    before = [(part.config, getattr(part.config, "lln", None), part.config._attn_implementation) for part in parts]
+    chosen = [
+        dataclasses.replace(read(part.config) or Options(), implementation=implementation, **changes) for part in parts
+    ]
+    data = matching == "data" and alpha is None
+    if batches is not None and not data and not any("running" in map(o.statistics_of, KINDS) for o in chosen):
+        raise ValueError("batches: there is nothing to measure; it goes with statistics='running' or matching='data'.")
     modules = dict(attention_modules(model))
+    for what, given in (("alpha", alpha), ("beta", beta)):
+        if isinstance(given, Mapping) and (unknown := sorted(set(given) - set(modules))):
+            raise ValueError(f"{what}: {unknown[0]!r} is no attention module in model.named_modules().")
+    found = None if batches is None else measure(model, batches, data)
+    before = [(part.config, getattr(part.config, "lln", None), part.config._attn_implementation) for part in parts]
     old = {name: getattr(module, "lln", None) for name, module in modules.items()}
     try:
-        for part in parts:
-            base = read(part.config) or Options()
-            write(part.config, dataclasses.replace(base, implementation=implementation, **changes))
+        for part, options in zip(parts, chosen, strict=True):
+            write(part.config, options)
             part.config._attn_implementation_internal = implementation
         attach(model, fresh=True)
         for name, module in modules.items():
             attention = module.lln
             assert isinstance(attention, ModelAttention)
-            if alpha is not None and beta is not None:
+            if alpha is not None and beta is not None and attention.statistics == "fixed":
                 attention.set_coefficients(*(named(what, c, name) for what, c in (("alpha", alpha), ("beta", beta))))
             if found is not None:
                 found[name].give(attention)
     except (ValueError, TypeError):
-        for config, options, running in before:
-            config.lln, config._attn_implementation_internal = options, running
+        for config, was, running in before:
+            config.lln, config._attn_implementation_internal = was, running
         for name, module in modules.items():
             module.lln = old[name]
         raise

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lln.hf.find import attention_modules, in_units, sizes
+from lln.hf.find import attention_modules, in_units, is_cross, sizes
 from lln.hf.modules import ModelAttention
 from lln.moments import both_moments, match_data, sigma
 
@@ -21,8 +21,8 @@ NAME = "lln_measure"  # an attn_implementation: softmax attention that shows its
 class Seen:
     """What one attention module showed: moments of queries and keys, and alpha and beta that match softmax on them."""
 
-    def __init__(self, data: bool) -> None:
-        self.data = data
+    def __init__(self, data: bool, cross: bool) -> None:
+        self.data, self.cross = data, cross
         self.moments: Tensor | float = 0.0  # [2, 3, key heads]
         self.log_alpha: Tensor | float = 0.0  # [heads], a sum over samples
         self.log_beta: Tensor | float = 0.0  # [key heads]
@@ -30,10 +30,14 @@ class Seen:
 
     def look(self, query: Tensor, key: Tensor, key_mask: Tensor | None, is_causal: bool, scale: float | None) -> None:
         query, key = query.detach(), key.detach()
-        query_mask = key_mask if query.shape[2] == key.shape[2] else None
+        query_mask = key_mask
+        if self.cross or query.shape[2] != key.shape[2]:  # which queries are padding is not said
+            query_mask = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
         self.moments = self.moments + both_moments(query, key, key.shape[1], query_mask, key_mask).sum(2)
         if self.data:
-            alpha, beta = match_data(query, key, key_mask=key_mask, is_causal=is_causal, scale=scale)
+            alpha, beta = match_data(
+                query, key, key_mask=key_mask, query_mask=query_mask, is_causal=is_causal, scale=scale
+            )
             self.log_alpha = self.log_alpha + alpha.log().sum(0)
             self.log_beta = self.log_beta + beta.log().sum(0)
             self.samples += len(query)
@@ -53,7 +57,7 @@ class Seen:
                 buffer.copy_(spread)
             attention.running_count.fill_(1)
             attention.pending.zero_()
-        if self.data:
+        if self.data and attention.statistics == "fixed":
             alpha, beta = (torch.as_tensor(x / self.samples).exp() for x in (self.log_alpha, self.log_beta))
             attention.set_coefficients(alpha, beta)
 
@@ -62,8 +66,14 @@ def softmax(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_ma
     """transformers' own softmax attention, and a look at its queries and keys."""
     said = kwargs.get("is_causal")
     is_causal = bool(getattr(module, "is_causal", False) if said is None else said) and query.shape[2] == key.shape[2]
-    # The last query sees every key that is not padding, with a causal mask as without.
-    key_mask = None if attention_mask is None else attention_mask[:, 0, -1].expand(len(key), -1)
+    if kwargs.get("cu_seq_lens_q") is not None:
+        raise ValueError("batches: softmax here does not keep packed sequences apart; give each a row of its own.")
+    key_mask = None
+    if attention_mask is not None:
+        if attention_mask.dtype != torch.bool:
+            raise ValueError("batches: attention_mask must be a padding mask [batch, length], not numbers to be added.")
+        # Some query sees every key that is not padding, with a causal mask and with packed sequences as without.
+        key_mask = attention_mask[:, 0].any(1).expand(len(key), -1)
     seen: Seen = module.lln_seen
     scale = sizes(module)[4]
     seen.look(in_units(query, scale, kwargs.get("scaling")), key, key_mask, is_causal, scale)
@@ -81,8 +91,8 @@ def measure(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]], data: 
     training = {module: module.training for module in model.modules()}
     count = 0
     try:
-        for module in modules.values():
-            module.lln_seen = Seen(data)
+        for name, module in modules.items():
+            module.lln_seen = Seen(data, is_cross(module, name))
         for config in parts:
             config._attn_implementation_internal = NAME
         model.eval()

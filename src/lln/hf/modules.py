@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from numbers import Real
 from typing import Any
 
 import torch
@@ -103,6 +104,8 @@ class ModelAttention(LLNAttention):
         for name, given in (("alpha", alpha), ("beta", beta)):
             learned = f"log_{name}" in self._parameters
             kept: Tensor = getattr(self, f"log_{name}" if learned else f"fixed_{name}")
+            if not isinstance(given, (Real, Tensor)):
+                raise TypeError(f"{name} must be a number or a tensor; got {given!r}.")
             values = torch.as_tensor(given, dtype=torch.float64, device=kept.device)
             if not bool((values > 0).all() & values.isfinite().all()):
                 raise ValueError(f"{name} must be positive and finite; got {given!r}.")
@@ -112,7 +115,7 @@ class ModelAttention(LLNAttention):
             if values.ndim and not fits:
                 raise ValueError(
                     f"{name} must be a number or a tensor [heads] or [heads, dim] = {list(target.shape)}; "
-                    f"got {list(torch.as_tensor(given).shape)}."
+                    f"got {list(values.shape)}."
                 )
             target.copy_((values.log() if learned else values).expand(target.shape))
 

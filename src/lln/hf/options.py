@@ -65,6 +65,8 @@ class Options:
                 "later ones; use 'running' or 'fixed' for the decoder."
             )
         fixed = "fixed" in (self.statistics_of("encoder"), self.statistics_of("decoder"))
+        if self.matching == "data" and not fixed:
+            raise ValueError(f"lln: matching='data' goes with statistics='fixed'; got statistics={self.statistics!r}.")
         for name in ("learnable", "coefficients"):
             if getattr(self, name) is not None and not fixed:
                 raise ValueError(f"lln: {name} goes with statistics='fixed'; got statistics={self.statistics!r}.")
