@@ -14,6 +14,7 @@ import transformers as tf
 
 import lln.hf
 from hf_models import ALL, CAUSAL, IMAGES, build, config, guesses, inputs, output, recorded
+from lln.hf.hooks import upload
 from reference import relative_error
 
 HEADS = {
@@ -266,3 +267,27 @@ def test_a_model_built_around_a_converted_one_keeps_its_values() -> None:
         found = body.state_dict()
         assert all(torch.equal(found[name], value) for name, value in values.items())
         assert torch.equal(output(body.eval(), **given), want)
+
+
+def test_the_card_on_the_hub_says_what_is_needed(tmp_path: Path) -> None:
+    assert tf.PreTrainedModel._upload_modified_files.is_lln_hook
+    card = tmp_path / "README.md"
+    card.write_text("# Made by transformers, over ours\n")
+    sent = []
+    upload(lambda model, folder, *more: sent.append((card.read_text(), *more)), build("bert"), tmp_path, "me/mine")
+    ((text, *more),) = sent
+    assert text.startswith("# Made by transformers")
+    assert text.count("import lln.hf") == 1
+    assert more == ["me/mine"]
+
+
+def test_a_config_that_is_not_what_runs_is_not_saved(tmp_path: Path) -> None:
+    model, given = build("bert"), inputs("bert")
+    model.config.lln["block_size"] = 2
+    with pytest.raises(ValueError, match=r"config\.lln was changed by hand.*lln\.hf\.convert"):
+        model.save_pretrained(tmp_path)
+    model.set_attn_implementation("lln_diag")
+    model.save_pretrained(tmp_path)
+    again = tf.AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(output(again, **given), output(model, **given))
+    assert again.encoder.layer[0].attention.self.lln.block_size == 2

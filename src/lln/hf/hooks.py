@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from lln.hf.card import write_card
 from lln.hf.find import check_class, check_model
-from lln.hf.modules import ModelAttention, attach
+from lln.hf.modules import ModelAttention, attach, check_saved
 from lln.hf.options import IMPLEMENTATIONS, read, runs_lln, write
 
 
@@ -100,12 +100,24 @@ def align(module: nn.Module) -> None:
 def save(
     original: Any, model: PreTrainedModel, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
 ) -> Any:
+    check_saved(model)
     result = original(model, save_directory, *args, **kwargs)
-    if os.path.isdir(save_directory) and any(
-        runs_lln(part.config) for part in model.modules() if isinstance(part, PreTrainedModel)
-    ):
-        write_card(save_directory)
+    explain(model, save_directory)
     return result
+
+
+def upload(
+    original: Any, model: PreTrainedModel, working_dir: str | os.PathLike[str], *args: Any, **kwargs: Any
+) -> Any:
+    """To the Hub. transformers has just put a README.md of its own in the place of ours."""
+    explain(model, working_dir)
+    return original(model, working_dir, *args, **kwargs)
+
+
+def explain(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    if os.path.isdir(folder) and any(runs_lln(part.config) for part in parts):
+        write_card(folder)
 
 
 HOOKS: dict[str, Callable[..., Any]] = {
@@ -114,4 +126,5 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "set_attn_implementation": switch,
     "_initialize_weights": initialise,
     "save_pretrained": save,
+    "_upload_modified_files": upload,
 }

@@ -177,3 +177,19 @@ def attach_one(module: Any, name: str, options: Options, fresh: bool) -> bool:
     new.train(module.training)
     module.lln = new
     return new.is_guess and not (isinstance(old, ModelAttention) and old.is_guess)
+
+
+def check_saved(model: PreTrainedModel) -> None:
+    """ValueError where config.lln no longer says what runs, so that a saved model would come back as another one."""
+    for part in model.modules():
+        if not isinstance(part, PreTrainedModel) or not runs_lln(part.config):
+            continue
+        options = read(part.config)
+        for name, module in own_modules(part):
+            attention = getattr(module, "lln", None)
+            if isinstance(attention, ModelAttention) and attention.options != options:
+                raise ValueError(
+                    f"config.lln was changed by hand and is not what {name} runs; use lln.hf.convert(model, ...) to "
+                    f"change options, or model.set_attn_implementation({part.config._attn_implementation!r}) to run "
+                    "what config.lln says."
+                )
