@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -235,3 +236,27 @@ def test_switching_a_part_of_a_model_switches_that_part() -> None:
     assert calls[0].q.shape[2] == 26
     assert not hasattr(model.config.text_config, "lln")
     assert model.config.vision_config.lln["implementation"] == "lln"
+
+
+@pytest.mark.parametrize("start", ["sdpa", "lln_diag"])
+def test_a_model_of_two_models_switches_both(start: str, tmp_path: Path) -> None:
+    """EncoderDecoderModel gives the models inside it new configs, of which their attention knows nothing."""
+    decoding = {"is_decoder": True, "add_cross_attention": True, "decoder_start_token_id": 1}
+    encoder = build("bert", start)
+    decoder = build("bert", start, head=type("Head", (), {"from_config": tf.BertLMHeadModel._from_config}), **decoding)
+    model = tf.EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
+    given = {"input_ids": tokens(0), "decoder_input_ids": tokens(1, 3, 9)}
+    for name, count in (("sdpa", 0), ("lln", 6), ("eager", 0), ("lln_diag", 6)):
+        with guesses():
+            model.set_attn_implementation(name)
+        with recorded() as calls:
+            output(model, **given)
+        assert len(calls) == count
+    model.set_attn_implementation("sdpa")
+    parts = {"encoder": "sample", "decoder": "running"}
+    lln.hf.convert(model, statistics=parts, block_size=4, batches=[given])
+    with recorded() as calls:
+        want = output(model, **given)
+    assert len(calls) == 6
+    model.save_pretrained(tmp_path)
+    assert torch.equal(output(tf.EncoderDecoderModel.from_pretrained(tmp_path), **given), want)

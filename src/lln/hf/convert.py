@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lln.hf.find import attention_modules, check_model
+from lln.hf.find import attention_modules, check_model, configs
 from lln.hf.measure import measure
 from lln.hf.modules import ModelAttention, attach
 from lln.hf.options import IMPLEMENTATIONS, KINDS, Options, read, write
@@ -107,7 +107,7 @@ def convert(
         if isinstance(given, Mapping) and (unknown := sorted(set(given) - set(modules))):
             raise ValueError(f"{what}: {unknown[0]!r} is no attention module in model.named_modules().")
     found = None if batches is None else measure(model, batches, data)
-    before = [(part.config, getattr(part.config, "lln", None), part.config._attn_implementation) for part in parts]
+    before = [(config, getattr(config, "lln", None), config._attn_implementation) for config in configs(model)]
     old = {name: getattr(module, "lln", None) for name, module in modules.items()}
     try:
         for part, options in zip(parts, chosen, strict=True):

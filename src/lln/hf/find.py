@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lln.hf.options import runs_lln
 from lln.nn import LLNAttention
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name under which transformers' modules look their function up
@@ -79,6 +80,21 @@ def own_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]
         if not isinstance(child, PreTrainedModel):
             yield prefix + name, child
             yield from own_modules(child, f"{prefix}{name}.")
+
+
+def configs(model: PreTrainedModel) -> list[Any]:
+    """Every config object that says which attention runs somewhere in the model. An attention module may hold another
+    one than the model around it: EncoderDecoderModel gives the models inside it new ones."""
+    holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) or uses_interface(m)]
+    return list({id(holder.config): holder.config for holder in holders}.values())
+
+
+def follow(part: PreTrainedModel, module: Any) -> None:
+    """Let an attention module look up what its model runs where its config is another object. A config of a part of the
+    model (`vision_config`) has a say of its own, unless the whole model runs LLN."""
+    own = any(module.config is getattr(part.config, name, None) for name in part.config.sub_configs)
+    if module.config is not part.config and (runs_lln(part.config) or not own):
+        module.config._attn_implementation_internal = part.config._attn_implementation
 
 
 def first_of(holders: tuple[Any, ...], *names: str) -> Any:

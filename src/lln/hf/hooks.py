@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lln.hf.card import write_card
-from lln.hf.find import check_class, check_model
+from lln.hf.find import check_class, check_model, configs
 from lln.hf.modules import ModelAttention, attach, check_saved
 from lln.hf.options import IMPLEMENTATIONS, read, runs_lln, write
 
@@ -66,7 +66,7 @@ def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *arg
     if attn_implementation in IMPLEMENTATIONS:
         for part in parts:
             check_model(part, attn_implementation)
-    before = [(part.config, part.config._attn_implementation) for part in parts]
+    before = [(config, config._attn_implementation) for config in configs(model)]
     result = original(model, attn_implementation, *args, **kwargs)
     try:
         attach(model, fresh=False)

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lln.hf.find import attention_modules, in_units, is_cross, sizes
+from lln.hf.find import attention_modules, configs, in_units, is_cross, sizes
 from lln.hf.modules import ModelAttention
 from lln.moments import both_moments, match_data, sigma
 
@@ -86,7 +86,7 @@ def measure(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]], data: 
     AttentionInterface.register(NAME, softmax)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     modules = dict(attention_modules(model))
-    parts = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
+    parts = configs(model)
     before = [config._attn_implementation for config in parts]
     training = {module: module.training for module in model.modules()}
     count = 0

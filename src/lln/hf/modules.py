@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lln.hf.find import check_model, is_cross, own_modules, sizes, uses_interface
+from lln.hf.find import check_model, follow, is_cross, own_modules, sizes, uses_interface
 from lln.hf.options import Options, read, runs_lln, write
 from lln.moments import match_moments
 from lln.nn import LLNAttention
@@ -138,14 +138,16 @@ def attach(model: PreTrainedModel, *, fresh: bool) -> None:
         elif implementation is not None:
             options = dataclasses.replace(options, implementation=implementation)
         write(part.config, options)
+        hosts = [(name, module) for name, module in own_modules(part) if uses_interface(module)]
+        for _, module in hosts:
+            follow(part, module)
         if not runs_lln(part.config):
             # Softmax runs now, but what was learned or measured stays with the model.
             if not options.keeps_values:
                 continue
             options = dataclasses.replace(options, implementation="lln_diag" if isinstance(options.mix, str) else "lln")
-        for name, module in own_modules(part):
-            if uses_interface(module):
-                guessed |= attach_one(module, name, options, fresh) and runs_lln(part.config)
+        for name, module in hosts:
+            guessed |= attach_one(module, name, options, fresh) and runs_lln(part.config)
     if guessed:
         warnings.warn(
             f"{type(model).__name__} has causal or cross attention, and the spread of its queries and keys is not "
