@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from transformers.utils.output_capturing import _active_collector
 from lln.hf.find import in_units
 from lln.hf.masks import lln_mask, split
 from lln.hf.modules import ModelAttention
-from lln.weights import check_weights, dense_weights
+from lln.hf.options import IMPLEMENTATIONS
+from lln.hf.peers import LLN, Peer
 
 # Arguments that change which pairs attend or how much, by what they are.
 REFUSED = {
@@ -26,18 +28,19 @@ REFUSED = {
 
 
 def register() -> None:
-    """Make `lln` and `lln_diag` names that attn_implementation takes."""
-    for name, function in (("lln", lln), ("lln_diag", lln_diag)):
-        AttentionInterface.register(name, function)
+    """Make IMPLEMENTATIONS names that attn_implementation takes."""
+    for name in IMPLEMENTATIONS:
+        AttentionInterface.register(name, named(name))
         AttentionMaskInterface.register(name, lln_mask)
 
 
-def lln(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
-    return attend("lln", module, query, key, value, attention_mask, **kwargs)
+def named(name: str) -> Callable[..., Any]:
+    def function(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+        return attend(name, module, query, key, value, attention_mask, **kwargs)
 
-
-def lln_diag(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
-    return attend("lln_diag", module, query, key, value, attention_mask, **kwargs)
+    function.__name__ = name
+    function.is_lln = True  # type: ignore[attr-defined]
+    return function
 
 
 def attend(
@@ -78,18 +81,13 @@ def attend(
     if causal and keys > length:
         return after_cached(attention, query, key, value, where, dropout, module, kwargs)
     if attention.cross or length != keys:
-        if attention.statistics in ("sample", "batch"):
-            raise ValueError(
-                f"{type(module).__name__} attends from {length} queries to {keys} keys, so statistics="
-                f"{attention.statistics!r} cannot know which queries are padding; use lln.hf.convert(model, "
-                "statistics='running') or 'fixed'."
-            )
+        attention.check_lengths(type(module).__name__, length, keys)
         where["query_mask"] = torch.ones(query.shape[0], length, dtype=torch.bool, device=query.device)
     return run(attention, query, key, value, where, dropout, module, kwargs)
 
 
 def run(
-    attention: ModelAttention,
+    attention: ModelAttention | Peer,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -100,15 +98,15 @@ def run(
 ) -> tuple[Tensor, Tensor | None]:
     wanted = wants_weights(module, kwargs)
     if wanted:
-        check_weights(attention, query, key, "output_attentions", "leave it out")
-    out: Tensor = attention(query, key, value, **where, dropout=dropout)
+        attention.check_weights(query, key)
+    out: Tensor = attention(query, key, value, **where, dropout=dropout if module.training else 0.0)
     # After the call, which first brings running statistics up to date.
-    weights = dense_weights(attention, query, key, **where) if wanted else None
+    weights = attention.weights(query, key, where) if wanted else None
     return out.transpose(1, 2).contiguous(), weights
 
 
 def after_cached(
-    attention: ModelAttention,
+    attention: ModelAttention | Peer,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -128,9 +126,9 @@ def after_cached(
     return out[:, past:], None if weights is None else weights[:, :, past:]
 
 
-def attached(module: Any, implementation: str) -> ModelAttention:
-    attention = getattr(module, "lln", None)
-    if not isinstance(attention, ModelAttention) or attention.implementation != implementation:
+def attached(module: Any, implementation: str) -> ModelAttention | Peer:
+    attention = getattr(module, "lln" if implementation in LLN else "lln_peer", None)
+    if not isinstance(attention, (ModelAttention, Peer)) or attention.implementation != implementation:
         raise RuntimeError(
             f"{type(module).__name__} was not set up for attn_implementation={implementation!r}; call "
             f"model.set_attn_implementation({implementation!r}), or load the model after `import lln.hf`."

@@ -54,7 +54,7 @@ def check_class(model: PreTrainedModel, implementation: str) -> None:
 def ignored(what: str, implementation: str) -> str:
     return (
         f"attn_implementation={implementation!r}: {what} transformers' AttentionInterface, so it would go on to run "
-        "softmax; this model cannot be used with LLN attention."
+        "softmax; use this model with transformers' own implementations."
     )
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from lln.hf.card import write_card
 from lln.hf.find import check_class, check_model
 from lln.hf.modules import ModelAttention, attach
-from lln.hf.options import IMPLEMENTATIONS, read, runs_lln, write
+from lln.hf.options import IMPLEMENTATIONS, read, runs_ours, write
 
 
 def install() -> None:
@@ -61,7 +61,7 @@ def after_init(original: Any, model: PreTrainedModel, *args: Any, **kwargs: Any)
 
 
 def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
-    """A model that cannot switch to LLN is left as it was: transformers itself would warn and go on with softmax."""
+    """A model that cannot switch to ours is left as it was: transformers itself would warn and go on with softmax."""
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     if attn_implementation in IMPLEMENTATIONS:
         for part in parts:
@@ -79,7 +79,7 @@ def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *arg
 
 def initialise(original: Any, model: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Runs for every module when a checkpoint has been loaded."""
-    if runs_lln(model.config):
+    if runs_ours(model.config):
         align(module)
     if isinstance(module, ModelAttention):
         return module.initialise()
@@ -99,7 +99,7 @@ def save(
 ) -> Any:
     result = original(model, save_directory, *args, **kwargs)
     if os.path.isdir(save_directory) and any(
-        runs_lln(part.config) for part in model.modules() if isinstance(part, PreTrainedModel)
+        runs_ours(part.config) for part in model.modules() if isinstance(part, PreTrainedModel)
     ):
         write_card(save_directory)
     return result
