@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils.output_capturing import _active_collector
 
+from lln.hf.cache import StateLayer, layer_of
 from lln.hf.find import in_units
 from lln.hf.masks import lln_mask, split
 from lln.hf.modules import ModelAttention
@@ -58,14 +59,19 @@ def attend(
     """([B, N, H, E], and P [B, H, N, M] where output_attentions asks for it), as transformers' other functions."""
     attention = attached(module, implementation)
     refuse(module, kwargs)
+    layer = layer_of(key)
     query = in_units(query, attention.scale, scaling)
     length, keys = query.shape[2], key.shape[2]
-    said, key_mask, offsets = split(attention_mask, keys)
+    said, key_mask, offsets = split(attention_mask, keys, layer is not None)
     causal = said
     if causal is None:
         causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     where: dict[str, Any] = {"is_causal": causal, "key_mask": key_mask, "query_mask": None, "cu_seqlens": None}
 
+    if layer is not None:
+        if offsets is not None or kwargs.get("cu_seq_lens_q") is not None:
+            raise ValueError("past_key_values: packed sequences cannot go into a cache; leave one of them out.")
+        return with_state(layer, attention, query, key, value, where, dropout, module, kwargs)
     if kwargs.get("cu_seq_lens_q") is not None:
         where["cu_seqlens"] = packing(kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"), causal, length, keys)
     elif offsets is not None:
@@ -102,6 +108,53 @@ def run(
     out: Tensor = attention(query, key, value, **where, dropout=dropout if module.training else 0.0)
     # After the call, which first brings running statistics up to date.
     weights = attention.weights(query, key, where) if wanted else None
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def with_state(
+    layer: StateLayer,
+    attention: ModelAttention | Peer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    where: dict[str, Any],
+    dropout: float,
+    module: Any,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Keys that came through an LLNCache follow those in its state."""
+    name = type(module).__name__
+    if isinstance(attention, Peer):
+        raise ValueError(
+            f"past_key_values: LLNCache keeps the state of 'lln' and 'lln_diag', and {name} runs "
+            f"{attention.implementation!r}; use DynamicCache."
+        )
+    if not attention.cross and not where["is_causal"]:
+        raise ValueError(f"past_key_values: {name} is not causal here, so earlier rows would change; use no cache.")
+    if layer.cross not in (None, attention.cross) or (attention.cross and not layer.empty and key.shape[2]):
+        raise ValueError(
+            "past_key_values: attention to an encoder and to the decoder's own tokens need a cache each; use "
+            "EncoderDecoderCache(LLNCache(), LLNCache())."
+        )
+    if attention.cross:
+        attention.check_lengths(name, query.shape[2], key.shape[2])
+        where["query_mask"] = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
+        if not key.shape[2]:  # all of them, and what hides some, are in the state
+            where["key_mask"] = None
+    wanted = wants_weights(module, kwargs)
+    if wanted and not layer.empty:
+        raise ValueError(
+            "output_attentions: the keys of earlier tokens are gone with LLNCache, and P has a column for each; "
+            "use past_key_values=DynamicCache(), or use_cache=False."
+        )
+    if wanted:
+        attention.check_weights(query, key)
+    out, state = attention(
+        query, key, value, **where, dropout=dropout if module.training else 0.0, state=layer.state, return_state=True
+    )
+    weights = attention.weights(query, key, where) if wanted else None
+    if key.shape[2]:
+        layer.keep(state, key.shape[2], attention.cross, key.dtype)
     return out.transpose(1, 2).contiguous(), weights
 
 

@@ -11,20 +11,22 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import EncoderDecoderCache, GenerationMixin, PreTrainedModel
 
+from lln.hf.cache import LLNCache
 from lln.hf.card import write_card
-from lln.hf.find import check_class, check_model
+from lln.hf.find import attention_modules, check_class, check_model
 from lln.hf.modules import ModelAttention, attach
-from lln.hf.options import IMPLEMENTATIONS, read, runs_ours, write
+from lln.hf.options import IMPLEMENTATIONS, read, runs_lln, runs_ours, write
 
 
 def install() -> None:
     """Put the hooks in place, once."""
     for name, hook in HOOKS.items():
-        original = getattr(PreTrainedModel, name)
+        place = GenerationMixin if hook is give_cache else PreTrainedModel
+        original = getattr(place, name)
         if not getattr(original, "is_lln_hook", False):
-            setattr(PreTrainedModel, name, around(hook, original))
+            setattr(place, name, around(hook, original))
 
 
 def around(hook: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,10 +107,45 @@ def save(
     return result
 
 
+def give_cache(
+    original: Any, model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """generate's own cache is an LLNCache where the model's decoder runs LLN throughout."""
+    given, how = model_kwargs.get("past_key_values"), generation_config.cache_implementation
+    encoded = bool(model.config.is_encoder_decoder)
+    if given is None and generation_config.use_cache is not False and how != "dynamic" and decodes_with_lln(model):
+        if how not in (None, "static"):
+            raise ValueError(
+                f"cache_implementation={how!r}: LLN attention has a state of fixed size in the place of keys and "
+                "values; leave it out, or use 'static' to compile, or 'dynamic' to keep all keys and values."
+            )
+        static = how == "static"
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers if static else 0
+        cache = LLNCache(layers, static=static)
+        model_kwargs["past_key_values"] = (
+            EncoderDecoderCache(cache, LLNCache(layers, static=static)) if encoded else cache
+        )
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        return None
+    if isinstance(given, LLNCache) and encoded:
+        model_kwargs["past_key_values"] = EncoderDecoderCache(given, LLNCache(static=given.static))
+    return original(model, generation_config, model_kwargs, *args, **kwargs)
+
+
+def decodes_with_lln(model: PreTrainedModel) -> bool:
+    """Whether all that a cache is for is LLN attention."""
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ["full_attention"]
+    found = [module for _, module in attention_modules(model) if getattr(module, "is_causal", False)]
+    mine = [isinstance(getattr(module, "lln", None), ModelAttention) and runs_lln(module.config) for module in found]
+    return bool(mine) and all(mine) and set(kinds) == {"full_attention"}
+
+
 HOOKS: dict[str, Callable[..., Any]] = {
     "_check_and_adjust_attn_implementation": choose,
     "post_init": after_init,
     "set_attn_implementation": switch,
     "_initialize_weights": initialise,
     "save_pretrained": save,
+    "_prepare_cache_for_generation": give_cache,
 }
