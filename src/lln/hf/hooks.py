@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache, GenerationMixin, PreTrainedModel
+from transformers.generation import GenerationMode
 
 from lln.hf.cache import LLNCache
 from lln.hf.card import write_card
@@ -108,7 +109,13 @@ def save(
 
 
 def give_cache(
-    original: Any, model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    original: Any,
+    model: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    mode: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """generate's own cache is an LLNCache where the model's decoder runs LLN throughout."""
     given, how = model_kwargs.get("past_key_values"), generation_config.cache_implementation
@@ -125,12 +132,14 @@ def give_cache(
         model_kwargs["past_key_values"] = (
             EncoderDecoderCache(cache, LLNCache(layers, static=static)) if encoded else cache
         )
-        if generation_config.is_assistant:
+        if mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant:
             cache.activate_past_recording()
         return None
+    if isinstance(given, LLNCache) and mode == GenerationMode.ASSISTED_GENERATION:
+        given.activate_past_recording()
     if isinstance(given, LLNCache) and encoded:
         model_kwargs["past_key_values"] = EncoderDecoderCache(given, LLNCache(static=given.static))
-    return original(model, generation_config, model_kwargs, *args, **kwargs)
+    return original(model, generation_config, model_kwargs, mode, *args, **kwargs)
 
 
 def decodes_with_lln(model: PreTrainedModel) -> bool:
