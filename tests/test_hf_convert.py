@@ -18,7 +18,7 @@ from reference import relative_error
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"implementation": "flash"}, "implementation must be 'lln' or 'lln_diag'"),
+        ({"implementation": "flash"}, "implementation must be one of lln, lln_diag"),
         ({"implementation": "lln", "block_size": 8}, "block_size goes with implementation='lln_diag'"),
         ({"alpha": 1.0}, "alpha and beta go together"),
         ({"matching": "data"}, "matching='data' needs batches"),
@@ -274,7 +274,7 @@ def test_packed_cross_attention_has_offsets_of_its_own() -> None:
     module = build("bart", "lln").decoder.layers[0].encoder_attn
     q, k, v = torch.randn(3, 1, 4, 12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     cu_q, cu_k = (torch.tensor(o, dtype=torch.int32) for o in ([0, 4, 12], [0, 9, 12]))
-    out = lln.hf.attention.lln(module, q, k, v, None, cu_seq_lens_q=cu_q, cu_seq_lens_k=cu_k)[0]
+    out = lln.hf.attention.attend("lln", module, q, k, v, None, cu_seq_lens_q=cu_q, cu_seq_lens_k=cu_k)[0]
     apart = [
         lln.hf.attention.lln(module, q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], None)[0]
         for a, b, c, d in ((0, 4, 0, 9), (4, 12, 9, 12))

@@ -154,9 +154,9 @@ def test_generation_with_a_growing_cache_equals_full_recomputation(kind: str, na
     mask = torch.ones_like(x)
     mask[0, :9] = 0  # left padding
     how = {"max_new_tokens": 9, "do_sample": False, "attention_mask": mask, "pad_token_id": 0, "eos_token_id": None}
-    cached = model.generate(x, **how)
+    cached = model.generate(x, cache_implementation="dynamic", **how)
     assert torch.equal(cached, model.generate(x, use_cache=False, **how))
-    beams = model.generate(x, num_beams=3, **how)
+    beams = model.generate(x, num_beams=3, cache_implementation="dynamic", **how)
     assert torch.equal(beams, model.generate(x, num_beams=3, use_cache=False, **how))
     if kind in CAUSAL:
         alone = model.generate(x[:1, 9:], **how | {"attention_mask": mask[:1, 9:]})

@@ -15,12 +15,16 @@ MAX_WEIGHTS = 2**28  # elements: 1 GiB in float32
 
 def check_weights(attention: LLNAttention, query: Tensor, key: Tensor, name: str, remedy: str) -> None:
     """ValueError where P would be too large or does not exist; `name` is the argument that asks for it."""
+    check_size(query, key, name, remedy)
+    if attention.mix == "scales":
+        raise ValueError(f"{name}: every value channel has its own P with mix='scales'; {remedy}.")
+
+
+def check_size(query: Tensor, key: Tensor, name: str, remedy: str) -> None:
     size = query.shape[:3].numel() * key.shape[2]
     if size > MAX_WEIGHTS:
         limit = f"at most {MAX_WEIGHTS:,} are allowed"
         raise ValueError(f"{name}: P would have {size:,} elements and {limit}; {remedy}.")
-    if attention.mix == "scales":
-        raise ValueError(f"{name}: every value channel has its own P with mix='scales'; {remedy}.")
 
 
 def dense_weights(

@@ -12,6 +12,7 @@ if importlib.util.find_spec("transformers") is None:
     raise ModuleNotFoundError("lln.hf needs transformers; install it with: pip install 'lln-attention[hf]'")
 
 from lln.hf.attention import register
+from lln.hf.cache import LLNCache
 from lln.hf.convert import convert
 from lln.hf.hooks import install
 from lln.hf.options import IMPLEMENTATIONS, Options
@@ -19,4 +20,4 @@ from lln.hf.options import IMPLEMENTATIONS, Options
 register()
 install()
 
-__all__ = ["IMPLEMENTATIONS", "Options", "convert"]
+__all__ = ["IMPLEMENTATIONS", "LLNCache", "Options", "convert"]

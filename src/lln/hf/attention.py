@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,10 +10,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils.output_capturing import _active_collector
 
+from lln.hf.cache import StateLayer, layer_of
 from lln.hf.find import in_units
 from lln.hf.masks import lln_mask, split
 from lln.hf.modules import ModelAttention
-from lln.weights import check_weights, dense_weights
+from lln.hf.options import IMPLEMENTATIONS
+from lln.hf.peers import LLN, Peer
 
 # Arguments that change which pairs attend or how much, by what they are.
 REFUSED = {
@@ -26,18 +29,19 @@ REFUSED = {
 
 
 def register() -> None:
-    """Make `lln` and `lln_diag` names that attn_implementation takes."""
-    for name, function in (("lln", lln), ("lln_diag", lln_diag)):
-        AttentionInterface.register(name, function)
+    """Make IMPLEMENTATIONS names that attn_implementation takes."""
+    for name in IMPLEMENTATIONS:
+        AttentionInterface.register(name, named(name))
         AttentionMaskInterface.register(name, lln_mask)
 
 
-def lln(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
-    return attend("lln", module, query, key, value, attention_mask, **kwargs)
+def named(name: str) -> Callable[..., Any]:
+    def function(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
+        return attend(name, module, query, key, value, attention_mask, **kwargs)
 
-
-def lln_diag(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
-    return attend("lln_diag", module, query, key, value, attention_mask, **kwargs)
+    function.__name__ = name
+    function.is_lln = True  # type: ignore[attr-defined]
+    return function
 
 
 def attend(
@@ -55,19 +59,24 @@ def attend(
     """([B, N, H, E], and P [B, H, N, M] where output_attentions asks for it), as transformers' other functions."""
     attention = attached(module, implementation)
     refuse(module, kwargs)
+    layer = layer_of(key)
     query = in_units(query, attention.scale, scaling)
     length, keys = query.shape[2], key.shape[2]
-    said, key_mask, offsets = split(attention_mask, keys)
+    said, key_mask, offsets = split(attention_mask, keys, layer is not None)
     causal = said
     if causal is None:
         causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
-    if causal and attention.statistics in ("sample", "batch"):
+    if causal and isinstance(attention, ModelAttention) and attention.statistics in ("sample", "batch"):
         raise ValueError(
             f"{type(module).__name__} attends causally here, so with statistics={attention.statistics!r} its output "
             "would depend on later tokens; use lln.hf.convert(model, statistics='running', batches=...) or 'fixed'."
         )
     where: dict[str, Any] = {"is_causal": causal, "key_mask": key_mask, "query_mask": None, "cu_seqlens": None}
 
+    if layer is not None:
+        if offsets is not None or kwargs.get("cu_seq_lens_q") is not None:
+            raise ValueError("past_key_values: packed sequences cannot go into a cache; leave one of them out.")
+        return with_state(layer, attention, query, key, value, where, dropout, module, kwargs)
     if kwargs.get("cu_seq_lens_q") is not None:
         where["cu_seqlens"] = packing(kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"), attention.cross)
     elif offsets is not None:
@@ -83,18 +92,13 @@ def attend(
     if causal and keys > length:
         return after_cached(attention, query, key, value, where, dropout, module, kwargs)
     if attention.cross or length != keys:
-        if attention.statistics in ("sample", "batch"):
-            raise ValueError(
-                f"{type(module).__name__} attends from {length} queries to {keys} keys, so statistics="
-                f"{attention.statistics!r} cannot know which queries are padding; use lln.hf.convert(model, "
-                "statistics='running') or 'fixed'."
-            )
+        attention.check_lengths(type(module).__name__, length, keys)
         where["query_mask"] = torch.ones(query.shape[0], length, dtype=torch.bool, device=query.device)
     return run(attention, query, key, value, where, dropout, module, kwargs)
 
 
 def run(
-    attention: ModelAttention,
+    attention: ModelAttention | Peer,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -105,15 +109,62 @@ def run(
 ) -> tuple[Tensor, Tensor | None]:
     wanted = wants_weights(module, kwargs)
     if wanted:
-        check_weights(attention, query, key, "output_attentions", "leave it out")
-    out: Tensor = attention(query, key, value, **where, dropout=dropout)
+        attention.check_weights(query, key)
+    out: Tensor = attention(query, key, value, **where, dropout=dropout if module.training else 0.0)
     # After the call, which first brings running statistics up to date.
-    weights = dense_weights(attention, query, key, **where) if wanted else None
+    weights = attention.weights(query, key, where) if wanted else None
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def with_state(
+    layer: StateLayer,
+    attention: ModelAttention | Peer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    where: dict[str, Any],
+    dropout: float,
+    module: Any,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """Keys that came through an LLNCache follow those in its state."""
+    name = type(module).__name__
+    if isinstance(attention, Peer):
+        raise ValueError(
+            f"past_key_values: LLNCache keeps the state of 'lln' and 'lln_diag', and {name} runs "
+            f"{attention.implementation!r}; use DynamicCache."
+        )
+    if not attention.cross and not where["is_causal"]:
+        raise ValueError(f"past_key_values: {name} is not causal here, so earlier rows would change; use no cache.")
+    if layer.cross not in (None, attention.cross) or (attention.cross and not layer.empty and key.shape[2]):
+        raise ValueError(
+            "past_key_values: attention to an encoder and to the decoder's own tokens need a cache each; use "
+            "EncoderDecoderCache(LLNCache(), LLNCache())."
+        )
+    if attention.cross:
+        attention.check_lengths(name, query.shape[2], key.shape[2])
+        where["query_mask"] = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
+        if not key.shape[2]:  # all of them, and what hides some, are in the state
+            where["key_mask"] = None
+    wanted = wants_weights(module, kwargs)
+    if wanted and not layer.empty:
+        raise ValueError(
+            "output_attentions: the keys of earlier tokens are gone with LLNCache, and P has a column for each; "
+            "use past_key_values=DynamicCache(), or use_cache=False."
+        )
+    if wanted:
+        attention.check_weights(query, key)
+    out, state = attention(
+        query, key, value, **where, dropout=dropout if module.training else 0.0, state=layer.state, return_state=True
+    )
+    weights = attention.weights(query, key, where) if wanted else None
+    if key.shape[2]:
+        layer.keep(state, key.shape[2], attention.cross, key.dtype)
     return out.transpose(1, 2).contiguous(), weights
 
 
 def after_cached(
-    attention: ModelAttention,
+    attention: ModelAttention | Peer,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -133,9 +184,9 @@ def after_cached(
     return out[:, past:], None if weights is None else weights[:, :, past:]
 
 
-def attached(module: Any, implementation: str) -> ModelAttention:
-    attention = getattr(module, "lln", None)
-    if not isinstance(attention, ModelAttention) or attention.implementation != implementation:
+def attached(module: Any, implementation: str) -> ModelAttention | Peer:
+    attention = getattr(module, "lln" if implementation in LLN else "lln_peer", None)
+    if not isinstance(attention, (ModelAttention, Peer)) or attention.implementation != implementation:
         raise RuntimeError(
             f"{type(module).__name__} was not set up for attn_implementation={implementation!r}; call "
             f"model.set_attn_implementation({implementation!r}), or load the model after `import lln.hf`."

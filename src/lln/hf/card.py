@@ -13,12 +13,12 @@ tags:
 - lln-attention
 ---
 
-# A transformers model with LLN attention
+# A transformers model with attention from lln-attention
 """
 SECTION = """
 ## How to load this model
 
-It runs LLN attention, as `lln` in `config.json` says, which transformers does not know by itself:
+Its attention is the one that `lln` in `config.json` names, which transformers does not know by itself:
 
     pip install 'lln-attention[hf]'
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from lln.hf.find import attention_modules, check_model, configs
 from lln.hf.measure import measure
 from lln.hf.modules import ModelAttention, attach
 from lln.hf.options import IMPLEMENTATIONS, KINDS, Options, read, write
+from lln.hf.peers import LLN
 
 Coefficients = float | Tensor | Mapping[str, float | Tensor]
 
@@ -31,20 +32,24 @@ def convert(
     length: int | None = None,
     momentum: float | None = None,
     batches: Iterable[Mapping[str, Any]] | None = None,
+    **options: Any,
 ) -> PreTrainedModel:
-    """Let `model` run LLN attention with these options. What is left out stays as it is, or takes its default.
+    """Let `model` run LLN attention, or another mechanism, with these options. What is left out stays as it is, or has
+    its default.
 
     The options go into `config.lln` (see `lln.hf.Options`); running statistics, given or learnable alpha and beta and a
     learned mix become part of the model's weights. Both are saved and loaded with the model.
 
     Args:
         model: a transformers model, changed in place.
-        implementation: "lln" or "lln_diag"; default: what runs already, else "lln_diag".
+        implementation: "lln", "lln_diag" or another of `lln.hf.IMPLEMENTATIONS`; default: what runs already, else
+            "lln_diag".
         matching: "paper", "variance" or "entropy"; "data": alpha and beta of each head are found on `batches`, so that
             LLN attention has the entropy of the model's softmax attention there (`lln.match_data`).
         statistics: "sample", "batch", "running", "fixed", "auto", or {"encoder": name, "decoder": name}. With "data"
             matching, and with given or learnable alpha and beta, it is "fixed".
-        block_size, mix: of "lln_diag". mix: a number, "ratio" or "scales".
+        block_size, mix: of "lln_diag". mix: a number, "ratio" or "scales". Of another kernel mechanism: adds blocks to
+            it, as in `lln.attention` (mix: a number).
         learnable: "head" or "channel": alpha and beta become parameters.
         alpha, beta: positive numbers or tensors [heads] or [heads, dim] for all attention modules with "fixed"
             statistics, or a dict from the name of a module (as in model.named_modules()) to them; the two go together.
@@ -52,6 +57,7 @@ def convert(
         momentum: weight of a new batch in "running" statistics.
         batches: inputs of the model, each a dict of arguments. The model runs on them with softmax attention, without
             gradients, and what "running" statistics and "data" matching need is measured.
+        options: of another mechanism than LLN, its own: `lln.mechanisms()[implementation].options`.
 
     Returns:
         The model.
@@ -67,7 +73,24 @@ def convert(
         runs = held is not None and held.implementation in IMPLEMENTATIONS
         implementation = held.implementation if held is not None and runs else "lln_diag"
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be 'lln' or 'lln_diag'; got {implementation!r}.")
+        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}; got {implementation!r}.")
+    if implementation not in LLN:
+        of_lln = {
+            "matching": matching, "statistics": statistics, "learnable": learnable, "alpha": alpha, "beta": beta,
+            "length": length, "momentum": momentum, "batches": batches,
+        }  # fmt: skip
+        if foreign := [name for name, value in of_lln.items() if value is not None]:
+            raise ValueError(f"{foreign[0]} goes with 'lln' and 'lln_diag'; got implementation={implementation!r}.")
+        blocks = {"block_size": block_size, "mix": mix}
+        options |= {name: value for name, value in blocks.items() if value is not None}
+        base = held or Options()
+        mine = base.mechanisms.get(implementation, {}) | options
+        changed: dict[str, Any] = {"implementation": implementation}
+        changed["mechanisms"] = base.mechanisms | {implementation: mine}
+        change(model, parts, [dataclasses.replace(read(part.config) or Options(), **changed) for part in parts])
+        return model
+    if options:
+        raise TypeError(f"{implementation} has no option {next(iter(options))!r}; see the arguments of lln.hf.convert.")
     if implementation == "lln" and block_size is not None:
         raise ValueError(f"block_size goes with implementation='lln_diag'; got {block_size!r}.")
     if implementation == "lln" and mix not in (None, 0.5):
@@ -107,27 +130,42 @@ def convert(
         if isinstance(given, Mapping) and (unknown := sorted(set(given) - set(modules))):
             raise ValueError(f"{what}: {unknown[0]!r} is no attention module in model.named_modules().")
     found = None if batches is None else measure(model, batches, data)
+
+    def give(name: str, attention: ModelAttention) -> None:
+        if alpha is not None and beta is not None and attention.statistics == "fixed":
+            attention.set_coefficients(*(named(what, c, name) for what, c in (("alpha", alpha), ("beta", beta))))
+        if found is not None:
+            found[name].give(attention)
+
+    change(model, parts, chosen, give)
+    return model
+
+
+def change(
+    model: PreTrainedModel,
+    parts: list[PreTrainedModel],
+    chosen: list[Options],
+    give: Callable[[str, ModelAttention], None] | None = None,
+) -> None:
+    """Bring the options into the parts' configs and attach what they ask for; after a refusal all is as it was."""
     before = [(config, getattr(config, "lln", None), config._attn_implementation) for config in configs(model)]
+    modules = dict(attention_modules(model))
     old = {name: getattr(module, "lln", None) for name, module in modules.items()}
     try:
         for part, options in zip(parts, chosen, strict=True):
             write(part.config, options)
-            part.config._attn_implementation_internal = implementation
+            part.config._attn_implementation_internal = options.implementation
         attach(model, fresh=True)
-        for name, module in modules.items():
-            attention = module.lln
-            assert isinstance(attention, ModelAttention)
-            if alpha is not None and beta is not None and attention.statistics == "fixed":
-                attention.set_coefficients(*(named(what, c, name) for what, c in (("alpha", alpha), ("beta", beta))))
-            if found is not None:
-                found[name].give(attention)
+        if give is not None:
+            for name, module in modules.items():
+                assert isinstance(module.lln, ModelAttention)
+                give(name, module.lln)
     except (ValueError, TypeError):
         for config, was, running in before:
             config.lln, config._attn_implementation_internal = was, running
         for name, module in modules.items():
             module.lln = old[name]
         raise
-    return model
 
 
 def per_channel(given: Coefficients | None) -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lln.hf.options import runs_lln
 from lln.nn import LLNAttention
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name under which transformers' modules look their function up
@@ -59,7 +58,7 @@ def check_class(model: PreTrainedModel, implementation: str) -> None:
 def ignored(what: str, implementation: str) -> str:
     return (
         f"attn_implementation={implementation!r}: {what} transformers' AttentionInterface, so it would go on to run "
-        "softmax; this model cannot be used with LLN attention."
+        "softmax; use this model with transformers' own implementations."
     )
 
 
@@ -87,14 +86,6 @@ def configs(model: PreTrainedModel) -> list[Any]:
     one than the model around it: EncoderDecoderModel gives the models inside it new ones."""
     holders = [m for m in model.modules() if isinstance(m, PreTrainedModel) or uses_interface(m)]
     return list({id(holder.config): holder.config for holder in holders}.values())
-
-
-def follow(part: PreTrainedModel, module: Any) -> None:
-    """Let an attention module look up what its model runs where its config is another object. A config of a part of the
-    model (`vision_config`) has a say of its own, unless the whole model runs LLN."""
-    own = any(module.config is getattr(part.config, name, None) for name in part.config.sub_configs)
-    if module.config is not part.config and (runs_lln(part.config) or not own):
-        module.config._attn_implementation_internal = part.config._attn_implementation
 
 
 def first_of(holders: tuple[Any, ...], *names: str) -> Any:

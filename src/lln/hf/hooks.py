@@ -11,20 +11,23 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import EncoderDecoderCache, GenerationMixin, PreTrainedModel
+from transformers.generation import GenerationMode
 
+from lln.hf.cache import LLNCache
 from lln.hf.card import write_card
-from lln.hf.find import check_class, check_model, configs
+from lln.hf.find import attention_modules, check_class, check_model, configs
 from lln.hf.modules import ModelAttention, attach, check_saved
-from lln.hf.options import IMPLEMENTATIONS, read, runs_lln, write
+from lln.hf.options import IMPLEMENTATIONS, read, runs_lln, runs_ours, write
 
 
 def install() -> None:
     """Put the hooks in place, once."""
     for name, hook in HOOKS.items():
-        original = getattr(PreTrainedModel, name)
+        place = GenerationMixin if hook is give_cache else PreTrainedModel
+        original = getattr(place, name)
         if not getattr(original, "is_lln_hook", False):
-            setattr(PreTrainedModel, name, around(hook, original))
+            setattr(place, name, around(hook, original))
 
 
 def around(hook: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,7 +64,7 @@ def after_init(original: Any, model: PreTrainedModel, *args: Any, **kwargs: Any)
 
 
 def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
-    """A model that cannot switch to LLN is left as it was: transformers itself would warn and go on with softmax."""
+    """A model that cannot switch to ours is left as it was: transformers itself would warn and go on with softmax."""
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     if attn_implementation in IMPLEMENTATIONS:
         for part in parts:
@@ -79,7 +82,7 @@ def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *arg
 
 def initialise(original: Any, model: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Runs for every module when a checkpoint has been loaded, and when a model is built around others."""
-    if runs_lln(model.config):
+    if runs_ours(model.config):
         align(module)
     if not isinstance(module, ModelAttention):
         return original(model, module, *args, **kwargs)
@@ -116,8 +119,50 @@ def upload(
 
 def explain(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    if os.path.isdir(folder) and any(runs_lln(part.config) for part in parts):
+    if os.path.isdir(folder) and any(runs_ours(part.config) for part in parts):
         write_card(folder)
+
+
+def give_cache(
+    original: Any,
+    model: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    mode: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """generate's own cache is an LLNCache where the model's decoder runs LLN throughout."""
+    given, how = model_kwargs.get("past_key_values"), generation_config.cache_implementation
+    encoded = bool(model.config.is_encoder_decoder)
+    if given is None and generation_config.use_cache is not False and how != "dynamic" and decodes_with_lln(model):
+        if how not in (None, "static"):
+            raise ValueError(
+                f"cache_implementation={how!r}: LLN attention has a state of fixed size in the place of keys and "
+                "values; leave it out, or use 'static' to compile, or 'dynamic' to keep all keys and values."
+            )
+        static = how == "static"
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers if static else 0
+        cache = LLNCache(layers, static=static)
+        model_kwargs["past_key_values"] = (
+            EncoderDecoderCache(cache, LLNCache(layers, static=static)) if encoded else cache
+        )
+        if mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant:
+            cache.activate_past_recording()
+        return None
+    if isinstance(given, LLNCache) and mode == GenerationMode.ASSISTED_GENERATION:
+        given.activate_past_recording()
+    if isinstance(given, LLNCache) and encoded:
+        model_kwargs["past_key_values"] = EncoderDecoderCache(given, LLNCache(static=given.static))
+    return original(model, generation_config, model_kwargs, mode, *args, **kwargs)
+
+
+def decodes_with_lln(model: PreTrainedModel) -> bool:
+    """Whether all that a cache is for is LLN attention."""
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ["full_attention"]
+    found = [module for _, module in attention_modules(model) if getattr(module, "is_causal", False)]
+    mine = [isinstance(getattr(module, "lln", None), ModelAttention) and runs_lln(module.config) for module in found]
+    return bool(mine) and all(mine) and set(kinds) == {"full_attention"}
 
 
 HOOKS: dict[str, Callable[..., Any]] = {
@@ -127,4 +172,5 @@ HOOKS: dict[str, Callable[..., Any]] = {
     "_initialize_weights": initialise,
     "save_pretrained": save,
     "_upload_modified_files": upload,
+    "_prepare_cache_for_generation": give_cache,
 }

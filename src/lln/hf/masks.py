@@ -7,8 +7,10 @@ goes through the model to the attention function is one of these:
     [B, keys] uint8     causal; 1 = attend
     [B, 0]              either, and no key is hidden
     [offsets] int32     causal; all rows one after another hold sequences that begin at these offsets (packing)
+    [B, 1, 1, keys]     uint8, causal: the new keys after those in an LLNCache; [B, 1, 1, 0]: none of them is hidden
 
-The kind is in the dtype and the number of dimensions, so that nobody has to wait for a device to know it.
+The last one has four dimensions because generate may make masks before the call, and what has four dimensions is handed
+on as it is. The kind is in the dtype and the number of dimensions, so that nobody has to wait for a device to know it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ BIDIRECTIONAL = torch.bool
 def lln_mask(
     batch_size: int,
     kv_length: int,
-    kv_offset: int = 0,
+    kv_offset: int | Tensor = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
@@ -48,35 +50,48 @@ def lln_mask(
         )
     if attention_mask is not None and attention_mask.shape[-1] == 0:
         attention_mask = None  # a mask from here: some models (PaliGemma) make one for a model inside, which does again
-    length, device = query_positions(kv_length, kv_offset, attention_mask, kwargs)
+    if isinstance(kv_offset, Tensor) or kv_offset:
+        return after_state(batch_size, kv_length, kv_offset, attention_mask, torch.device(kwargs["device"]))
+    length, device = query_positions(kv_length, attention_mask, kwargs)
     if packed:
         return offsets(mask_function, batch_size, length, device)
     kind = BIDIRECTIONAL if mask_function is bidirectional_mask_function else CAUSAL
     if attention_mask is None:
         return torch.empty(batch_size, 0, dtype=kind, device=device)
-    return attention_mask[:, kv_offset : kv_offset + kv_length].to(kind)
+    return attention_mask[:, :kv_length].to(kind)
 
 
-def query_positions(
-    kv_length: int, kv_offset: int, attention_mask: Tensor | None, kwargs: dict[str, Any]
-) -> tuple[int, torch.device]:
+def after_state(
+    batch_size: int, new: int, before: int | Tensor, attention_mask: Tensor | None, device: torch.device
+) -> Tensor:
+    """Of the new keys alone: what was hidden before them is not in the state."""
+    if attention_mask is None:
+        return torch.empty(batch_size, 1, 1, 0, dtype=CAUSAL, device=device)
+    if attention_mask.shape[-1] < new or (isinstance(before, int) and attention_mask.shape[-1] != before + new):
+        raise ValueError(
+            f"attention_mask must cover the {before} tokens in past_key_values and the {new} new ones; got "
+            f"{attention_mask.shape[-1]}."
+        )
+    return attention_mask[:, None, None, attention_mask.shape[-1] - new :].to(CAUSAL)
+
+
+def query_positions(kv_length: int, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> tuple[int, torch.device]:
     """(number of queries, their device). ValueError where the queries are not the last of the keys: a mask of another
     length, or a cache with places that nothing was written to yet."""
     length, device, first = kwargs["q_length"], torch.device(kwargs["device"]), kwargs["q_offset"]
     bidirectional = kwargs.get("allow_is_bidirectional_skip") is not None
-    keys = kv_offset + kv_length
     if not bidirectional and isinstance(first, int) and attention_mask is not None:
         seen, came = first + length, attention_mask.shape[-1]
         # Without a cache transformers takes the length of the mask for that of the keys.
-        if came < seen or came == keys != seen:
+        if came < seen or came == kv_length != seen:
             raise ValueError(
                 f"attention_mask must have a column for each of the {seen} tokens, those in the cache included; "
                 f"got shape {list(attention_mask.shape)}."
             )
-    if not bidirectional and (not isinstance(first, int) or first + length != keys):
+    if not bidirectional and (not isinstance(first, int) or first + length != kv_length):
         raise ValueError(
             "past_key_values: a cache with places for tokens to come (StaticCache) cannot be read by linear attention; "
-            "use DynamicCache, the default, or use_cache=False."
+            "use LLNCache(static=True) for 'lln' and 'lln_diag', or DynamicCache."
         )
     return length, device
 
@@ -97,10 +112,14 @@ def offsets(mask_function: Callable[..., Any], batch_size: int, length: int, dev
     return torch.nn.functional.pad(starts, (0, 1), value=batch_size * length)
 
 
-def split(mask: Any, keys: int) -> tuple[bool | None, Tensor | None, Tensor | None]:
-    """(causal or not, None where the mask does not say; key mask [B, keys]; offsets) of what came through the model."""
+def split(mask: Any, keys: int, after_state: bool) -> tuple[bool | None, Tensor | None, Tensor | None]:
+    """(causal or not, None where the mask does not say; key mask [B, keys]; offsets) of what came through the model.
+
+    after_state: keys came through an LLNCache."""
     if mask is None:
         return None, None, None
+    if after_state and isinstance(mask, Tensor) and mask.ndim == 4 and mask.dtype == CAUSAL:
+        mask = mask[:, 0, 0]
     if not isinstance(mask, Tensor) or mask.ndim not in (1, 2):
         came = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(

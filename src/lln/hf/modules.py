@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lln.hf.find import check_model, follow, is_cross, own_modules, sizes, uses_interface
-from lln.hf.options import Options, read, runs_lln, write
+from lln.hf.find import check_model, is_cross, own_modules, sizes, uses_interface
+from lln.hf.options import Options, read, runs_lln, runs_ours, write
+from lln.hf.peers import Peer
 from lln.moments import match_moments
 from lln.nn import LLNAttention
+from lln.weights import check_weights, dense_weights
 
 
 class ModelAttention(LLNAttention):
@@ -70,6 +72,21 @@ class ModelAttention(LLNAttention):
         heads = made["num_heads"], made["num_key_heads"]
         pair = (torch.full([h, *width], v, dtype=torch.float64) for h, v in zip(heads, usual, strict=True))
         return dict(zip(("alpha", "beta"), pair, strict=True))
+
+    def check_lengths(self, host: str, length: int, keys: int) -> None:
+        if self.statistics in ("sample", "batch"):
+            raise ValueError(
+                f"{host} attends from {length} queries to {keys} keys, so statistics={self.statistics!r} cannot know "
+                "which queries are padding; use lln.hf.convert(model, statistics='running') or 'fixed'."
+            )
+
+    def check_weights(self, query: Tensor, key: Tensor) -> None:
+        """ValueError where output_attentions asks for what is too large or does not exist."""
+        check_weights(self, query, key, "output_attentions", "leave it out")
+
+    def weights(self, query: Tensor, key: Tensor, where: dict[str, Any]) -> Tensor:
+        """P [B, H, N, M]"""
+        return dense_weights(self, query, key, **where)
 
     @property
     def is_guess(self) -> bool:
@@ -130,19 +147,25 @@ def attach(model: PreTrainedModel, *, fresh: bool) -> None:
         if not isinstance(part, PreTrainedModel):
             continue
         options, implementation = read(part.config), part.config._attn_implementation
-        if runs_lln(part.config):
+        if runs_ours(part.config):
             check_model(part, implementation)
             options = dataclasses.replace(options or Options(), implementation=implementation)
         elif options is None:
             continue
         elif implementation is not None:
             options = dataclasses.replace(options, implementation=implementation)
-        write(part.config, options)
         hosts = [(name, module) for name, module in own_modules(part) if uses_interface(module)]
+        peers = {}
+        if runs_ours(part.config) and not runs_lln(part.config):
+            held = options.mechanisms.get(implementation, {})
+            peers = {module: Peer.of(module, name, implementation, held) for name, module in hosts}
+        write(part.config, options)
         for _, module in hosts:
             follow(part, module)
+        for module, peer in peers.items():
+            module.lln_peer = peer
         if not runs_lln(part.config):
-            # Softmax runs now, but what was learned or measured stays with the model.
+            # Another attention runs now, but what LLN has learned or measured stays with the model.
             if not options.keeps_values:
                 continue
             options = dataclasses.replace(options, implementation="lln_diag" if isinstance(options.mix, str) else "lln")
@@ -155,6 +178,14 @@ def attach(model: PreTrainedModel, *, fresh: bool) -> None:
             "batches=...) measures it; statistics='fixed' says that this is meant.",
             stacklevel=2,
         )
+
+
+def follow(part: PreTrainedModel, module: Any) -> None:
+    """Let an attention module look up what its model runs where its config is another object. A config of a part of the
+    model (`vision_config`) has a say of its own, unless the whole model runs one of ours."""
+    own = any(module.config is getattr(part.config, name, None) for name in part.config.sub_configs)
+    if module.config is not part.config and (runs_ours(part.config) or not own):
+        module.config._attn_implementation_internal = part.config._attn_implementation
 
 
 def attach_one(module: Any, name: str, options: Options, fresh: bool) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from lln.hf.peers import LLN, PEERS, check_peer
 from lln.moments import LENGTH, MATCHINGS
 from lln.options import STATISTICS, check_numbers, check_options
 
-IMPLEMENTATIONS = ("lln", "lln_diag")
+IMPLEMENTATIONS = (*LLN, *PEERS)
 BLOCK_SIZE = 64
 
 
@@ -17,7 +18,8 @@ class Options:
     """What `config.lln` holds. Attributes that it leaves out have these defaults.
 
     Args:
-        implementation: "lln" or "lln_diag"; another name (say "sdpa") where the model runs that one at the moment.
+        implementation: "lln", "lln_diag" or another of `lln.hf.IMPLEMENTATIONS`; a name of transformers' own (say
+            "sdpa") where the model runs that one at the moment.
         matching: "paper", "variance" or "entropy" (see `lln.match_moments`); "data": alpha and beta were found on data
             and are kept with the weights.
         statistics: where the spread of queries and keys comes from, see `lln.LLNAttention`. One name for all attention
@@ -30,6 +32,9 @@ class Options:
             "fixed" statistics.
         length: number of keys that "entropy" matching assumes where it does not see them all.
         momentum: weight of a new batch in "running" statistics.
+        mechanisms: of the other implementations, by name: {"performer": {"features": 64}}. What a mechanism takes is in
+            `lln.mechanisms()[name].options`; kernel mechanisms also take block_size and mix, as `lln.attention` does:
+            {"elu": {"block_size": 64}} is ELU+Diag.
     """
 
     implementation: str = "lln_diag"
@@ -41,6 +46,7 @@ class Options:
     coefficients: str | None = None
     length: int = LENGTH
     momentum: float = 0.1
+    mechanisms: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.implementation, str):
@@ -76,6 +82,10 @@ class Options:
             )
         check_options(1, 1, None, "paper", "fixed", None, None, self.learnable, self.block_size, self.mix)
         check_numbers(0.0, self.momentum, self.length, None, "auto")
+        if not isinstance(self.mechanisms, dict):
+            raise TypeError(f"lln: mechanisms must be a dict from names to their options; got {self.mechanisms!r}.")
+        for name, options in self.mechanisms.items():
+            check_peer(name, options)
 
     def statistics_of(self, kind: str) -> str:
         """Of an attention module of that kind, "encoder" or "decoder"."""
@@ -92,7 +102,7 @@ class Options:
     def keeps_values(self) -> bool:
         """Whether anything of it lives among the weights."""
         parts = {self.statistics_of(kind) for kind in KINDS}
-        mixes = isinstance(self.mix, str) and self.implementation == "lln_diag"
+        mixes = isinstance(self.mix, str) and self.implementation != "lln"
         return "running" in parts or self.learnable is not None or self.coefficients is not None or mixes
 
 
@@ -117,4 +127,9 @@ def write(config: Any, options: Options) -> None:
 
 
 def runs_lln(config: Any) -> bool:
+    """Whether "lln" or "lln_diag" runs, which have an LLNAttention in every attention module."""
+    return getattr(config, "_attn_implementation", None) in LLN
+
+
+def runs_ours(config: Any) -> bool:
     return getattr(config, "_attn_implementation", None) in IMPLEMENTATIONS

@@ -80,8 +80,13 @@ class Mechanism:
             "cross": isinstance(cu_seqlens, (tuple, list)) or query.shape[2] != key.shape[2],
         }
         for feature, wanted in asked.items():
-            if wanted and feature in self.refuses:
-                raise ValueError(f"{self.name} does not support {FEATURES[feature]}: {self.refuses[feature]}.")
+            if wanted:
+                self.refuse(feature)
+
+    def refuse(self, feature: str) -> None:
+        """ValueError with the reason where the mechanism cannot do this."""
+        if feature in self.refuses:
+            raise ValueError(f"{self.name} does not support {FEATURES[feature]}: {self.refuses[feature]}.")
 
 
 def keywords(function: Callable[..., Any]) -> dict[str, Any]:

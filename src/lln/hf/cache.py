@@ -1,0 +1,204 @@
+"""LLNCache: generation in constant memory. Each layer keeps an LLNState instead of keys and values.
+
+transformers gives new keys and values to a cache and hands what comes back to the attention function. Here the same
+keys come back, and on them the layer itself: the attention function finds it there, attends with its state, and gives
+it the next one. A layer that attends to another sequence (an encoder's) folds that sequence once and then only reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from lln.state import LLNState
+
+TAG = "lln_layer"  # the attribute of a key tensor that says which layer it came through
+
+
+def layer_of(key: Tensor) -> StateLayer | None:
+    return getattr(key, TAG, None)
+
+
+class StateLayer(CacheLayerMixin):
+    """What one layer keeps.
+
+    static: tensors stay where they are and are written in place, and the length is a tensor: a compiled step finds them
+    again, also a CUDA graph. Otherwise every step makes a new state, which gradients can go through.
+    """
+
+    is_sliding = False
+    is_croppable = False
+
+    def __init__(self, static: bool = False) -> None:
+        self.is_compileable = static
+        self.state: LLNState | None = None
+        self.length: int | Tensor = torch.zeros((), dtype=torch.int64) if static else 0
+        self.empty = True
+        self.cross: bool | None = None  # known with the first state
+        self.waits = False  # for the attention function, after an update
+        self.is_initialized = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """The attention function brings the first state: it knows whether there are blocks."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The new keys and values, unchanged, and on the keys this layer."""
+        if self.waits:
+            raise RuntimeError(
+                "LLNCache: the attention did not take the state that the cache handed it; LLNCache goes with "
+                "attn_implementation='lln' or 'lln_diag', and with models that hand a cache's keys on as they are."
+            )
+        self.waits = True
+        return self.tagged(key_states), value_states
+
+    def tagged(self, key: Tensor) -> Tensor:
+        setattr(key, TAG, self)
+        return key
+
+    def keep(self, state: LLNState, new: int, cross: bool, dtype: torch.dtype) -> None:
+        """The state after `new` more keys of that dtype."""
+        self.dtype = dtype
+        self.waits, self.empty, self.is_initialized, self.cross = False, False, True, cross
+        if not isinstance(self.length, Tensor):
+            self.state, self.length = state, self.length + new
+            return
+        if self.state is None:
+            self.length = self.length.to(state.log_sum.device)
+            self.state = state.detach()
+            if not torch.compiler.is_compiling():
+                for tensor in (self.length, *tensors(self.state)):
+                    torch._dynamo.mark_static_address(tensor)
+        else:
+            self.write(state)
+        self.length.add_(new)
+
+    @torch.no_grad()
+    def write(self, state: LLNState) -> None:
+        assert self.state is not None
+        for mine, new in zip(tensors(self.state), tensors(state), strict=True):
+            mine.copy_(new)
+
+    # An encoder's sequence is asked for again in every step: there is nothing left of it but the state.
+    @property
+    def keys(self) -> Tensor | None:
+        if self.state is None:
+            return None
+        mean = self.state.mean_value
+        return self.tagged(mean.new_empty(*mean.shape[:2], 0, mean.shape[2], dtype=self.dtype))
+
+    @property
+    def values(self) -> Tensor | None:
+        if self.state is None:
+            return None
+        mean = self.state.mean_value
+        return mean.new_empty(*mean.shape[:2], 0, mean.shape[3], dtype=self.dtype)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
+        """(keys that an attention function is given, keys before them)"""
+        return query_length, self.length
+
+    def get_seq_length(self) -> Any:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in older transformers
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.state is None else self.state.log_sum.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.state is None else self.state.nbytes
+
+    def select(self, index: Tensor) -> None:
+        if self.state is None:
+            return
+        chosen = self.state.index_select(index.to(self.state.log_sum.device))
+        if self.is_compileable and len(index) == self.batch_size:
+            self.write(chosen)
+        else:
+            self.state = chosen
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.select(torch.as_tensor(indices))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.select(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove:
+            raise ValueError(
+                f"crop({tokens_to_remove}): LLNCache keeps sums, from which no token can be taken away again; "
+                "use past_key_values=DynamicCache(), which keeps all keys and values."
+            )
+
+    def offload(self) -> None:
+        raise ValueError("offloading: LLNCache has a fixed size and stays on its device; leave offloading out.")
+
+    prefetch = offload
+
+    def reset(self) -> None:
+        """As new, for other sequences."""
+        self.waits, self.empty, self.cross = False, True, None
+        if not isinstance(self.length, Tensor):
+            self.state, self.length, self.is_initialized = None, 0, False
+            return
+        self.length.zero_()
+        for name in ("log_sum", "mean_value", "count", "block_key", "block_value", "block_mask"):
+            tensor = getattr(self.state, name, None)
+            if tensor is not None:
+                tensor.fill_(-torch.inf if name == "log_sum" else 0)
+
+
+def tensors(state: LLNState) -> list[Tensor]:
+    return [value for value in vars(state).values() if isinstance(value, Tensor)]
+
+
+class LLNCache(Cache):
+    """Of models that run "lln" or "lln_diag": a cache whose size does not depend on how many tokens it has seen.
+
+    `model.generate(...)` makes one by itself. `past_key_values=lln.hf.LLNCache()` hands one in, to generate or to the
+    model's forward, that knows what it has seen when it is handed in again with what follows.
+
+    Args:
+        layers: how many layers the model's decoder has. Only needed with static=True for transformers to know before
+            the first step that it may compile; otherwise they are made as they come.
+        static: write every step into the same memory, for compiled decoding; `cache_implementation="static"` in
+            generate does it.
+    """
+
+    def __init__(self, layers: int = 0, *, static: bool = False) -> None:
+        self.static = static
+        super().__init__(layers=[StateLayer(static) for _ in range(layers)])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        while len(self.layers) <= layer_idx:
+            self.layers.append(StateLayer(self.static))
+        layer: StateLayer = self.layers[layer_idx]
+        return layer.update(key_states, value_states)
+
+    def activate_past_recording(self) -> None:
+        raise ValueError(
+            "assisted and prompt-lookup decoding take tokens back, and LLNCache keeps sums, from which no token can be "
+            "taken away again; decode without them, or pass past_key_values=DynamicCache(), which keeps everything."
+        )
+
+    @property
+    def is_croppable(self) -> bool:
+        return False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers. The same after one token and after a million."""
+        return sum(layer.nbytes for layer in self.layers)
