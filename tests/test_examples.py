@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
     [
         ("finetune_encoder", ["--steps", "2", "--attention", "lln_diag"], "lln_diag: accuracy"),
         ("long_documents", ["--steps", "10", "--length", "256"], "accuracy on new documents"),
+        ("streaming_generation", ["--steps", "2", "--tokens", "40"], "bytes after all of them"),
     ],
 )
 def test_example(
@@ -25,4 +26,8 @@ def test_example(
 
 
 def test_no_example_is_forgotten() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"finetune_encoder", "long_documents"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
+        "finetune_encoder",
+        "long_documents",
+        "streaming_generation",
+    }

@@ -276,7 +276,7 @@ def test_packed_cross_attention_has_offsets_of_its_own() -> None:
     cu_q, cu_k = (torch.tensor(o, dtype=torch.int32) for o in ([0, 4, 12], [0, 9, 12]))
     out = lln.hf.attention.attend("lln", module, q, k, v, None, cu_seq_lens_q=cu_q, cu_seq_lens_k=cu_k)[0]
     apart = [
-        lln.hf.attention.lln(module, q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], None)[0]
+        lln.hf.attention.attend("lln", module, q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], None)[0]
         for a, b, c, d in ((0, 4, 0, 9), (4, 12, 9, 12))
     ]
     assert relative_error(out, torch.cat(apart, 1)) < 1e-12

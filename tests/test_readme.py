@@ -5,17 +5,20 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_speed_table_is_the_stored_result() -> None:
-    spec = importlib.util.spec_from_file_location("cpu_forward", ROOT / "benchmarks" / "cpu_forward.py")
+@pytest.mark.parametrize("name", ["cpu_forward", "decoding"])
+def test_a_table_of_times_is_the_stored_result(name: str) -> None:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
-    result = json.loads((ROOT / "benchmarks" / "results" / "cpu_forward.json").read_text())
+    result = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     assert benchmark.readme_with(benchmark.table(result), README) == README
 
 

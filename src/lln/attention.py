@@ -15,6 +15,7 @@ from lln.kernels.carry import open_block
 from lln.kernels.common import autocast_enabled
 from lln.kernels.gpu import attend as triton
 from lln.kernels.gpu.support import refusal
+from lln.kernels.step import is_step, step
 from lln.state import LLNState
 
 Coefficient = float | Tensor
@@ -105,10 +106,14 @@ def lln_attention(
         query, key, value, alpha, beta, block_size, mix, is_causal, key_mask, dropout_p, cu_seqlens, state,
         return_state, scale,
     )  # fmt: skip
-    out, log_sum, mean_value = choose(backend, call)(call)
+    attend = choose(backend, call)
+    if attend is eager.attend and is_step(call):
+        out, log_sum, mean_value, block = step(call)
+    else:
+        out, log_sum, mean_value = attend(call)
+        block = {} if block_size is None or not return_state else open_block(call)
     if not return_state:
         return out
-    block = {} if block_size is None else open_block(call)
     if key.shape[-2] == 0:  # no new keys, so whatever beta is now has no part in the state
         used = None if state is None else state.beta
     else:
