@@ -26,6 +26,7 @@ LENGTHS, QUICK_LENGTHS = "256,512,1024,2048,4096,8192", "256,512,1024"
 # What each extra of the package brings, by the module that shows it is there.
 EXTRAS = {
     "report": ("altair", "vl_convert", "jinja2"),
+    "instruments": ("pandas",),
     "hf": ("transformers", "safetensors"),
     "train": ("transformers", "accelerate", "tokenizers", "pyarrow", "PIL", "sklearn"),
 }

@@ -122,11 +122,11 @@ def says_causal(implementation: str, module: Any, query: Tensor, mask: Any, said
 
 def with_bias(bias: Tensor, mask: Tensor | None, causal: bool, rows: int, keys: int) -> Tensor:
     """The bias of a model's positions and its mask as one that is added to the scores, [B, heads, rows, keys]."""
-    added = bias.float()
+    added = bias
     if mask is not None:
         mask = mask[..., :keys]
         mask = mask[:, None, None] if mask.ndim == 2 else mask
-        return added + (mask.float() if mask.is_floating_point() else torch.where(mask.bool(), 0.0, -torch.inf))
+        return added + (mask if mask.is_floating_point() else torch.where(mask.bool(), 0.0, -torch.inf))
     if causal:
         later = torch.ones(rows, keys, dtype=torch.bool, device=bias.device).triu(1 + keys - rows)
         added = added.masked_fill(later, -torch.inf)

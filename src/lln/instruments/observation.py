@@ -207,7 +207,9 @@ def read_mask(mask: Any, rows: int, keys: int, one_sequence: bool, is_causal: bo
     for is_causal, pattern in ((False, plain), (True, causal)):
         if not bool(((shown != pattern) & counts).any()):
             return Pattern(is_causal, some(seen))
-    return Pattern(key_mask=some(seen), bias=torch.zeros(shown.shape, device=mask.device).masked_fill_(~shown, -torch.inf))
+    return Pattern(
+        key_mask=some(seen), bias=torch.zeros(shown.shape, device=mask.device).masked_fill_(~shown, -torch.inf)
+    )
 
 
 def past_and_own(rows: int, keys: int, device: torch.device) -> Tensor:

@@ -97,8 +97,8 @@ def patterns(given: dict[str, Any], look: Look, rows: int, keys: int) -> Iterato
     masks = [look.first(given[name]) for name in MASKS if isinstance(given.get(name), Tensor)]
     bias = given.get("position_bias")
     if isinstance(bias, Tensor):
-        shown = (m.float() if m.is_floating_point() else torch.where(m.bool(), 0.0, -torch.inf) for m in masks)
-        yield read_mask(sum(shown, look.first(bias).float()), rows, keys, rows == keys, False)
+        shown = (m if m.is_floating_point() else torch.where(m.bool(), 0.0, -torch.inf) for m in masks)
+        yield read_mask(sum(shown, look.first(bias)), rows, keys, rows == keys, False)
         return
     for causal in (False, True) if rows == keys else (False,):
         yield read_mask(masks[0], rows, keys, rows == keys, causal) if masks else Pattern(causal)

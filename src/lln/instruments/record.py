@@ -122,8 +122,8 @@ class Recorder:
             )
         if isinstance(self.model, nn.TransformerEncoderLayer):  # see replace_forward
             removes.append(replace_forward(self.model, self._around))
-        else:
-            removes.append(self.model.register_forward_pre_hook(lambda *_: self._begin()).remove)
+        else:  # before and after what is watched, which may be the model itself
+            removes.append(self.model.register_forward_pre_hook(lambda *_: self._begin(), prepend=True).remove)
             removes.append(self.model.register_forward_hook(lambda *_: self._end(), always_call=True).remove)
         return removes
 
@@ -149,15 +149,16 @@ class Recorder:
         return self._looking and not torch.compiler.is_compiling() and not in_backward()
 
     def _see(self, seen: Observation) -> None:
-        step, call = self.step - 1, self._calls.get(seen.layer, 0)
-        self._calls[seen.layer] = call + 1
+        layer = seen.layer or type(self.model).__name__
+        step, call = self.step - 1, self._calls.get(layer, 0)
+        self._calls[layer] = call + 1
         if self.keep:
             self.observations.append((step, call, seen))
         if not self.instruments and seen.alpha is None:
             return
         found = {name: mean_over_samples(values) for name, values in measure(seen, self.instruments).items()}
         for head in range(seen.query.shape[1]):
-            row = {"step": step, "layer": seen.layer, "call": call, "head": head, "attention": seen.attention}
+            row = {"step": step, "layer": layer, "call": call, "head": head, "attention": seen.attention}
             numbers = {name: found[name][head] if name in found else None for name in COLUMNS if name not in WORDS}
             self._rows.append(row | numbers)
 

@@ -35,21 +35,21 @@ class Look(NamedTuple):
 
 
 def replace_forward(module: nn.Module, around: Callable[..., Any]) -> Remove:
-    """Let `around(original, *args, **kwargs)` run in place of the forward of this one module. Not a hook, because in the
-    presence of hooks torch's encoder layers leave their fused kernels and round differently."""
+    """Let `around(original, *args, **kwargs)` run in place of the forward of this one module. Not a hook, because where
+    there are hooks torch's encoder layers leave their fused kernels and round differently."""
     original, own = module.forward, vars(module).get("forward")
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
     def remove() -> None:
         if own is None:
             del module.forward
         else:
-            module.forward = own  # type: ignore[method-assign]
+            module.forward = own
 
     return remove
 
@@ -57,11 +57,13 @@ def replace_forward(module: nn.Module, around: Callable[..., Any]) -> Remove:
 def watch_lln(model: nn.Module, look: Look) -> list[Remove]:
     """Every LLNAttention, by the name of the module that it serves."""
     removes: list[Remove] = []
-    owners = {f"{name}.attention".removeprefix("."): name for name, m in model.named_modules() if lln_host(m)}
+    hosts = [name for name, m in model.named_modules() if isinstance(m, MultiheadAttention)]
+    owners = {f"{name}.attention".removeprefix("."): name for name in hosts}
     for name, module in model.named_modules():
         if not isinstance(module, LLNAttention):
             continue
-        layer = owners.get(name) or (name.removesuffix("lln").removesuffix(".") if served(name) else name)
+        # lln.hf gives an attention module its LLNAttention as `.lln`.
+        layer = owners.get(name, f".{name}".removesuffix(".lln").removeprefix("."))
 
         def hook(module: LLNAttention, args: Any, kwargs: Any, output: Any, layer: str = layer) -> None:
             if look.active():
@@ -71,14 +73,6 @@ def watch_lln(model: nn.Module, look: Look) -> list[Remove]:
         # After forward, which first brings running statistics up to date.
         removes.append(module.register_forward_hook(hook, with_kwargs=True).remove)
     return removes
-
-
-def lln_host(module: nn.Module) -> bool:
-    return isinstance(module, MultiheadAttention)
-
-
-def served(name: str) -> bool:
-    return name == "lln" or name.endswith(".lln")
 
 
 LLN_CALL = inspect.signature(LLNAttention.forward)
@@ -108,22 +102,14 @@ def observe_lln(layer: str, module: LLNAttention, look: Look, args: Any, kwargs:
         mix_of(module),
     )  # fmt: skip
     if given["cu_seqlens"] is None:
-        yield dataclasses.replace(
-            seen,
-            **{
-                name: None if value is None else look.first(value)
-                for name, value in (
-                    ("query", query), ("key", key), ("key_mask", key_mask), ("query_mask", query_mask),
-                    ("alpha", alpha), ("beta", beta),
-                )
-            },
-        )  # fmt: skip
+        names = ("query", "key", "key_mask", "query_mask", "alpha", "beta")
+        batched: dict[str, Any] = {name: getattr(seen, name) for name in names}
+        batched = {name: None if t is None else look.first(t) for name, t in batched.items()}
+        yield dataclasses.replace(seen, **batched)
         return
     for index, (q, k) in enumerate(sequences(query, key, given["cu_seqlens"], look.samples)):
-        own = {
-            name: c[index : index + 1] if len(c) > 1 else c
-            for name, c in (("alpha", alpha), ("beta", beta))
-        }  # fmt: skip
+        own: dict[str, Any] = {"alpha": alpha, "beta": beta}
+        own = {name: c[index : index + 1] if len(c) > 1 else c for name, c in own.items()}
         yield dataclasses.replace(seen, query=q, key=k, cross=cross or q.shape[2] != k.shape[2], **own)
 
 
@@ -148,11 +134,9 @@ def mix_of(module: LLNAttention) -> Any:
 def watch_multihead(model: nn.Module, look: Look) -> list[Remove]:
     """torch.nn.MultiheadAttention, and the encoder layers whose fused kernel goes past it."""
     removes: list[Remove] = []
-    calls = dict.fromkeys(range(1), 0)  # how often a MultiheadAttention was called
+    calls = [0]  # of MultiheadAttention
     for name, module in model.named_modules():
-        if type(module) is nn.MultiheadAttention or (
-            isinstance(module, nn.MultiheadAttention) and not isinstance(module, MultiheadAttention)
-        ):
+        if isinstance(module, nn.MultiheadAttention) and not isinstance(module, MultiheadAttention):
 
             def around(
                 original: Any, *args: Any, name: str = name, module: nn.MultiheadAttention = module, **kwargs: Any
@@ -210,20 +194,19 @@ def observe_multihead(
     elif not module.batch_first:
         query, key = query.transpose(0, 1), key.transpose(0, 1)
     query, key = look.first(query), look.first(key)  # [B, N, E]
-    if module.in_proj_weight is not None:
-        w_q, w_k, _ = module.in_proj_weight.chunk(3)
-    else:
-        w_q, w_k = module.q_proj_weight, module.k_proj_weight
+    joint: Tensor | None = module.in_proj_weight
+    w_q, w_k = (module.q_proj_weight, module.k_proj_weight) if joint is None else joint.chunk(3)[:2]
     b_q, b_k = (None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)[:2]
     q, k = F.linear(query, w_q, b_q), F.linear(key, w_k, b_k)
-    extra = [] if module.bias_k is None else [module.bias_k]
+    more_k: Tensor | None = module.bias_k
+    extra = [] if more_k is None else [more_k]
     extra += [torch.zeros_like(k[:1, :1])] if module.add_zero_attn else []
     for more in extra:
         k = torch.cat([k, more.to(k).expand(len(k), -1, -1)], 1)
     batch, rows, keys = len(q), q.shape[1], k.shape[1]
     pattern = Pattern()
     if padding is not None or mask is not None:
-        added = torch.zeros(1, 1, 1, 1, dtype=torch.float32, device=q.device)
+        added = torch.zeros(1, 1, 1, 1, device=q.device)
         if padding is not None:
             added = added + F.pad(as_added(look.first(padding)), (0, len(extra)))[:, None, None]
         if mask is not None:
@@ -231,12 +214,12 @@ def observe_multihead(
             pairs = pairs[None, None] if pairs.dim() == 2 else pairs.unflatten(0, (-1, heads))[:batch]
             added = added + F.pad(pairs, (0, len(extra)))
         pattern = read_mask(added, rows, keys, one_sequence, False)
-    split = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k))
-    return observe_softmax(layer, *split, module.head_dim**-0.5, pattern, cross=not one_sequence)
+    q, k = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k))
+    return observe_softmax(layer, q, k, module.head_dim**-0.5, pattern, cross=not one_sequence)
 
 
 def as_added(mask: Tensor) -> Tensor:
     """torch's masks, bool with True = ignore or added to the scores, as the latter."""
     if mask.is_floating_point():
-        return mask.float()
+        return mask
     return torch.zeros(mask.shape, device=mask.device).masked_fill_(mask.bool(), -torch.inf)
