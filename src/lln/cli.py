@@ -311,6 +311,41 @@ def reproduce(
     typer.echo(f"\nWritten: {', '.join(map(str, paths))}.")
 
 
+@app.command(
+    epilog="Example: [bold]lln inspect sentence-transformers/all-MiniLM-L6-v2[/bold], then open inspected/index.html; "
+    "[bold]lln inspect ./my-model --text notes.txt --max-length 256[/bold] for a saved folder and your own lines; "
+    '[bold]lln inspect gpt2 --texts "One sentence." --texts "Another." --json[/bold].'
+)
+def inspect(
+    model: Annotated[str, typer.Argument(help="A folder that a model was saved to, or a Hub id.", show_default=False)],
+    text: Annotated[Path | None, typer.Option(help="A file with a text in each line; - reads stdin.")] = None,
+    texts: Annotated[list[str] | None, typer.Option(help="A text; may be given several times.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the page, its charts (SVG) and data (JSON).")] = Path(
+        "inspected"
+    ),
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens of a text at most; the rest is cut off.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts at a time.")] = 8,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...", callback=parse_device)] = "cpu",
+    seed: Annotated[int, typer.Option(min=0, help="Seed, for models that draw random numbers.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of the table.")] = False,
+) -> None:
+    """See how each head of a pretrained model attends, and what LLN would give on the same queries and keys."""
+    need("report")
+    need("hf")
+    need_folder(out)
+
+    from lln.commands.inspect import Refused, read_texts, run
+
+    try:
+        run(
+            model, read_texts(text, texts or []), out=out, max_length=max_length, batch_size=batch_size, device=device,
+            seed=seed, as_json=as_json, bar=progress_bar,
+        )  # fmt: skip
+    except Refused as error:
+        typer.echo(f"lln inspect: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
 @app.command(epilog="Example: [bold]lln info[/bold] before you report a problem.")
 def info() -> None:
     """Show versions, devices, back ends, and which extras are missing."""
