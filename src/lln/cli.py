@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import importlib
 import importlib.util
 import platform
@@ -70,14 +71,14 @@ def need_folder(out: Path) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(steps: int | None) -> Iterator[Callable[[str], None]]:
+def progress_bar(steps: int | None, *, transient: bool = False) -> Iterator[Callable[[str], None]]:
     """Yields a function to call with a few words as each of the steps begins. None: nobody knows how many. The bar is
-    on stderr, since stdout is for results."""
+    on stderr, since stdout is for results. `transient`: nothing is left of it in the end."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = TextColumn("{task.description:36}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=transient) as progress:
         task = progress.add_task("start", total=steps)
         yield lambda text: progress.update(task, advance=1, description=text)
 
@@ -339,7 +340,7 @@ def inspect(
     try:
         run(
             model, read_texts(text, texts or []), out=out, max_length=max_length, batch_size=batch_size, device=device,
-            seed=seed, as_json=as_json, bar=progress_bar,
+            seed=seed, as_json=as_json, bar=functools.partial(progress_bar, transient=True),
         )  # fmt: skip
     except Refused as error:
         typer.echo(f"lln inspect: {error}", err=True)

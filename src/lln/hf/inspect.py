@@ -108,9 +108,8 @@ def positions(model: Any) -> float:
     if not isinstance(places, int) or places < 1:
         return math.inf
     # RoBERTa and its kin count positions from behind the padding's.
-    embeddings = getattr(model, "embeddings", None)
-    first = getattr(embeddings, "padding_idx", None) if hasattr(embeddings, "position_embeddings") else None
-    return places - first - 1 if isinstance(first, int) and first > 0 else places
+    first = getattr(getattr(model, "embeddings", None), "padding_idx", None)
+    return places - first - 1 if isinstance(first, int) else places
 
 
 def run(model: Any, batch: dict[str, Tensor]) -> list[tuple[int, Observation]]:
@@ -148,9 +147,8 @@ def compare(seen: Observation) -> dict[str, Tensor]:
         here = f"lln.{matching}"
         numbers = dict.fromkeys(("alpha", "beta", "entropy", "spectral_gap"), nothing)
         if seen.bias is None and (matching == "paper" or 8 <= dim <= 256):  # which the curves cover
-            attention = LLNAttention(
-                heads, dim, num_key_heads=seen.key.shape[1], matching=matching, scale=seen.scale
-            )  # fmt: skip
+            options: dict[str, Any] = {"num_key_heads": seen.key.shape[1], "matching": matching, "scale": seen.scale}
+            attention = LLNAttention(heads, dim, **options)
             # The spread is that of each text, as bidirectional LLN has it; causal LLN would have an average instead.
             alpha, beta = attention.coefficients(
                 seen.query, seen.key, key_mask=seen.key_mask, query_mask=seen.query_mask
