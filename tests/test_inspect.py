@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import lln
 from hf_models import BERT, VOCABULARY, build, config, guesses
 from lln.cli import app
-from lln.hf.inspect import TEXTS, inspect, labelled, positions
+from lln.hf.inspect import COMPARED, TEXTS, inspect, labelled, positions
 from lln.instruments import entropy, lln_map, spectral_gap
 from lln.report.heatmap import shown
 from lln.report.inspect import layer_table, write
@@ -100,6 +100,13 @@ def test_what_lln_would_give_is_what_it_gives(minilm: tuple[Any, Any]) -> None:
                 assert found[f"{name}_difference"] == pytest.approx(found[name] - row["softmax"][name], abs=1e-9)
 
 
+def test_data_matching_finds_the_entropy_on_the_texts(minilm: tuple[Any, Any]) -> None:
+    rows = inspect(*minilm, [TEN_TOKENS])["rows"]
+    apart = [abs(row["lln"]["data"]["entropy_difference"]) for row in rows]
+    assert sorted(apart)[int(0.9 * len(apart))] < 1e-3  # some heads have an entropy that no alpha gives
+    assert sum(apart) < 0.1 * sum(abs(row["lln"]["paper"]["entropy_difference"]) for row in rows)
+
+
 def test_padding_and_batches_change_nothing(minilm: tuple[Any, Any]) -> None:
     texts = [TEXTS[0], TEN_TOKENS, TEXTS[1]]
     together, apart = (inspect(*minilm, texts, batch_size=size) for size in (3, 1))
@@ -148,7 +155,7 @@ def test_the_page_stands_alone_and_text_in_it_is_escaped(tmp_path: Path) -> None
     charts = {path.stem for path in (tmp_path / "out").glob("*.svg")}
     assert charts == {
         *(f"inspect-{name}" for name in ("temperature", "entropy", "spectral_gap", "lognormality")),
-        *(f"inspect-{m}-{name}" for m in ("paper", "variance", "entropy") for name in ("entropy", "spectral_gap")),
+        *(f"inspect-{m}-{name}" for m in COMPARED for name in ("entropy", "spectral_gap")),
     }
     assert page.tags.count("svg") == len(charts)
     assert text.count('<figure role="img" aria-label=') == len(charts)

@@ -14,7 +14,7 @@ from lln.hf.pretrained import first_line
 from lln.instruments.concentration import entropy
 from lln.instruments.observation import Observation, gap, measure
 from lln.instruments.record import record
-from lln.moments import MATCHINGS
+from lln.moments import MATCHINGS, match_data
 from lln.nn import LLNAttention
 
 # Four kinds of text, so that no head is judged by one: a statement, a list, a dialogue, an argument.
@@ -26,6 +26,8 @@ TEXTS = (
     "Prices rose because the harvest had failed; wages did not, and so by the end of the year most families in the "
     "valley bought less bread than they had the year before.",
 )
+COMPARED = (*MATCHINGS, "data")  # ways to set LLN's alpha and beta
+ROWS = 64  # of queries that data matching looks at
 LAYER_MEANS = (
     "temperature", "entropy", "max_entropy", "spectral_gap", "log_variance", "lognormality", "sigma_q", "sigma_k",
 )  # fmt: skip
@@ -143,16 +145,11 @@ def compare(seen: Observation) -> dict[str, Tensor]:
         p = seen.softmax_map()
         found["softmax.entropy"], found["softmax.spectral_gap"] = entropy(p), gap(p) if seen.has_gap else nothing
     batch, heads, _, dim = seen.query.shape
-    for matching in MATCHINGS:
+    for matching in COMPARED:
         here = f"lln.{matching}"
         numbers = dict.fromkeys(("alpha", "beta", "entropy", "spectral_gap"), nothing)
-        if seen.bias is None and (matching == "paper" or 8 <= dim <= 256):  # which the curves cover
-            options: dict[str, Any] = {"num_key_heads": seen.key.shape[1], "matching": matching, "scale": seen.scale}
-            attention = LLNAttention(heads, dim, **options)
-            # The spread is that of each text, as bidirectional LLN has it; causal LLN would have an average instead.
-            alpha, beta = attention.coefficients(
-                seen.query, seen.key, key_mask=seen.key_mask, query_mask=seen.query_mask
-            )
+        if seen.bias is None and (matching in ("paper", "data") or 8 <= dim <= 256):  # which the curves cover
+            alpha, beta = matched(seen, matching)
             p = seen.lln_map(alpha, beta)
             numbers = {
                 "alpha": alpha[..., 0].to(nothing).expand(batch, heads),
@@ -165,6 +162,17 @@ def compare(seen: Observation) -> dict[str, Tensor]:
         for name in ("entropy", "spectral_gap"):
             found[f"{here}.{name}_difference"] = numbers[name] - found[f"softmax.{name}"]
     return {name: values.cpu() for name, values in found.items()}
+
+
+def matched(seen: Observation, matching: str) -> tuple[Tensor, Tensor]:
+    """alpha [B, H, 1] and beta [B, key heads, 1]. The spread is that of each text, as bidirectional LLN has it; causal
+    LLN would have an average instead."""
+    masks: dict[str, Any] = {"key_mask": seen.key_mask, "query_mask": seen.query_mask}
+    if matching == "data":
+        pair = match_data(seen.query, seen.key, is_causal=seen.is_causal, scale=seen.scale, rows=ROWS, **masks)
+        return pair[0].unsqueeze(-1), pair[1].unsqueeze(-1)
+    options: dict[str, Any] = {"num_key_heads": seen.key.shape[1], "matching": matching, "scale": seen.scale}
+    return LLNAttention(seen.query.shape[1], seen.query.shape[3], **options).coefficients(seen.query, seen.key, **masks)
 
 
 def mean(values: Tensor) -> list[float | None]:
@@ -198,7 +206,7 @@ def layer_means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 )
                 for name in ("entropy", "spectral_gap")
             }
-            for matching in MATCHINGS
+            for matching in COMPARED
         }
         layers.append(layer)
     return layers

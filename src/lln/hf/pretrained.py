@@ -31,7 +31,7 @@ def load(name: str, device: str = "cpu") -> tuple[Any, Any]:
 
     here = where(name)
     options: dict[str, Any] = {"local_files_only": here, "trust_remote_code": False}
-    with quiet(transformers):
+    with quiet(transformers, bars=not here):  # a download may take minutes
         try:
             model, about = transformers.AutoModel.from_pretrained(
                 name, dtype=torch.float32, output_loading_info=True, **options
@@ -88,17 +88,18 @@ def first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def quiet(transformers: Any) -> Iterator[None]:
-    """Without the bars and notes that loading writes."""
+def quiet(transformers: Any, bars: bool) -> Iterator[None]:
+    """Without the notes that loading writes, and unless bars without its progress bars."""
     logging = transformers.utils.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    if not bars:
+        logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.set_verbosity(level)
-        if bars:
+        if had_bars:
             logging.enable_progress_bar()

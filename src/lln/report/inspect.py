@@ -10,7 +10,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from lln.files import write_json, write_text
-from lln.moments import MATCHINGS
 from lln.report.page import Chart
 
 Rows = list[dict[str, Any]]
@@ -46,27 +45,36 @@ QUANTITIES = (
         "picture of the paper fits well; above .1 it does not.",
     ),
 )
-DIFFERENCES = (("entropy", "entropy: LLN minus softmax (bits)", 1), ("spectral_gap", "gap: LLN minus softmax", 2))
+DIFFERENCES = (("entropy", "LLN minus softmax: entropy (bits)", 1), ("spectral_gap", "LLN minus softmax: gap", 2))
+
+
+def matchings(result: dict[str, Any]) -> list[str]:
+    return list(result["layers"][0]["lln"])
 
 
 def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def short(value: float | None) -> str:
+    return number(value).removeprefix("0")
+
+
 def layer_table(result: dict[str, Any]) -> Table:
     """For the terminal: means over the heads of each layer."""
     title = escape(f"{result['model']}: means over heads and {counted(len(result['tokens']), 'text')}")
-    caption = "paper, variance, entropy: how far LLN is from softmax, bits of entropy/gap"
+    kinds = matchings(result)
+    caption = f"{', '.join(kinds)}: how far LLN is from softmax, bits of entropy/gap"
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("layer", "temp.", "entropy", "of", "gap", "KS", *MATCHINGS):
+    for name in ("layer", "temp.", "bits", "of", "gap", "KS", *kinds):
         table.add_column(name, justify="left" if name == "layer" else "right", no_wrap=name != "layer")
     for layer in result["layers"]:
         own = [number(layer[name]) for name in ("temperature", "entropy", "max_entropy", "spectral_gap")]
         table.add_row(
             escape(layer["label"]), *own, number(layer["lognormality"]),
             *(
-                "/".join(number(layer["lln"][matching][f"{name}_difference"]) for name, *_ in DIFFERENCES)
-                for matching in MATCHINGS
+                "/".join(short(layer["lln"][matching][f"{name}_difference"]) for name, *_ in DIFFERENCES)
+                for matching in kinds
             ),
         )  # fmt: skip
     return table
@@ -76,7 +84,7 @@ def write(result: dict[str, Any], out: Path) -> Path:
     """inspect.json, an SVG file for each chart, and the page, whose path is returned."""
     from lln.report.page import template
 
-    own, others = charts(result["rows"]), compared_charts(result["rows"])
+    own, others = charts(result["rows"]), compared_charts(result)
     page = template("inspect.html").render(
         result=result,
         facts=facts(result),
@@ -84,7 +92,7 @@ def write(result: dict[str, Any], out: Path) -> Path:
         charts=own,
         said_of_lln=said_of_lln(result),
         compared=others,
-        matchings=MATCHINGS,
+        matchings=matchings(result),
         number=number,
         provenance=result["provenance"],
     )
@@ -122,20 +130,20 @@ def charts(rows: Rows) -> list[Chart]:
     return drawn
 
 
-def compared_charts(rows: Rows) -> list[list[Chart]]:
+def compared_charts(result: dict[str, Any]) -> list[list[Chart]]:
     """A list for each matching, in it a chart for each quantity. All matchings share the scale of a quantity."""
     from lln.report.charts import svg
     from lln.report.heatmap import heatmap
 
-    groups: dict[str, list[Chart]] = {}
+    rows, groups = result["rows"], dict[str, list[Chart]]()
     for field, title, digits in DIFFERENCES:
-        maps = {matching: cells(rows, ("lln", matching, f"{field}_difference")) for matching in MATCHINGS}
+        maps = {matching: cells(rows, ("lln", matching, f"{field}_difference")) for matching in matchings(result)}
         sizes = [abs(cell["value"]) for values in maps.values() for cell in values if cell["value"] is not None]
         limit = max([*sizes, 1e-3])
         for matching, values in maps.items():
             if any(cell["value"] is not None for cell in values):
                 drawn = svg(heatmap(values, digits=digits, limits=(-limit, limit), differences=True))
-                chart = Chart(f"{NAME}-{matching}-{field}", drawn, f"{matching.capitalize()} matching, {title}")
+                chart = Chart(f"{NAME}-{matching}-{field}", drawn, f"{matching.capitalize()} matching. {title}")
                 groups.setdefault(matching, []).append(chart)
     return list(groups.values())
 
@@ -195,13 +203,13 @@ def said_of_lln(result: dict[str, Any]) -> list[str]:
     rows: Rows = result["rows"]
     said: list[str] = []
     apart: dict[tuple[str, str], list[float]] = {}
-    for matching in MATCHINGS:
+    for matching in matchings(result):
         for field, *_ in DIFFERENCES:
             values = [row["lln"][matching][f"{field}_difference"] for row in rows]
             apart[matching, field] = sorted((value for value in values if value is not None), key=abs)
     if not apart["paper", "entropy"]:
         return ["This model masks or biases single query-key pairs, and so LLN attention could not stand in for it."]
-    for matching in MATCHINGS:
+    for matching in matchings(result):
         entropies, gaps = apart[matching, "entropy"], apart[matching, "spectral_gap"]
         if entropies:
             even = sum(value > 0 for value in entropies)
