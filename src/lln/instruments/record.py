@@ -45,7 +45,7 @@ def record(
     linear layers named like query, key and value whose softmax attention can be verified from outside.
 
     Args:
-        model: the module that is called. A call of it is a step, in training or not.
+        model: the module that is called, without torch.compile. A call of it is a step, in training or not.
         every: record the first step and every so many steps after it.
         samples: of each batch the first so many; None: all. Numbers are means over them.
         keep: also keep what was observed, queries and keys included, in `rec.observations`.
@@ -105,6 +105,11 @@ class Recorder:
             stack.close()
 
     def _watch(self) -> list[Remove]:
+        if any(getattr(m, "_compiled_call_impl", None) is not None or is_compiled(m) for m in self.model.modules()):
+            raise ValueError(
+                f"record: {type(self.model).__name__} is compiled, and a compiled graph shows nothing; record the model "
+                "as it is without torch.compile."
+            )
         look = Look(self._active, self._see, self.samples)
         removes = watch_lln(self.model, look) + watch_multihead(self.model, look)
         skip: Any = lambda module: isinstance(module, nn.MultiheadAttention)  # noqa: E731
@@ -188,6 +193,10 @@ def mean_over_samples(values: Tensor) -> list[float | None]:
     """[B, H] -> H numbers; samples without one (nothing but padding) are left out."""
     means = values.nanmean(0).tolist()
     return [None if mean != mean else mean for mean in means]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    return isinstance(module, torch._dynamo.OptimizedModule)
 
 
 def is_of_transformers(model: nn.Module) -> bool:
