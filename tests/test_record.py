@@ -482,10 +482,8 @@ def test_what_cannot_be_read_is_refused_in_one_sentence() -> None:
     _, state = layer(q, k, v, is_causal=True, return_state=True)
     with record(layer), pytest.raises(ValueError, match="goes on from a state"):
         layer(q, k, v, is_causal=True, state=state)
-    with (
-        pytest.raises(ValueError, match="is compiled, and a compiled graph shows nothing"),
-        record(torch.compile(layer)),
-    ):
+    compiled = torch.compile(layer, backend="eager")
+    with pytest.raises(ValueError, match="a compiled graph shows nothing"), record(compiled):
         pass
     with pytest.raises(RuntimeError, match="recording already"), record(layer) as rec, rec:
         pass

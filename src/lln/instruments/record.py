@@ -105,11 +105,8 @@ class Recorder:
             stack.close()
 
     def _watch(self) -> list[Remove]:
-        if any(getattr(m, "_compiled_call_impl", None) is not None or is_compiled(m) for m in self.model.modules()):
-            raise ValueError(
-                f"record: {type(self.model).__name__} is compiled, and a compiled graph shows nothing; record the model "
-                "as it is without torch.compile."
-            )
+        if any(map(is_compiled, self.model.modules())):
+            raise ValueError("record: the model is compiled, and a compiled graph shows nothing; record it as it was.")
         look = Look(self._active, self._see, self.samples)
         removes = watch_lln(self.model, look) + watch_multihead(self.model, look)
         skip: Any = lambda module: isinstance(module, nn.MultiheadAttention)  # noqa: E731
@@ -196,7 +193,10 @@ def mean_over_samples(values: Tensor) -> list[float | None]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    return isinstance(module, torch._dynamo.OptimizedModule)
+    """By torch.compile(module) or module.compile(). Without importing the compiler, which takes seconds."""
+    compiler = sys.modules.get("torch._dynamo")
+    wrapped = compiler is not None and isinstance(module, compiler.OptimizedModule)
+    return wrapped or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def is_of_transformers(model: nn.Module) -> bool:
