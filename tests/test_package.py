@@ -51,7 +51,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.parametrize("command", [[], ["report"], ["info"]])
+@pytest.mark.parametrize("command", [[], ["report"], ["inspect"], ["info"]])
 def test_help_teaches(command: list[str]) -> None:
     code, output = run(*command, "--help")
     assert code == 0

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,27 @@ def test_a_table_of_times_is_the_stored_result(name: str) -> None:
     spec.loader.exec_module(benchmark)
     result = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
     assert benchmark.readme_with(benchmark.table(result), README) == README
+
+
+def benchmark(name: str) -> tuple[Any, dict[str, Any]]:
+    """The program and its stored result."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    return program, json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def test_the_speed_table_is_the_stored_result() -> None:
+    program, result = benchmark("cpu_forward")
+    assert program.readme_with(program.table(result), README) == README
+
+
+def test_the_cost_of_recording_is_the_stored_result_and_small_enough() -> None:
+    program, result = benchmark("record")
+    assert program.readme_with(program.sentence(result), README) == README
+    assert all(row["cost"] < 0.1 for row in result["rows"].values())
 
 
 def test_every_python_block_runs() -> None:

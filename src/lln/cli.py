@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import importlib
 import importlib.util
 import platform
@@ -29,6 +30,7 @@ LENGTHS, QUICK_LENGTHS = "256,512,1024,2048,4096,8192", "256,512,1024"
 # What each extra of the package brings, by the module that shows it is there.
 EXTRAS = {
     "report": ("altair", "vl_convert", "jinja2"),
+    "instruments": ("pandas",),
     "hf": ("transformers", "safetensors"),
     "train": ("transformers", "accelerate", "tokenizers", "pyarrow", "PIL", "sklearn"),
 }
@@ -72,14 +74,14 @@ def need_folder(out: Path) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(steps: int | None) -> Iterator[Callable[[str], None]]:
+def progress_bar(steps: int | None, *, transient: bool = False) -> Iterator[Callable[[str], None]]:
     """Yields a function to call with a few words as each of the steps begins. None: nobody knows how many. The bar is
-    on stderr, since stdout is for results."""
+    on stderr, since stdout is for results. `transient`: nothing is left of it in the end."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = TextColumn("{task.description:36}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=transient) as progress:
         task = progress.add_task("start", total=steps)
         yield lambda text: progress.update(task, advance=1, description=text)
 
@@ -315,6 +317,41 @@ def reproduce(
     for verdict in result["verdicts"]:
         typer.echo(f"\n{'holds' if verdict['holds'] else 'DOES NOT HOLD'}: {verdict['claim']}\n  {verdict['sentence']}")
     typer.echo(f"\nWritten: {', '.join(map(str, paths))}.")
+
+
+@app.command(
+    epilog="Example: [bold]lln inspect sentence-transformers/all-MiniLM-L6-v2[/bold], then open inspected/index.html; "
+    "[bold]lln inspect ./my-model --text notes.txt --max-length 256[/bold] for a saved folder and your own lines; "
+    '[bold]lln inspect gpt2 --texts "One sentence." --texts "Another." --json[/bold].'
+)
+def inspect(
+    model: Annotated[str, typer.Argument(help="A folder that a model was saved to, or a Hub id.", show_default=False)],
+    text: Annotated[Path | None, typer.Option(help="A file with a text in each line; - reads stdin.")] = None,
+    texts: Annotated[list[str] | None, typer.Option(help="A text; may be given several times.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the page, its charts (SVG) and data (JSON).")] = Path(
+        "inspected"
+    ),
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens of a text at most; the rest is cut off.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts at a time.")] = 8,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...", callback=parse_device)] = "cpu",
+    seed: Annotated[int, typer.Option(min=0, help="Seed, for models that draw random numbers.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of the table.")] = False,
+) -> None:
+    """See how each head of a pretrained model attends, and what LLN would give on the same queries and keys."""
+    need("report")
+    need("hf")
+    need_folder(out)
+
+    from lln.commands.inspect import Refused, read_texts, run
+
+    try:
+        run(
+            model, read_texts(text, texts or []), out=out, max_length=max_length, batch_size=batch_size, device=device,
+            seed=seed, as_json=as_json, bar=functools.partial(progress_bar, transient=True),
+        )  # fmt: skip
+    except Refused as error:
+        typer.echo(f"lln inspect: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 @app.command(epilog="Example: [bold]lln info[/bold] before you report a problem.")

@@ -2,13 +2,15 @@
 
 Maps hold an attention matrix P as what it is made of: `softmax_map`, `lln_map`, `kernel_map`, `dense_map`. Of a map,
 for each head: `entropy`, `variance`, `log_moments`, `lognormal_fit`, `spectral_gap`, `principal_std`. Of queries and
-keys: `temperature`, `gaussian_fit`.
+keys: `temperature`, `gaussian_fit`. Of a model: `record`.
 """
 
 from lln.instruments.concentration import LogMoments, entropy, log_moments, variance
 from lln.instruments.draws import Estimate
 from lln.instruments.fits import GaussianFit, LognormalFit, QueryKeyFit, gaussian_fit, lognormal_fit
 from lln.instruments.maps import AttentionMap, dense_map, kernel_map, lln_map, softmax_map
+from lln.instruments.observation import Observation
+from lln.instruments.record import Recorder, record
 from lln.instruments.spectrum import principal_std, spectral_gap
 from lln.instruments.temperatures import temperature
 
@@ -18,7 +20,9 @@ __all__ = [
     "GaussianFit",
     "LogMoments",
     "LognormalFit",
+    "Observation",
     "QueryKeyFit",
+    "Recorder",
     "dense_map",
     "entropy",
     "gaussian_fit",
@@ -27,6 +31,7 @@ __all__ = [
     "log_moments",
     "lognormal_fit",
     "principal_std",
+    "record",
     "softmax_map",
     "spectral_gap",
     "temperature",

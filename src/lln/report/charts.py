@@ -147,9 +147,9 @@ def axis_options(axis: Axis, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"title": axis.title, "scale": alt.Scale(type="log", nice=False), "axis": ticks}
 
 
-def framed(chart: alt.LayerChart, height: int = 300) -> alt.LayerChart:
+def framed(chart: alt.LayerChart, height: int = 300, width: int = 520) -> alt.LayerChart:
     """The size and look that all charts share."""
-    chart = chart.properties(width=520, height=height)
+    chart = chart.properties(width=width, height=height)
     axis: dict[str, Any] = {f"{part}Color": INK for part in ("label", "title", "grid", "domain", "tick")}
     config = alt.Config(
         background="transparent",

@@ -17,6 +17,7 @@ class Chart:
     name: str  # of the SVG file
     svg: str
     caption: str  # also what a screen reader says
+    note: str = ""  # a second sentence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,14 +34,18 @@ class Section:
     caption: str = "The numbers behind the charts: medians, quartiles in brackets"  # of the table
 
 
-def write_page(out: Path, sections: list[Section], provenance: dict[str, Any]) -> Path:
-    """Writes index.html, an SVG file for each chart and a JSON file for each section into `out`."""
+def template(name: str) -> jinja2.Template:
+    """One of the templates; all text in it is escaped but for charts, which are drawn here from numbers."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("lln.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    # The only text that is not escaped: charts drawn here, from numbers.
     environment.filters["drawn"] = lambda chart: markupsafe.Markup(chart.svg)
-    page = environment.get_template("page.html").render(sections=sections, provenance=provenance)
+    return environment.get_template(name)
+
+
+def write_page(out: Path, sections: list[Section], provenance: dict[str, Any]) -> Path:
+    """Writes index.html, an SVG file for each chart and a JSON file for each section into `out`."""
+    page = template("page.html").render(sections=sections, provenance=provenance)
     for section in sections:
         write_json(out / f"{section.name}.json", section.data)
         for chart in section.charts:

@@ -1,0 +1,111 @@
+"""What lln.instruments.record costs a training run that records every 50th step.
+
+    python benchmarks/record.py --out benchmarks/results/record.json
+
+A small BERT learns to fill in masks. A step that is recorded and one that is not take turns; the cost of recording
+every 50th step is the extra time of one recorded step over the time of 50 that are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import BertConfig, BertForMaskedLM
+
+from lln.bench.measure import number, provenance, summarize
+from lln.files import write_json
+from lln.instruments import record
+
+EVERY, MOST = 50, 0.10
+SHAPE = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+VOCABULARY = 8192
+
+
+def steps(implementation: str, batch: int, length: int, repeats: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of plain steps and of recorded ones, in turns."""
+    import lln.hf  # noqa: F401
+
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=VOCABULARY, **SHAPE)
+    config._attn_implementation = implementation
+    model = BertForMaskedLM(config).train()
+    optimiser = torch.optim.AdamW(model.parameters(), 1e-4)
+    rec = record(model)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(2 * (repeats + 1)):
+        x = torch.randint(0, VOCABULARY, (batch, length))
+        watch: Any = rec if turn % 2 else contextlib.nullcontext()
+        start = time.perf_counter()
+        with watch:
+            loss = model(input_ids=x, labels=x).loss
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        times[bool(turn % 2)].append(1e3 * (time.perf_counter() - start))
+    layers, heads = SHAPE["num_hidden_layers"], SHAPE["num_attention_heads"]
+    if len(rec.rows()) != (repeats + 1) * layers * heads:
+        raise SystemExit("Not every layer and head was recorded, so the cost says nothing.")
+    return times[False][1:], times[True][1:]  # the first of each warms up
+
+
+BEGIN, END = "<!-- benchmarks/record.py -->\n", "\n<!-- end -->"
+
+
+def sentence(result: dict[str, Any]) -> str:
+    """For the README."""
+    rows, setting, made = result["rows"], result["setting"], result["provenance"]
+    costs = " and ".join(
+        f"{100 * rows[name]['cost']:.1f} % with {title}"
+        for name, title in (("sdpa", "softmax"), ("lln_diag", "LLN+Diag"))
+    )
+    return (
+        f"Recording every {setting['every']}th step costs a training run {costs} attention: a BERT of "
+        f"{setting['num_hidden_layers']} layers and {setting['hidden_size']} channels, {setting['batch']} sequences of "
+        f"{setting['length']} tokens, {made['threads']} threads, {made['date'][:10]}, commit {made['commit']}."
+    )
+
+
+def readme_with(text: str, readme: str) -> str:
+    before, rest = readme.split(BEGIN)
+    return before + BEGIN + text + END + rest.split(END, 1)[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="where to store the result")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rows = {}
+    for implementation in ("sdpa", "lln_diag"):
+        plain, recorded = steps(implementation, args.batch, args.length, args.repeats)
+        one, other = summarize(plain), summarize(recorded)
+        cost = (other.median - one.median) / (EVERY * one.median)
+        rows[implementation] = {
+            "plain_ms": dataclasses.asdict(one), "recorded_ms": dataclasses.asdict(other), "cost": cost,
+            "met": cost < MOST,
+        }  # fmt: skip
+        print(
+            f"{implementation}: a step takes {number(one.median)} ms, a recorded one {number(other.median)} ms; "
+            f"recording every {EVERY}th costs {100 * cost:.2g} % (at most {100 * MOST:.0f} %: "
+            f"{'met' if cost < MOST else 'MISSED'})",
+            flush=True,
+        )
+    setting = {"every": EVERY, "batch": args.batch, "length": args.length, "vocabulary": VOCABULARY, **SHAPE}
+    result = {"setting": setting, "most": MOST, "rows": rows, "provenance": provenance(0, torch.device("cpu"))}
+    print(sentence(result))
+    if args.out:
+        write_json(args.out, result)
+
+
+if __name__ == "__main__":
+    main()

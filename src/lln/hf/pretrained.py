@@ -1,0 +1,105 @@
+"""A pretrained model and its tokenizer by the name a user gives, or one sentence about why not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PATIENCE = 10.0  # seconds that the Hub has to answer whether it has a model
+
+
+class CannotLoad(Exception):
+    """With a message of one line."""
+
+
+def load(name: str, device: str = "cpu") -> tuple[Any, Any]:
+    """(model, tokenizer) of a local folder or a Hub id, in float32 and eval.
+
+    A folder is read without any use of the network. A Hub id is asked for once: transformers by itself would go on to
+    ask for half a minute where there is no network. What is in the local cache serves then.
+
+    Raises:
+        CannotLoad."""
+    import transformers
+
+    here = where(name)
+    options: dict[str, Any] = {"local_files_only": here, "trust_remote_code": False}
+    with quiet(transformers, bars=not here):  # a download may take minutes
+        try:
+            model, about = transformers.AutoModel.from_pretrained(
+                name, dtype=torch.float32, output_loading_info=True, **options
+            )
+        except Exception as error:  # whatever is wrong with a file, transformers has an exception of its own for it
+            raise CannotLoad(f"{name} holds no model that transformers can load: {first_line(error)}") from error
+        missing, there = len(about["missing_keys"]), len(model.state_dict())
+        if 2 * missing > there:
+            raise CannotLoad(f"the weights in {name} do not fit its config: {missing} of {there} are missing")
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+        except Exception as error:
+            raise CannotLoad(f"{name} has no tokenizer that can be loaded: {first_line(error)}") from error
+    # Without files transformers makes one that knows no word.
+    if not callable(tokenizer) or len(tokenizer) <= len(getattr(tokenizer, "all_special_ids", ())):
+        raise CannotLoad(f"{name} has no tokenizer (tokenizer.json or a vocabulary), so it cannot be given text")
+    return model.to(device).eval(), tokenizer
+
+
+def where(name: str) -> bool:
+    """Whether the model is on this machine, else it is on the Hub; CannotLoad for neither."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CannotLoad(f"the folder {name} holds no config.json, so no model of transformers")
+        return True
+    if path.exists():
+        raise CannotLoad(f"{name} is a file; name the folder that a model was saved to, or a Hub id")
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
+        raise CannotLoad(f"there is no folder {name}, and it is no Hub id (like google-bert/bert-base-uncased)")
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    cached = isinstance(try_to_load_from_cache(name, "config.json"), (str, os.PathLike))
+    problem = "HF_HUB_OFFLINE is set"
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            HfApi().model_info(name, timeout=PATIENCE)
+            return False
+        except GatedRepoError:
+            raise CannotLoad(f"{name} is gated: accept its terms on the Hub and log in with `hf auth login`") from None
+        except RepositoryNotFoundError:
+            raise CannotLoad(f"there is no folder {name} and no public model of that name on the Hub") from None
+        except Exception as error:  # of whichever library makes the request
+            problem = f"the Hub does not answer ({first_line(error)})"
+    if not cached:
+        raise CannotLoad(f"there is no folder {name}, it is not in the local cache, and {problem}")
+    return True
+
+
+def first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".:") if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def quiet(transformers: Any, bars: bool) -> Iterator[None]:
+    """Without the notes that loading writes, and unless bars without its progress bars."""
+    logging = transformers.utils.logging
+    level, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if not bars:
+        logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if had_bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,254 @@
+"""What one call of an attention layer shows, and what the instruments say about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lln.instruments.concentration import entropy, log_moments
+from lln.instruments.fits import normal_fit, some_entries
+from lln.instruments.maps import AttentionMap, dense_map, lln_map, softmax_map
+from lln.instruments.spectrum import spectral_gap
+from lln.instruments.temperatures import temperature
+from lln.kernels.common import wide_dtype
+from lln.moments import moments, sigma
+
+MEASURED = ("sigma_q", "sigma_k", "temperature", "entropy", "spectral_gap", "log_variance", "lognormality")
+ENTRIES = 2**16  # of log P that the log-normality of a head is taken from
+TOLERANCE = 1e-6  # of |lambda_2| where it takes an iteration
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """The queries and keys of one call of an attention layer, without gradients, and how it attends."""
+
+    layer: str  # its name in the model
+    attention: str  # "softmax", "lln" or "lln_diag"
+    query: Tensor  # [B, H, N, D]
+    key: Tensor  # [B, key heads, M, D]
+    scale: float  # of the scores
+    is_causal: bool = False
+    key_mask: Tensor | None = None  # [B, M]
+    query_mask: Tensor | None = None  # [B, N] rows that count; None: as the maps have it
+    bias: Tensor | None = None  # [B, 1 or H, N, M] added to the scores, -inf: hidden; for masks of single pairs
+    cross: bool = False  # to another sequence, so that P has no eigenvalues
+    alpha: Tensor | None = None  # [1 or B, 1 or H, 1 or D]
+    beta: Tensor | None = None  # [1 or B, 1 or key heads, 1 or D]
+    block_size: int | None = None
+    mix: Any = 0.5
+
+    @property
+    def masks(self) -> dict[str, Any]:
+        return {"is_causal": self.is_causal, "key_mask": self.key_mask, "query_mask": self.query_mask}
+
+    def map(self) -> AttentionMap:
+        """P of the attention that ran."""
+        if self.alpha is None or self.beta is None:
+            return self.softmax_map()
+        return self.lln_map(self.alpha, self.beta, self.block_size, mix=self.mix)
+
+    def softmax_map(self) -> AttentionMap:
+        """P of softmax attention on these queries and keys."""
+        if self.bias is None:
+            return softmax_map(self.query, self.key, scale=self.scale, **self.masks)
+        p = self.scores().softmax(-1).nan_to_num(0.0)  # NaN: a row that sees nothing, which does not count
+        return dense_map(p, key_mask=self.key_mask, query_mask=self.query_mask)
+
+    def lln_map(self, alpha: Tensor, beta: Tensor, block_size: int | None = None, mix: Any = 0.5) -> AttentionMap:
+        """P of LLN attention on these queries and keys. ValueError where single pairs are masked or biased."""
+        if self.bias is not None:
+            raise ValueError(f"{self.layer}: masks and biases of single query-key pairs cannot exist in LLN attention.")
+        batch, heads, key_heads = len(self.query), self.query.shape[1], self.key.shape[1]
+        alpha, beta = (c.expand(batch, h, -1) for c, h in ((alpha, heads), (beta, key_heads)))
+        options = {} if block_size is None else {"mix": mix, "scale": self.scale}
+        return lln_map(self.query, self.key, alpha, beta, block_size, **options, **self.masks)
+
+    def scores(self) -> Tensor:
+        """scale q . k + bias, [B, H, N, M]"""
+        assert self.bias is not None
+        wide = wide_dtype(self.query.device)
+        q, k = self.query.to(wide), self.key.to(wide).repeat_interleave(self.query.shape[1] // self.key.shape[1], 1)
+        return self.scale * q @ k.transpose(2, 3) + self.bias.to(wide)
+
+    def head(self, index: int) -> Observation:
+        """One head alone."""
+        key = index // (self.query.shape[1] // self.key.shape[1])
+        bias = self.bias if self.bias is None or self.bias.shape[1] == 1 else self.bias[:, index : index + 1]
+        query, keys = self.query[:, index : index + 1], self.key[:, key : key + 1]
+        return dataclasses.replace(self, query=query, key=keys, bias=bias)
+
+    @property
+    def has_gap(self) -> bool:
+        return not self.cross and self.query.shape[2] == self.key.shape[2]
+
+
+@torch.no_grad()
+def measure(seen: Observation, wanted: tuple[str, ...] = MEASURED) -> dict[str, Tensor]:
+    """The wanted of MEASURED, with the entropy also the largest possible one, and alpha and beta where there are any:
+    [B, H] each, float64. NaN where there is nothing to measure, and for numbers that are not finite."""
+    with torch.autocast(seen.query.device.type, enabled=False):
+        if seen.bias is not None and seen.query.shape[1] > 1:
+            # P is dense there: one head at a time holds a single matrix.
+            parts = [measure(seen.head(head), wanted) for head in range(seen.query.shape[1])]
+            return {name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}
+        return measure_all(seen, wanted)
+
+
+def measure_all(seen: Observation, wanted: tuple[str, ...]) -> dict[str, Tensor]:
+    heads = seen.query.shape[1]
+    found: dict[str, Tensor] = {}
+    p = seen.map()
+    nothing = torch.full((p.batch, heads), torch.nan, dtype=p.dtype, device=p.device)
+    healthy = all_finite(seen.query, p.live) and all_finite(seen.key, p.seen)
+    if "sigma_q" in wanted:
+        found["sigma_q"] = spread(seen.query, p.live)
+    if "sigma_k" in wanted:
+        found["sigma_k"] = spread(seen.key, p.seen).repeat_interleave(heads // seen.key.shape[1], 1)
+    if "temperature" in wanted:
+        found["temperature"] = nothing if not healthy else temperature_of(seen, p)
+    if "entropy" in wanted:
+        found["entropy"] = entropy(p) if healthy else nothing
+        found["max_entropy"] = largest_entropy(seen, p)
+    if "spectral_gap" in wanted:
+        found["spectral_gap"] = gap(p) if healthy and seen.has_gap else nothing
+    if "log_variance" in wanted:
+        found["log_variance"] = log_moments(p).variance if healthy else nothing
+    if "lognormality" in wanted:
+        found["lognormality"] = lognormality(p) if healthy else nothing
+    for name, values, count in (("alpha", seen.alpha, heads), ("beta", seen.beta, seen.key.shape[1])):
+        if values is not None:
+            each = values.to(p.dtype).mean(-1).expand(p.batch, count)
+            found[name] = each.repeat_interleave(heads // count, 1)
+    return found
+
+
+def all_finite(t: Tensor, valid: Tensor) -> bool:
+    """Of t [B, H, N, D] at the valid tokens [B, N]."""
+    return bool((t.isfinite().all(-1) | ~valid[:, None]).all())
+
+
+def spread(t: Tensor, valid: Tensor) -> Tensor:
+    return sigma(*moments(t, t.shape[1], valid, None))
+
+
+def temperature_of(seen: Observation, p: AttentionMap) -> Tensor:
+    if seen.bias is None or seen.alpha is not None:
+        return temperature(p)
+    # Eq. (5) on all pairs that attend, the bias being part of their scores.
+    scores = seen.scores()
+    there = (scores > -torch.inf) & p.live[:, None, :, None] & p.seen[:, None, None]
+    count = there.sum((2, 3))
+    apart = scores.masked_fill(~there, 0.0)
+    apart = (apart - (apart.sum((2, 3)) / count)[..., None, None]).mul_(there)
+    return (apart.square_().sum((2, 3)) / count).rsqrt()
+
+
+def largest_entropy(seen: Observation, p: AttentionMap) -> Tensor:
+    """Of rows that spread evenly over all the keys they may see, in bits: [B, H]."""
+    if seen.bias is not None:
+        counts = ((seen.bias > -torch.inf) & p.seen[:, None, None]).sum(-1)  # [B, 1 or H, N]
+    else:
+        counts = (p.seen.cumsum(1) if p.is_causal else p.seen.sum(1, keepdim=True).expand(-1, p.rows))[:, None]
+    bits = torch.where(p.live[:, None], counts.clamp_min(1).to(p.dtype).log2(), 0.0)
+    return (bits.sum(-1) / p.live.sum(1, keepdim=True)).expand(-1, p.heads)
+
+
+def gap(p: AttentionMap) -> Tensor:
+    """NaN where some rows of the sequence do not count, and where no iteration gets to an eigenvalue: whoever records
+    a training run wants it to go on."""
+    nothing = torch.full((p.batch, p.heads), torch.nan, dtype=p.dtype, device=p.device)
+    if not p.one_sequence:
+        return nothing
+    try:
+        return spectral_gap(p, tolerance=TOLERANCE)
+    except RuntimeError:
+        return nothing
+
+
+def lognormality(p: AttentionMap) -> Tensor:
+    """The Kolmogorov-Smirnov distance of `lognormal_fit`, without its p-value."""
+    return p.collect([normal_fit(*some_entries(group, ENTRIES, 0)).distance for group in p.groups()])
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """Which keys which queries see, as Observation has it."""
+
+    is_causal: bool = False
+    key_mask: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def read_mask(mask: Any, rows: int, keys: int, one_sequence: bool, is_causal: bool) -> Pattern:
+    """What a mask means: [B, keys] or [1 or B, 1 or heads, 1 or rows, keys], either bool or int with True = attend, or
+    a float that is added to the scores, where very low numbers hide. `is_causal`: said beside a mask of keys alone.
+
+    Padded rows of one sequence do not count, whatever the mask says about them."""
+    if not isinstance(mask, Tensor) or mask.ndim not in (2, 4):
+        came = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"record: attention masks must be tensors of 2 or 4 dimensions to be read; got {came}.")
+    additive = mask.is_floating_point()
+    if mask.ndim == 2:
+        shown = mask > torch.finfo(mask.dtype).min / 2 if additive else mask.bool()
+        return Pattern(is_causal, some(shown))
+    mask = mask[..., :keys].expand(-1, -1, rows, -1)
+    shown = mask > torch.finfo(mask.dtype).min / 2 if additive else mask.bool()
+    if additive and bool((torch.where(shown, mask, 0.0) != 0).any()):
+        return Pattern(key_mask=some(shown.any(2).any(1)), bias=torch.where(shown, mask, -torch.inf))
+    seen = shown.any(2).any(1)  # [B, keys]
+    plain = seen[:, None, None]
+    causal = plain & (torch.arange(keys, device=mask.device) <= past_and_own(rows, keys, mask.device))
+    counts = seen[:, None, :, None] if one_sequence and rows == keys else torch.ones_like(plain)
+    for is_causal, pattern in ((False, plain), (True, causal)):
+        if not bool(((shown != pattern) & counts).any()):
+            return Pattern(is_causal, some(seen))
+    return Pattern(
+        key_mask=some(seen), bias=torch.zeros(shown.shape, device=mask.device).masked_fill_(~shown, -torch.inf)
+    )
+
+
+def past_and_own(rows: int, keys: int, device: torch.device) -> Tensor:
+    """The last key that each row sees when it is causal, [rows, 1]. The last row is that of the last key."""
+    return torch.arange(keys - rows, keys, device=device).unsqueeze(-1)
+
+
+def some(mask: Tensor) -> Tensor | None:
+    """None where nothing is hidden: it saves the instruments work."""
+    return None if bool(mask.all()) else mask
+
+
+def observe_softmax(
+    layer: str, query: Tensor, key: Tensor, scale: float, pattern: Pattern, *, cross: bool = False
+) -> Observation:
+    """Queries [B, H, N, D] that attend by softmax(scale q . k), with what `read_mask` found."""
+    query, key = query.detach(), key.detach()
+    key_mask, bias = pattern.key_mask, pattern.bias
+    if key_mask is not None:
+        key_mask = key_mask.expand(len(query), -1)
+    rows, keys = query.shape[2], key.shape[2]
+    query_mask = None
+    if bias is not None:
+        bias = bias.expand(len(query), -1, -1, -1)
+        sees = (bias > -torch.inf).any(-1).any(1)
+        query_mask = sees if cross or rows != keys or key_mask is None else sees & key_mask
+    elif cross:
+        query_mask = torch.ones(len(query), rows, dtype=torch.bool, device=query.device)
+    if pattern.is_causal and rows < keys:
+        if rows == 1:
+            pattern = dataclasses.replace(pattern, is_causal=False)
+        else:  # the keys of a cache come first: rows that do not count stand in their places
+            query = F.pad(query, (0, 0, keys - rows, 0))
+            query_mask = (torch.arange(keys, device=query.device) >= keys - rows).expand(len(query), -1)
+            cross = True
+    return Observation(
+        layer, "softmax", query, key, scale, pattern.is_causal, key_mask, query_mask, bias, cross or rows != keys
+    )
+
+
+def default_scale(query: Tensor) -> float:
+    return 1.0 / math.sqrt(query.shape[-1])
