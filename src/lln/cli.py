@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lln.compare import command as compare_command
-from lln.training import command as train_command
+from lln.commands import compare as compare_command
+from lln.commands import train as train_command
 
 app = typer.Typer(
     help="Linear-time attention that behaves like softmax attention.",
@@ -289,19 +289,35 @@ class FigureName(enum.StrEnum):
     fig6a = "fig6a"
     fig6b = "fig6b"
     fig7 = "fig7"
+    table2 = "table2"
+    table4 = "table4"
 
 
-@app.command(epilog="Example: [bold]lln reproduce fig2 --quick[/bold] for a look in seconds.")
+class Scale(enum.StrEnum):
+    tiny = "tiny"
+    mini = "mini"
+    paper = "paper"
+
+
+@app.command(
+    epilog="Example: [bold]lln reproduce fig2 --quick[/bold] for a look in seconds; "
+    "[bold]lln reproduce table2 --scale paper --device cuda[/bold] on a GPU."
+)
 def reproduce(
-    figure: Annotated[FigureName, typer.Argument(help="A figure of the paper.")],
+    figure: Annotated[FigureName, typer.Argument(help="A figure or table of the paper.")],
     out: Annotated[Path, typer.Option(help="Folder for the data (JSON) and the charts (SVG).")] = Path("reproduced"),
     quick: Annotated[bool, typer.Option("--quick", help="Shorter sequences and fewer draws.")] = False,
     seeds: Annotated[int | None, typer.Option(min=1, help="Sets of draws.", show_default="4, quick 2")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of all draws.")] = 0,
+    scale: Annotated[Scale, typer.Option(help="Of a table: sizes of models and sequences.")] = Scale.tiny,
+    device: Annotated[str, typer.Option(help="Of a table: cpu, cuda, ...", callback=parse_device)] = "cpu",
 ) -> None:
-    """Make an analysis figure of the paper from scratch and say whether its claims hold, in numbers."""
-    need("report")
+    """Make a figure or table of the paper from scratch and say whether its claims hold, in numbers."""
     need_folder(out)
+    if figure.value.startswith("table"):
+        reproduce_costs(figure.value, scale.value, device, out, repeats=1 if quick else 3, seed=seed)
+        return
+    need("report")
 
     import dataclasses
 
@@ -317,6 +333,25 @@ def reproduce(
     for verdict in result["verdicts"]:
         typer.echo(f"\n{'holds' if verdict['holds'] else 'DOES NOT HOLD'}: {verdict['claim']}\n  {verdict['sentence']}")
     typer.echo(f"\nWritten: {', '.join(map(str, paths))}.")
+
+
+def reproduce_costs(name: str, scale: str, device: str, out: Path, *, repeats: int, seed: int) -> None:
+    need("train")
+
+    import torch
+
+    from lln.files import write_json
+    from lln.reproduce.costs import TABLES, markdown, measure, write
+
+    table = TABLES[name]
+    with progress_bar(len(table.cells(scale))) as step:
+        result = measure(
+            table, scale, device=torch.device(device), repeats=repeats, seed=seed, progress=step,
+            store=lambda found: write_json(out / f"{name}.json", found),
+        )  # fmt: skip
+    paths = write(table, result, out)
+    typer.echo(markdown(table, result))
+    typer.echo(f"Written: {', '.join(map(str, paths))}.", err=True)
 
 
 @app.command(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.nn import functional
 
@@ -14,6 +16,16 @@ def elu_plus_one(x: Tensor) -> Tensor:
     return functional.elu(x) + 1.0
 
 
+def square(x: Tensor) -> Tensor:
+    return x * x
+
+
+# By the names of Fig. 2.
+FEATURES: dict[str, Callable[[Tensor], Tensor]] = {
+    "ReLU": functional.relu, "quadratic": square, "ELU": elu_plus_one
+}  # fmt: skip
+
+
 def elu(call: Call) -> Tensor:
     return feature_attention(call, elu_plus_one)
 
@@ -23,7 +35,7 @@ def relu(call: Call) -> Tensor:
 
 
 def quadratic(call: Call) -> Tensor:
-    return feature_attention(call, lambda x: x * x)
+    return feature_attention(call, square)
 
 
 register(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lln.instruments import AttentionMap, entropy, kernel_map, lln_map, softmax_map, spectral_gap
+from lln.mechanisms.simple_kernels import FEATURES
 from lln.report.charts import MATCHED, Axis, Style, lines, svg
-from lln.reproduce.features import KERNELS, features
 from lln.reproduce.figure import LLN, Figure, Plan, Progress, Rows, Verdict, alpha_of, column, inputs, summary, value
 
 SIGMAS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.125, 1.25, 1.5, 1.75, 2.0)  # temperatures 1 / sigma^2 from 4 to .25
@@ -21,8 +21,8 @@ def make(series: str, sigma: float, plan: Plan, seed: int, run: int) -> Attentio
     q, k = (sigma * z for z in inputs(plan, seed, run))
     if series == "softmax":
         return softmax_map(q, k)
-    if series in KERNELS:
-        return kernel_map(features(series, q), features(series, k))
+    if series in FEATURES:
+        return kernel_map(FEATURES[series](q), FEATURES[series](k))
     alpha = alpha_of(series, sigma, plan)
     return lln_map(q, k, alpha, alpha)
 
@@ -30,7 +30,7 @@ def make(series: str, sigma: float, plan: Plan, seed: int, run: int) -> Attentio
 def measure(plan: Plan, seed: int, progress: Progress) -> Rows:
     rows = []
     for sigma in SIGMAS:
-        for series in ("softmax", *LLN, *KERNELS):
+        for series in ("softmax", *LLN, *FEATURES):
             progress(f"{series}, sigma {sigma:g}")
             maps = [make(series, sigma, plan, seed, run) for run in range(plan.seeds)]
             found = summary("entropy", [entropy(p).item() for p in maps])
@@ -40,13 +40,13 @@ def measure(plan: Plan, seed: int, progress: Progress) -> Rows:
 
 
 def steps(plan: Plan) -> int:
-    return len(SIGMAS) * (1 + len(LLN) + len(KERNELS))
+    return len(SIGMAS) * (1 + len(LLN) + len(FEATURES))
 
 
 def judge(plan: Plan, rows: Rows) -> list[Verdict]:
     verdicts = [follows(rows, series) for series in ("paper", "variance", "entropy")]
     verdicts.append(needs_matching(rows))
-    return verdicts + [indifferent(rows, kernel) for kernel in KERNELS]
+    return verdicts + [indifferent(rows, kernel) for kernel in FEATURES]
 
 
 def apart(rows: Rows, series: str, name: str) -> dict[float, float]:

@@ -1,0 +1,204 @@
+"""Tables 2 and 4: time and memory of a training step of the paper's models, attention by attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lln.bench.measure import number, peak_memory, provenance, time_calls
+from lln.files import write_json, write_text
+from lln.recipes import recipe
+from lln.training.config import Config, Model
+from lln.training.models import Sizes, build
+
+Progress = Callable[[str], None]
+
+# The paper's own numbers, from one A100 of 40 GB.
+OOM = None
+PAPER2: dict[str, dict[str, dict[int, float | None]]] = {
+    name: {
+        "GB": dict(zip((512, 1024, 2048, 4096, 8192, 16384), memory, strict=True)),
+        "s": dict(zip((512, 1024, 2048, 4096, 8192, 16384), seconds, strict=True)),
+    }
+    for name, memory, seconds in (
+        ("softmax", (4.0, 5.5, 12.6, 32.1, OOM, OOM), (0.95, 1.05, 2.4, 6.8, OOM, OOM)),
+        ("nystromformer", (4.0, 4.5, 5.5, 7.3, 11.6, 19.1), (1.8, 1.9, 2.6, 4.7, 8.8, 16.7)),
+        ("lln", (4.1, 4.4, 5.7, 7.5, 12.0, 20.1), (1.0, 1.05, 1.6, 3.2, 6.1, 11.8)),
+        ("lln_diag", (4.1, 4.6, 6.1, 8.1, 13.4, 23.0), (1.2, 1.3, 1.9, 3.6, 6.9, 13.3)),
+    )
+}
+TASKS4 = ("text", "listops", "retrieval", "pathfinder", "image")
+PAPER4: dict[str, dict[str, dict[str, float]]] = {
+    name: {"s": dict(zip(TASKS4, seconds, strict=True)), "MB": dict(zip(TASKS4, memory, strict=True))}
+    for name, seconds, memory in (
+        ("softmax", (21468, 5905, 21866, 6754, 13228), (17108, 4458, 8934, 4817, 9632)),
+        ("reformer", (4610, 2439, 4714, 4694, 8737), (3261, 1631, 3008, 3258, 6514)),
+        ("performer", (3456, 1966, 3761, 3553, 13169), (2176, 1122, 2178, 2180, 4353)),
+        ("skyformer", (4523, 2970, 5602, 5240, 9347), (3068, 1697, 2974, 4041, 8079)),
+        ("lln_diag", (3043, 1774, 3135, 3042, 4053), (1641, 821, 1586, 1639, 3276)),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One training step: a model, an attention, a batch of sequences of one length."""
+
+    column: str  # a length, or a task
+    attention: str
+    config: Config
+    sizes: Sizes
+    batch: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CostTable:
+    name: str
+    title: str
+    attentions: tuple[str, ...]
+    cells: Callable[[str], list[Cell]]  # of a scale
+    paper: dict[str, Any]
+
+
+SCALES = ("tiny", "mini", "paper")
+
+
+def cells2(scale: str) -> list[Cell]:
+    """RoBERTa, a batch of one."""
+    model, lengths = {
+        "tiny": (Model(layers=2, width=128, heads=2, inner=512), (256, 512, 1024, 2048)),
+        "mini": (Model(layers=6, width=384, heads=6, inner=1536), (512, 1024, 2048, 4096, 8192, 16384)),
+        "paper": (Model(layers=12, width=768, heads=12, inner=3072), (512, 1024, 2048, 4096, 8192, 16384)),
+    }[scale]
+    vocabulary = 50265 if scale == "paper" else 8192
+    found = []
+    for name in PAPER2:
+        base = recipe("mlm", "paper", name)
+        for length in lengths:
+            config = dataclasses.replace(
+                base, model=model, data=dataclasses.replace(base.data, length=length), precision="float32"
+            )
+            found.append(Cell(str(length), name, config, Sizes(vocabulary=vocabulary, padding=1), 1, length))
+    return found
+
+
+def cells4(scale: str) -> list[Cell]:
+    """Long Range Arena's models; with the paper's batches and lengths, or a part of them."""
+    found = []
+    for name in PAPER4:
+        for task in TASKS4:
+            config = recipe("lra", "paper", name, task)
+            batch, length = config.optimisation.batch, config.data.length
+            if scale != "paper":
+                batch, length = (2, length // 4) if scale == "tiny" else (8, length)
+                config = dataclasses.replace(config, data=dataclasses.replace(config.data, length=length))
+            sizes = Sizes(vocabulary=512, labels=10, pair=task == "retrieval")
+            found.append(Cell(task, name, config, sizes, batch, length))
+    return found
+
+
+TABLES = {
+    "table2": CostTable("table2", "a training step of RoBERTa, batch 1", tuple(PAPER2), cells2, PAPER2),
+    "table4": CostTable(
+        "table4", "a training step of Long Range Arena's models of 2 layers", tuple(PAPER4), cells4, PAPER4
+    ),
+}
+
+
+def measure(
+    table: CostTable, scale: str, *, device: torch.device, repeats: int, seed: int, progress: Progress,
+    store: Callable[[dict[str, Any]], None] = lambda result: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Milliseconds and bytes of each cell, or why there are none; stored as they come."""
+    result: dict[str, Any] = {
+        "table": table.name,
+        "what": f"time and peak memory of {table.title}: forward, backward and AdamW",
+        "scale": scale,
+        "provenance": provenance(seed, device),
+        "rows": [],
+    }
+    for cell in table.cells(scale):
+        progress(f"{cell.attention}: {cell.column}")
+        row: dict[str, Any] = {
+            "attention": cell.attention, "column": cell.column, "batch": cell.batch, "length": cell.length,
+            "ms": None, "bytes": None, "note": None,
+        }  # fmt: skip
+        torch.manual_seed(seed)
+        try:
+            row |= step_cost(cell, device, repeats)
+        except torch.OutOfMemoryError:
+            row["note"] = "OOM"
+        except ValueError as error:
+            row["note"] = str(error)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        result["rows"].append(row)
+        store(result)
+    return result
+
+
+def step_cost(cell: Cell, device: torch.device, repeats: int) -> dict[str, Any]:
+    model: Any = build(cell.config, cell.sizes).to(device).train()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    ids = torch.randint(5, cell.sizes.vocabulary, (cell.batch, cell.length), device=device)
+    given = {"input_ids": ids, "labels": ids}
+    if cell.config.task == "lra":
+        given["labels"] = torch.randint(cell.sizes.labels, (cell.batch,), device=device)
+    if cell.sizes.pair:
+        given["pair_ids"] = ids.flip(0)
+
+    def step() -> None:
+        model(**given).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+
+    timing = time_calls({"step": step}, repeats=repeats, device=device)["step"]
+    # Of the step, with weights and optimiser, which the paper counts too.
+    held = sum(p.numel() * p.element_size() for p in model.parameters()) * 3
+    return {"ms": dataclasses.asdict(timing), "bytes": peak_memory(step, device) + held}
+
+
+def markdown(table: CostTable, result: dict[str, Any]) -> str:
+    """Ours beside the paper's, which were measured on another device: what can be compared is how they grow."""
+    p = result["provenance"]
+    columns = list(dict.fromkeys(row["column"] for row in result["rows"]))
+    rows = {(row["attention"], row["column"]): row for row in result["rows"]}
+    parts = [
+        f"# Table {table.name.removeprefix('table')}: {table.title}", "",
+        f"{p['device']}, scale {result['scale']}, {p['date'][:10]}, commit {p['commit']}, `{p['command']}`", "",
+    ]  # fmt: skip
+    for what, unit in (("ms", "ms a step"), ("bytes", "MiB")):
+        parts += [f"| {unit} | " + " | ".join(columns) + " |", "|---" + "|---:" * len(columns) + "|"]
+        for name in table.attentions:
+            texts = [shown(rows.get((name, column)), what) for column in columns]
+            parts.append(f"| {name} | " + " | ".join(texts) + " |")
+        parts.append("")
+    parts += ["The paper's, on an A100 of 40 GB (its scale, not this one's unless they are the same):", ""]
+    for unit in next(iter(table.paper.values())):
+        known = list(next(iter(table.paper.values()))[unit])
+        parts += [f"| {unit} | " + " | ".join(map(str, known)) + " |", "|---" + "|---:" * len(known) + "|"]
+        for name, values in table.paper.items():
+            texts = ["OOM" if values[unit][column] is None else f"{values[unit][column]:g}" for column in known]
+            parts.append(f"| {name} | " + " | ".join(texts) + " |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def shown(row: dict[str, Any] | None, what: str) -> str:
+    if row is None:
+        return ""
+    if row["ms"] is None:
+        return "OOM" if row["note"] == "OOM" else "no"
+    return number(row["ms"]["median"]) if what == "ms" else number(row["bytes"] / 2**20)
+
+
+def write(table: CostTable, result: dict[str, Any], out: Path) -> list[Path]:
+    paths = [out / f"{table.name}.json", out / f"{table.name}.md"]
+    write_json(paths[0], result)
+    write_text(paths[1], markdown(table, result))
+    return paths
