@@ -116,7 +116,7 @@ def test_options_are_changed_by_name() -> None:
         ("seed.deep", "1", "has no options of its own"),
         ("optimisation.steps", "1.5", "must be a whole number; got '1.5'"),
         ("compile", "maybe", "must be yes or no"),
-        ("model.heads", "3", "model.width must be a multiple of model.heads"),
+        ("model.heads", "5", "model.width must be a multiple of model.heads"),
         ("save_every", "15", "save_every must be a multiple of log_every"),
         ("precision", "int8", "precision must be"),
         ("optimisation.betas", "1", "two numbers"),
