@@ -199,3 +199,24 @@ def test_mixed_precision_accumulation_and_checkpointing_are_settings(tmp_path: P
     narrow = train(config(precision="bfloat16"), tmp_path / "narrow", cache_dir=cache)["metrics"]["loss"]
     assert narrow == pytest.approx(plain, rel=2e-2)
     assert narrow != plain
+
+
+@pytest.mark.parametrize("attention", ["softmax", "lln_diag"])
+def test_attention_is_recorded_while_training(attention: str, tmp_path: Path, cache: Path) -> None:
+    plain = train(config(attention), tmp_path / "plain", cache_dir=cache)["metrics"]
+    found = train(config(attention, record_every="5"), tmp_path / "run", cache_dir=cache)["metrics"]
+    assert found == plain  # watching changes nothing
+    rows = [m for m in metrics(tmp_path / "run") if "heads" in m]
+    assert [m["step"] for m in rows] == [1, 6, 11]
+    for m in rows:
+        assert len(m["heads"]) == 2  # one layer of two heads
+        for head in m["heads"]:
+            assert 0 < head["entropy"] <= head["max_entropy"]
+            assert 0 <= head["spectral_gap"] <= 1
+            assert head["temperature"] > 0
+            assert (head["alpha"] is not None and head["alpha"] > 0) == (attention == "lln_diag")
+        assert all(norm > 0 for norm in m["gradient_norms"].values())
+        assert m["loss_scale"] is None
+    means = [m for m in metrics(tmp_path / "run") if "attention/0/entropy" in m]
+    first = [head["entropy"] for head in rows[0]["heads"]]
+    assert means[0]["attention/0/entropy"] == pytest.approx(sum(first) / 2)

@@ -100,7 +100,9 @@ def test_every_recipe_is_complete_and_plain(task: str, preset: str) -> None:
 
 def test_options_are_changed_by_name() -> None:
     changes = {"optimisation.rate": "3e-4", "attention.options.matching": "entropy", "compile": "yes"}
-    config = change(recipe("mlm"), changes | {"optimisation.betas": ".9,.95", "model.layers": "3"})
+    config = change(
+        recipe("mlm"), {"record_every": "0"} | changes | {"optimisation.betas": ".9,.95", "model.layers": "3"}
+    )
     assert config.optimisation.rate == 3e-4
     assert config.optimisation.betas == (0.9, 0.95)
     assert config.attention.options == {"block_size": 32, "matching": "entropy"}
@@ -119,6 +121,7 @@ def test_options_are_changed_by_name() -> None:
         ("model.heads", "5", "model.width must be a multiple of model.heads"),
         ("save_every", "15", "save_every must be a multiple of log_every"),
         ("precision", "int8", "precision must be"),
+        ("compile", "yes", "record_every must be 0 with compile"),
         ("optimisation.betas", "1", "two numbers"),
     ],
 )

@@ -83,6 +83,8 @@ class Config:
         if self.save_every % self.log_every:
             # A mean over steps on both sides of a checkpoint would differ after going on from it.
             raise ValueError(f"save_every must be a multiple of log_every; got {self.save_every} and {self.log_every}.")
+        if self.compile and self.record_every:
+            raise ValueError("record_every must be 0 with compile: a compiled model shows nothing of its inside.")
         o = self.optimisation
         if o.steps < 1 or o.batch < 1 or o.accumulation < 1 or o.batch % o.accumulation:
             raise ValueError(

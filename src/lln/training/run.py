@@ -19,6 +19,7 @@ from lln.bench.measure import provenance
 from lln.training.config import Config
 from lln.training.examples import Stream
 from lln.training.models import build
+from lln.training.recording import Recording
 from lln.training.runs import Run, step_of
 from lln.training.tasks import Place, TaskData, carry_tokenizer, load
 from lln.training.trainer import Metrics, RunTrainer, accuracy, arguments, mean_over_tokens, parameters
@@ -98,6 +99,8 @@ def work(
         run=run,
     )
     trainer.remove_callback(PrinterCallback)
+    if run is not None and config.record_every:
+        trainer.add_callback(Recording(run, config.record_every, trainer.log, lambda: loss_scale(trainer)))
     checkpoint = None
     if run is not None:
         checkpoint = run.newest(say)
@@ -116,6 +119,12 @@ def work(
         carry_tokenizer(data, folder / MODEL)
         run.finish(result)
     return result
+
+
+def loss_scale(trainer: RunTrainer) -> float | None:
+    """Of float16 training: how much the loss is multiplied so that gradients do not vanish."""
+    scaler = trainer.accelerator.scaler
+    return None if scaler is None else float(scaler.get_scale())
 
 
 def shared(checkpoint: Path | None, folder: Path) -> Path | None:
