@@ -31,6 +31,7 @@ check: $(READY)
 # The CPU figures that the README quotes.
 bench: $(READY)
 	$(VENV)/bin/python benchmarks/cpu_forward.py --out benchmarks/results/cpu_forward.json
+	$(VENV)/bin/python benchmarks/decoding.py --out benchmarks/results/decoding.json
 
 # What the GPU kernels are judged by.
 bench-gpu: $(READY)
