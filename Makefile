@@ -33,6 +33,7 @@ bench: $(READY)
 	$(VENV)/bin/python benchmarks/cpu_forward.py --out benchmarks/results/cpu_forward.json
 	$(VENV)/bin/python benchmarks/instruments.py --out benchmarks/results/instruments.json
 	$(VENV)/bin/python benchmarks/record.py --out benchmarks/results/record.json
+	$(VENV)/bin/python benchmarks/decoding.py --out benchmarks/results/decoding.json
 
 # What the GPU kernels are judged by.
 bench-gpu: $(READY)

@@ -134,6 +134,17 @@ def test_going_on_from_a_returned_cache(kind: str) -> None:
     assert torch.equal(found[:, 4:], want[:, -4:])
 
 
+def test_going_on_with_an_encoder() -> None:
+    model = writer("bart")
+    x, mask = padded([14, 23])
+    how = {"attention_mask": mask, **GREEDY}
+    first = model.generate(x, max_new_tokens=5, return_dict_in_generate=True, **how)
+    found = model.generate(
+        x, decoder_input_ids=first.sequences, past_key_values=first.past_key_values, max_new_tokens=4, **how
+    )
+    assert torch.equal(found, model.generate(x, max_new_tokens=9, use_cache=False, **how))
+
+
 @pytest.mark.parametrize("name", ["lln", "lln_diag"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_size_does_not_depend_on_length(kind: str, name: str) -> None:

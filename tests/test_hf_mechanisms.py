@@ -236,3 +236,13 @@ def test_packed_sequences_are_sequences_apart() -> None:
         )  # fmt: skip
         want = torch.cat([output(model, input_ids=one, **extra) for one in apart], 1)
         assert (packed - want).abs().max() < 1e-9
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+def test_compiled_in_one_graph() -> None:
+    torch._dynamo.reset()
+    model, given = peer("bert", "elu"), inputs("bert")
+    want = output(model, **given)
+    with torch.no_grad():
+        found = output(torch.compile(model, backend="aot_eager", fullgraph=True), **given)
+    assert relative_error(found, want) < 1e-12

@@ -25,8 +25,8 @@ def layer_of(key: Tensor) -> StateLayer | None:
 class StateLayer(CacheLayerMixin):
     """What one layer keeps.
 
-    static: tensors stay where they are and are written in place, and the length is a tensor: a compiled step finds them
-    again, also a CUDA graph. Otherwise every step makes a new state, which gradients can go through.
+    static: tensors stay where they are and are written in place, and the length is a tensor, so that a compiled step
+    serves every position. Otherwise every step makes a new state, which gradients can go through.
     """
 
     is_sliding = False
