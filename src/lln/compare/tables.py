@@ -44,7 +44,7 @@ def columns(result: dict[str, Any], lengths: list[int], temperature: float) -> t
             row += cell(costs.get((name, length)), costs.get(("softmax", length)))
         found = spread.get((name, temperature), {})
         values = (found.get(key) for key in ("entropy", "gap", "error"))
-        row += ["-" if value is None else f"{value:.3g}" for value in values]
+        row += ["-" if value is None else f"{value:.3g}" if abs(value) > 1e-6 else "0" for value in values]
         rows.append(row)
     return headings, rows
 
