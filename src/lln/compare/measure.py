@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -121,34 +121,55 @@ def cost(plan: Plan, name: str, length: int) -> dict[str, Any]:
 
 
 def concentrations(plan: Plan, name: str, progress: Progress) -> list[dict[str, Any]]:
-    """At each temperature: entropy and gap of P where there is one, and how far the output is from softmax's."""
+    """At each temperature, on Gaussian queries and keys."""
     rows = []
-    length = plan.matrix_length
     for temperature in plan.temperatures:
         progress(f"{name}: temperature {temperature:g}")
-        row: dict[str, Any] = {"mechanism": name, "temperature": temperature, "entropy": None, "gap": None,
-                               "error": None, "note": None}  # fmt: skip
-        rows.append(row)
-        entry = mechanisms()[name]
-        if entry.function is None:
-            row["note"] = "learned"  # before training it says nothing about the mechanism
-            continue
-        q, k, v, _ = (t.double() for t in plan.inputs(length, sigma_of(temperature)))
-        try:
-            out = lln.attention(name, q, k, v, is_causal=plan.causal)
-        except ValueError as error:
-            row |= {"note": "unsupported", "reason": str(error)}
-            continue
-        exact = lln.attention("softmax", q, k, v, is_causal=plan.causal)
-        row["error"] = float((out - exact).norm() / exact.norm())
-        if not entry.matrix:
-            row["note"] = "no matrix"
-            continue
-        p = attention_matrix(name, q, k, is_causal=plan.causal)
-        try:
-            found = dense_map(p)
-        except ValueError:
-            row["note"] = "not stochastic"  # negative entries, or rows that do not sum to 1: no entropy
-            continue
-        row["entropy"], row["gap"] = float(entropy(found).mean()), float(spectral_gap(found).mean())
+        q, k, v, _ = plan.inputs(plan.matrix_length, sigma_of(temperature))
+        rows.append({"mechanism": name, "temperature": temperature, **concentration(name, q, k, v, plan.causal)})
+    return rows
+
+
+def concentration(
+    name: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None = None
+) -> dict[str, Any]:
+    """Entropy and gap of P where there is one, and how far the output is from softmax's; in float64."""
+    found: dict[str, Any] = {"entropy": None, "gap": None, "error": None, "note": None}
+    entry = mechanisms()[name]
+    if entry.function is None:
+        return found | {"note": "learned"}  # before training it says nothing about the mechanism
+    q, k, v = q.double(), k.double(), v.double()
+    try:
+        out = lln.attention(name, q, k, v, is_causal=is_causal, scale=scale)
+    except ValueError as error:
+        return found | {"note": "unsupported", "reason": str(error)}
+    exact = lln.attention("softmax", q, k, v, is_causal=is_causal, scale=scale)
+    found["error"] = float((out - exact).norm() / exact.norm())
+    if not entry.matrix:
+        return found | {"note": "no matrix"}
+    try:
+        p = dense_map(attention_matrix(name, q, k, is_causal=is_causal, scale=scale))
+    except ValueError:
+        return found | {"note": "not stochastic"}  # negative entries, or rows that do not sum to 1: no entropy
+    return found | {"entropy": float(entropy(p).mean()), "gap": float(spectral_gap(p).mean())}
+
+
+def on_model(
+    plan: Plan, model: Any, tokenizer: Any, progress: Progress = lambda text: None, texts: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """The same on the queries and keys of a pretrained model's layers, a text at a time; values are Gaussian. Layers
+    that attend to another sequence or with a bias of single pairs are left out."""
+    from lln.hf.inspect import TEXTS, encode, run
+
+    rows = []
+    for number, batch in enumerate(encode(model, tokenizer, list(texts or TEXTS), plan.matrix_length, 1)):
+        seen = [one for _, one in run(model, batch) if not one.cross and one.bias is None]
+        for name in plan.names:
+            progress(f"{name}: text {number + 1}")
+            for one in seen:
+                generator = torch.Generator().manual_seed(plan.seed)
+                shape = (*one.key.shape[:3], one.query.shape[3])
+                v = torch.randn(shape, dtype=torch.float64, generator=generator).to(one.key.device)
+                place = {"mechanism": name, "text": number, "layer": one.layer}
+                rows.append(place | concentration(name, one.query, one.key, v, one.is_causal, one.scale))
     return rows

@@ -10,11 +10,13 @@ from lln.bench.measure import number
 from lln.mechanisms import mechanisms
 
 MOST_LENGTHS = 3  # that fit a terminal beside the rest; all are in the JSON and the Markdown
+KEYS = ("entropy", "gap", "error")
 SHORT = {"out of memory": "OOM", "too slow": "slow", "unsupported": "no"}
 EXPLAINED = (
-    "ms, MiB: forward + backward and peak extra memory at each length; x: how many times as fast as softmax. bits, "
-    "gap: entropy and spectral gap of P on Gaussian q and k; error: of the output, relative to softmax's. OOM: out of "
-    "memory; no: this mechanism cannot; -: nothing to measure (learned, no matrix, or rows that are no distribution)."
+    "ms, MiB: forward + backward and peak extra memory at each length; x: how many times as fast as softmax. "
+    "bits, gap: entropy and spectral gap of P on Gaussian q and k, or a model's; error: of the output, relative "
+    "to softmax's. OOM: out of memory; no: this mechanism cannot; -: nothing to measure (learned, no matrix, rows "
+    "that are no distribution)."
 )
 
 
@@ -43,10 +45,18 @@ def columns(result: dict[str, Any], lengths: list[int], temperature: float) -> t
         for length in lengths:
             row += cell(costs.get((name, length)), costs.get(("softmax", length)))
         found = spread.get((name, temperature), {})
-        values = (found.get(key) for key in ("entropy", "gap", "error"))
+        values = (found.get(key) for key in KEYS)
+        if "recorded" in result:
+            here = [one for one in result["recorded"] if one["mechanism"] == name]
+            values = (mean([one[key] for one in here]) for key in KEYS)
         row += ["-" if value is None else f"{value:.3g}" if abs(value) > 1e-6 else "0" for value in values]
         rows.append(row)
     return headings, rows
+
+
+def mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def middle(result: dict[str, Any]) -> float:
@@ -68,16 +78,19 @@ def rich_table(result: dict[str, Any]) -> Table:
 def head(result: dict[str, Any], temperature: float) -> str:
     s = result["settings"]
     way = "causal" if s["causal"] else "bidirectional"
+    where = f"at {s['matrix_length']} tokens and temperature {temperature:g}"
+    if "recorded" in result:
+        where = f"on the queries and keys of {result['model']}, means over layers and texts"
     return (
         f"{result['provenance']['device']}, {s['dtype']}, batch {s['batch']}, {s['heads']} heads of {s['dim']}, {way}; "
-        f"concentration at {s['matrix_length']} tokens and temperature {temperature:g}"
+        f"concentration {where}"
     )
 
 
 def markdown(result: dict[str, Any]) -> str:
     s, p = result["settings"], result["provenance"]
     parts = ["# Attention mechanisms side by side", "", f"{p['date'][:10]}, commit {p['commit']}, `{p['command']}`", ""]
-    for temperature in s["temperatures"]:
+    for temperature in s["temperatures"] if "recorded" not in result else [middle(result)]:
         headings, rows = columns(result, sorted(s["lengths"]), temperature)
         parts += [head(result, temperature), "", line(headings), "|---" + "|---:" * (len(headings) - 1) + "|"]
         parts += [line(row) for row in rows] + [""]
