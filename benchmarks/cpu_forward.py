@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from lln import lln_attention
 from lln.bench.lengths import ALPHA, BETA, check
 from lln.bench.measure import Work, peak_memory, provenance, show, time_calls
-from lln.files import write_json, write_text
+from lln.files import put_between, write_json, write_text
 
 README = Path(__file__).parent.parent / "README.md"
 MARKS = "<!-- benchmarks/cpu_forward.py -->\n", "<!-- end -->"
@@ -88,8 +88,7 @@ def memory(result: dict[str, Any], name: str) -> str:
 
 
 def readme_with(text: str, readme: str) -> str:
-    start, end = readme.index(MARKS[0]) + len(MARKS[0]), readme.index(MARKS[1])
-    return readme[:start] + text + readme[end:]
+    return put_between(readme, MARKS, text)
 
 
 def main() -> None:

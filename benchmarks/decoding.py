@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 
 import lln.hf
 from lln.bench.measure import Work, provenance, show, time_calls
-from lln.files import write_json, write_text
+from lln.files import put_between, write_json, write_text
 
 README = Path(__file__).parent.parent / "README.md"
 MARKS = "<!-- benchmarks/decoding.py -->\n", "<!-- end of decoding -->"
@@ -134,8 +134,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def readme_with(text: str, readme: str) -> str:
-    start, end = readme.index(MARKS[0]) + len(MARKS[0]), readme.index(MARKS[1])
-    return readme[:start] + text + readme[end:]
+    return put_between(readme, MARKS, text)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 from lln.bench.measure import number, provenance, summarize
-from lln.files import write_json
+from lln.files import put_between, write_json
 from lln.instruments import record
 
 EVERY, MOST = 50, 0.10
@@ -78,8 +78,7 @@ def sentence(result: dict[str, Any]) -> str:
 
 
 def readme_with(text: str, readme: str) -> str:
-    before, rest = readme.split(BEGIN)
-    return before + BEGIN + text + END + rest.split(END, 1)[1]
+    return put_between(readme, (BEGIN, END), text)
 
 
 def main() -> None:

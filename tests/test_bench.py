@@ -252,7 +252,7 @@ def test_the_markdown_holds_every_row_and_how_it_was_made(stored: tuple[Path, di
 def test_without_the_extra_there_are_no_charts_and_the_remedy_is_named(
     stored: tuple[Path, dict[str, Any], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("lln.cli.EXTRAS", {"report": ("no_such_module",)})
+    monkeypatch.setattr("lln.commands.common.EXTRAS", {"report": ("no_such_module",)})
     code, _, stderr = run("--render", str(stored[0] / "bench.json"), "--out", str(tmp_path))
     assert code == 0
     assert "pip install 'lln-attention[report]'" in stderr

@@ -90,7 +90,7 @@ def test_a_wrong_option_is_one_sentence_and_exit_code_2(
 
 
 def test_a_missing_extra_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lln.cli.EXTRAS", {"report": ("altair", "no_such_module")})
+    monkeypatch.setattr("lln.commands.common.EXTRAS", {"report": ("altair", "no_such_module")})
     code, output = run("report")
     assert code == 2
     assert "needs no_such_module" in output

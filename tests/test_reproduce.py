@@ -11,7 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lln.cli import FigureName, app
+from lln.cli import app
+from lln.commands.reproduce import FigureName
 from lln.mechanisms.simple_kernels import FEATURES
 from lln.reproduce import concentration, distribution, sums
 from lln.reproduce.costs import TABLES

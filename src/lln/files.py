@@ -24,3 +24,9 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def put_between(text: str, marks: tuple[str, str], new: str) -> str:
+    """`text` with what stands between two marks replaced."""
+    start = text.index(marks[0]) + len(marks[0])
+    return text[:start] + new + text[text.index(marks[1], start) :]

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from lln.commands.common import missing, need, need_folder, parse_device, parse_lengths, progress_bar
+
 EPILOG = (
     "Example: [bold]lln compare[/bold] for a few mechanisms; "
     "[bold]lln compare --all --lengths 512,2048[/bold] for every one of them; "
@@ -40,7 +42,6 @@ def compare(
     import torch
     from rich.console import Console
 
-    from lln.cli import missing, need, need_folder, parse_device, parse_lengths, progress_bar
     from lln.compare.measure import measure, on_model
     from lln.compare.plan import DEFAULT, Plan
     from lln.compare.tables import markdown, rich_table

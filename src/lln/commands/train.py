@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from lln.commands.common import need
+
 EPILOG = (
     "Example: [bold]lln train mlm[/bold] for a tiny run on embedded text; "
     "[bold]lln train lra --name listops --attention softmax --set optimisation.steps=800[/bold] to change an option; "
@@ -36,8 +38,6 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Train one of the paper's models with any attention; stopped runs go on where they were."""
-    from lln.cli import need
-
     need("train")
 
     import torch

@@ -96,7 +96,6 @@ def work(
         compute_metrics=None if config.task == "mlm" else accuracy,
         compute_loss_func=mean_over_tokens if config.task == "mlm" else None,
         callbacks=callbacks,
-        run=run,
     )
     trainer.remove_callback(PrinterCallback)
     if run is not None and config.record_every:

@@ -3,7 +3,6 @@ that was stopped goes on as if it had not been."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,10 @@ class NotFinite(RuntimeError):
 
 
 class RunTrainer(Trainer):
-    """The Trainer of a run. `run`: None in processes that do not write."""
+    """The Trainer of a run."""
 
-    def __init__(self, *args: Any, run: Run | None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.run = run
         # The models' own losses are means and take no count of tokens, whatever their signature says: without this they
         # are not divided by the number of passes an update, and are multiplied by that of processes.
         self.model_accepts_loss_kwargs = False
@@ -157,10 +155,6 @@ def mean_over_tokens(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | 
 def accuracy(prediction: Any) -> dict[str, float]:
     logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
     return {"accuracy": float((logits.argmax(-1) == prediction.label_ids).mean())}
-
-
-def perplexity(loss: float) -> float:
-    return math.exp(min(loss, 100.0))
 
 
 def parameters(model: PreTrainedModel) -> int:
