@@ -165,7 +165,8 @@ def test_token_by_token_is_the_whole(block_size: int | None) -> None:
     case, expected = whole(True, block_size, length)
     found = in_pieces(case, list(range(prompt, length)))
     assert max(errors(found, expected).values()) <= 2e-5
-    assert (found["log_sum"] - expected["log_sum"]).abs().max() <= 1e-6
+    # Every key comes in as the exponential of a float32, whose own rounding shows.
+    assert (found["log_sum"] - expected["log_sum"]).abs().max() <= 2e-6
 
 
 def test_states_of_two_sets_of_keys_merge_and_pass_gradients_on() -> None:

@@ -104,7 +104,7 @@ class Launch:
         self.uniform = {"UNIFORM": all(t is not None and t.shape[-1] == 1 for t in (a.lln_weight, a.block_weight))}
 
     def settings(self, kernel: str, blocks: bool = False) -> plan.Settings:
-        return plan.settings(kernel, blocks, self.dtype, self.size, self.small, self.roomy)
+        return plan.settings(kernel, blocks, self.dtype, self.size, self.tile, self.small, self.roomy)
 
     def cut(self, s: plan.Settings, heads: int, of_keys: bool, shifted: bool) -> plan.Works:
         length, cu = (self.keys, self.a.cu_key) if of_keys else (self.rows, self.a.cu_query)

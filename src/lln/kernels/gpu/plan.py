@@ -62,9 +62,12 @@ def key(kernel: str, blocks: bool, kind: str, dim: int, size: str) -> str:
 
 
 @functools.cache
-def settings(kernel: str, blocks: bool, dtype: torch.dtype, dim: int, small: bool, roomy: bool) -> Settings:
-    """The stored settings for the padded head dim `dim` (16 to 256); safe ones where there are none, for float32 and
-    float16, whose products take more registers, and on devices with less shared memory (not `roomy`)."""
+def settings(kernel: str, blocks: bool, dtype: torch.dtype, dim: int, rows: int, small: bool, roomy: bool) -> Settings:
+    """The stored settings for the padded head dim `dim` (16 to 256) and tiles of `rows`; safe ones where there are
+    none, for float32 and float16, whose products take more registers, for tiles larger than those measured, and on
+    devices with less shared memory (not `roomy`)."""
+    if rows > TILE:
+        return Settings(8, 1, 2)
     if dtype == torch.bfloat16 and roomy:
         size = min(max(dim, 64), 128)
         if found := table().get(key(kernel, blocks, "half", size, "small" if small else "large")):
@@ -136,7 +139,7 @@ def value_part(dim: int, dtype: torch.dtype) -> int:
 
 def blocks_fit(block_size: int, dim: int, width: int, dtype: torch.dtype) -> bool:
     """Whether a tile of whole blocks fits into a program, of which it needs several."""
-    if block_size > 2 * TILE:
+    if block_size > (2 * TILE if dtype == torch.bfloat16 else TILE):  # the others multiply as float32, twice the room
         return False
     rows, _ = tile_rows(block_size, dim, dtype)
     size = max(padded(dim), padded_value(min(width, value_part(dim, dtype)), dim))
