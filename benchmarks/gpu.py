@@ -1,16 +1,21 @@
 """Everything the GPU kernels are judged by, in one go: `python benchmarks/gpu.py --out benchmarks/results/NAME`.
 
 Each part is a run of `lln bench` of its own, stored in a folder of its own as it finishes, so that nothing is lost when
-the machine goes away; a part that is there already is left alone.
+the machine goes away; a part that is there already is left alone. `--readme` writes the README's table from what is
+stored, on any machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from lln.files import put_between, write_text
 
 OURS = "LLN,LLN-sample,LLN+Diag,LLN+Diag-sample"
 TORCH = "flash,cudnn"  # the fast ones; `lln bench` has the others too
@@ -27,13 +32,51 @@ PARTS = {
     ],
 }  # fmt: skip
 
+README = Path(__file__).parents[1] / "README.md"
+MARKS = ("<!-- gpu -->\n", "<!-- /gpu -->")
+COLUMNS = {"cudnn": "softmax (cuDNN)", "fla-linear": "fla, ungated", "LLN": "LLN", "LLN+Diag": "LLN+Diag"}
+
+
+def times(result: dict[str, Any], length: int) -> dict[str, float]:
+    """Milliseconds of forward and backward by attention, of batch 1 at this length."""
+    rows = [r for r in result["rows"] if r["batch"] == 1 and r["length"] == length and not r["error"]]
+    return {r["attention"]: r["device_ms"]["training"]["median"] for r in rows}
+
+
+def table(folder: Path) -> str:
+    """What is stored in the folder, as Markdown."""
+    stored = {name: json.loads((folder / name / "bench.json").read_text()) for name in ("batch1", "million", "fla")}
+    lines = [
+        f"| tokens | {' | '.join(COLUMNS.values())} | LLN+Diag is faster |",
+        "|---:|" + "---:|" * (len(COLUMNS) + 1),
+    ]
+    cases = [("batch1", n, "") for n in (512, 1024, 4096, 16384, 65536)] + [("million", 1048576, "")]
+    cases += [("fla", n, ", causal") for n in (4096, 16384, 65536)]
+    for part, length, kind in cases:
+        ms = times(stored[part], length)
+        shown = [f"{ms[name]:.3g}" if name in ms else "" for name in COLUMNS]
+        ratio = f"{ms['cudnn'] / ms['LLN+Diag']:.3g} times" if "cudnn" in ms else ""
+        lines.append(f"| {length:,}{kind} | {' | '.join(shown)} | {ratio} |")
+    made = stored["batch1"]["provenance"]
+    lines += [
+        "",
+        f"Milliseconds of forward and backward, batch 1, 12 heads of 64, bfloat16, medians of CUDA-graph replays; "
+        f"{made['device']}, torch {made['torch']}, Triton {made['triton']}, {made['date'][:10]}, "
+        f"commit {made['commit']}.",
+    ]
+    return "\n".join(lines) + "\n"
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--parts", default=",".join(PARTS), help="which parts, with commas between (default: all)")
     parser.add_argument("--repeats", default="20")
+    parser.add_argument("--readme", action="store_true", help="measure nothing: write the README's table from --out")
     arguments = parser.parse_args()
+    if arguments.readme:
+        write_text(README, put_between(README.read_text(), MARKS, table(arguments.out)))
+        return
     for name in arguments.parts.split(","):
         folder = arguments.out / name
         if name not in PARTS:

@@ -8,17 +8,24 @@ from typing import Any
 
 import pytest
 
+from lln.files import put_between
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def benchmark(name: str) -> tuple[Any, dict[str, Any]]:
-    """The program and its stored result."""
+def program_of(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
+    return program
+
+
+def benchmark(name: str) -> tuple[Any, dict[str, Any]]:
+    """The program and its stored result."""
+    program = program_of(name)
     return program, json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
@@ -26,6 +33,12 @@ def benchmark(name: str) -> tuple[Any, dict[str, Any]]:
 def test_a_table_of_times_is_the_stored_result(name: str) -> None:
     program, result = benchmark(name)
     assert program.readme_with(program.table(result), README) == README
+
+
+def test_the_table_of_the_gpu_is_the_stored_result() -> None:
+    program = program_of("gpu")
+    stored = program.table(ROOT / "benchmarks" / "results" / "2026-11-15-h200")
+    assert put_between(README, program.MARKS, stored) == README
 
 
 def test_the_cost_of_recording_is_the_stored_result_and_small_enough() -> None:
