@@ -146,7 +146,8 @@ def mean_over_tokens(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | 
     """Cross entropy of the guessed tokens. In training the mean over those of the whole batch: parts of it, on other
     processes or in other passes, need not hold equally many. In evaluation the mean over sequences of their means,
     which does not depend on how they are put into batches."""
-    losses = nn.functional.cross_entropy(outputs["logits"].float().transpose(1, 2), labels, reduction="none")  # [B, N]
+    logits = outputs["logits"].float().flatten(0, 1)  # [B N, vocabulary]
+    losses = nn.functional.cross_entropy(logits, labels.flatten(), reduction="none").view_as(labels)  # [B, N]
     if num_items_in_batch is not None:
         return losses.sum() / num_items_in_batch
     return (losses.sum(1) / (labels != IGNORE).sum(1).clamp_min(1)).mean()
