@@ -68,7 +68,6 @@ class GraphTrainer(RunTrainer):
             self.run_steps(model, about["start_time"])
             return
         for group in self.optimizer.param_groups:
-            group["capturable"] = True
             group["lr"] = torch.tensor(float(group["lr"]), device=self.args.device)
         # A graph is captured on a stream of its own, and what autograd keeps of earlier steps must be of that one too.
         side = torch.cuda.Stream()
@@ -122,6 +121,10 @@ class GraphTrainer(RunTrainer):
     def captured(self, model: nn.Module) -> torch.cuda.CUDAGraph:
         """The step, recorded and not yet run."""
         graph = torch.cuda.CUDAGraph()
+        # Fused AdamW can be captured as it is; torch warns where the mark is set and a step is not captured.
+        groups = self.optimizer.param_groups
+        for group in groups:
+            group["capturable"] = True
         try:
             with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
                 self.step(model)

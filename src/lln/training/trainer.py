@@ -115,6 +115,7 @@ def arguments(config: Config, folder: Path, *, device: str, processes: int, repo
         learning_rate=o.rate,
         warmup_steps=o.warmup,
         lr_scheduler_type={"constant": "constant_with_warmup"}.get(o.schedule, o.schedule),
+        optim="adamw_torch_fused",
         weight_decay=o.decay,
         adam_beta1=o.betas[0],
         adam_beta2=o.betas[1],
