@@ -23,7 +23,16 @@ from lln.training.models import build
 from lln.training.recording import Recording
 from lln.training.runs import Run, step_of
 from lln.training.tasks import Place, TaskData, carry_tokenizer, load
-from lln.training.trainer import Metrics, RunTrainer, accuracy, arguments, mean_over_tokens, parameters
+from lln.training.trainer import (
+    Metrics,
+    RunTrainer,
+    accuracy,
+    arguments,
+    mean_loss,
+    mean_over_tokens,
+    parameters,
+    sequence_losses,
+)
 
 MODEL = "model"  # folder with the trained model
 
@@ -92,6 +101,7 @@ def work(
     callbacks: list[Any] = [Follow(progress)]
     if run is not None:
         callbacks.append(Metrics(run))
+    words = config.task == "mlm"
     kind = GraphTrainer if config.graph else RunTrainer
     trainer = kind(
         model=model,
@@ -99,8 +109,9 @@ def work(
         train_dataset=Stream(data.train, seed=config.seed, length=examples),
         eval_dataset=data.evaluations if len(data.evaluations) > 1 else next(iter(data.evaluations.values())),
         data_collator=data.collate,
-        compute_metrics=None if config.task == "mlm" else accuracy,
-        compute_loss_func=mean_over_tokens if config.task == "mlm" else None,
+        compute_metrics=mean_loss if words else accuracy,
+        preprocess_logits_for_metrics=sequence_losses if words else None,
+        compute_loss_func=mean_over_tokens if words else None,
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
