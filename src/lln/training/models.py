@@ -102,13 +102,10 @@ def held_options(config: Config) -> dict[str, Any] | None:
     """config.lln of the model."""
     name, options = config.attention.name, copy.deepcopy(config.attention.options)
     if name in ("lln", "lln_diag"):
-        if name == "lln":
-            options.pop("block_size", None)
         return {"implementation": name, **options}
     if name not in lln.hf.IMPLEMENTATIONS:
         return None
-    # The presets' block_size is that of lln_diag: with another mechanism blocks are asked for by name (elu_diag).
-    return {"implementation": name, "mechanisms": {name: {k: v for k, v in options.items() if k != "block_size"}}}
+    return {"implementation": name, "mechanisms": {name: options}}
 
 
 def described(config: Config, sizes: Sizes) -> tuple[PreTrainedConfig, Any]:
