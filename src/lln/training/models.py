@@ -25,6 +25,7 @@ from transformers import (
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import lln.hf  # registers the attentions
+from lln.hf.options import BLOCK_SIZE
 from lln.training.config import Config
 
 SOFTMAX = "sdpa"
@@ -86,16 +87,36 @@ def build(config: Config, sizes: Sizes) -> PreTrainedModel:
     kind: Any
     settings, kind = described(config, sizes)
     settings.lln = held_options(config)
-    implementation = SOFTMAX if config.attention.name == "softmax" else config.attention.name
+    implementation = implementation_of(config.attention.name)
     if config.model.start:
         model = kind.from_pretrained(config.model.start, config=settings, attn_implementation=implementation)
     else:
         settings._attn_implementation = implementation
         model = kind(settings)
+    if given := coefficients(config):
+        lln.hf.convert(model, implementation, alpha=given[0], beta=given[1])
     if config.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     found: PreTrainedModel = model
     return found
+
+
+DIAG = "_diag"
+
+
+def implementation_of(name: str) -> str:
+    """attn_implementation of an attention by its name here: elu_diag is ELU with blocks."""
+    if name == "softmax":
+        return SOFTMAX
+    return name if name in lln.hf.IMPLEMENTATIONS else name.removesuffix(DIAG)
+
+
+def coefficients(config: Config) -> tuple[float, float] | None:
+    """alpha and beta where the options give them as numbers; beta is alpha unless it is given, too."""
+    options = config.attention.options
+    if "alpha" not in options:
+        return None
+    return float(options["alpha"]), float(options.get("beta", options["alpha"]))
 
 
 def held_options(config: Config) -> dict[str, Any] | None:
@@ -104,11 +125,17 @@ def held_options(config: Config) -> dict[str, Any] | None:
     if name in ("lln", "lln_diag"):
         if name == "lln":
             options.pop("block_size", None)
+        if coefficients(config):
+            options = {k: v for k, v in options.items() if k not in ("alpha", "beta")}
+            options |= {"statistics": "fixed", "coefficients": "head"}
         return {"implementation": name, **options}
-    if name not in lln.hf.IMPLEMENTATIONS:
+    runs = implementation_of(name)
+    if runs not in lln.hf.IMPLEMENTATIONS:
         return None
     # The presets' block_size is that of lln_diag: with another mechanism blocks are asked for by name (elu_diag).
-    return {"implementation": name, "mechanisms": {name: {k: v for k, v in options.items() if k != "block_size"}}}
+    blocks = {"block_size": options.pop("block_size", BLOCK_SIZE)} if runs != name else {}
+    options.pop("block_size", None)
+    return {"implementation": runs, "mechanisms": {runs: options | blocks}}
 
 
 def described(config: Config, sizes: Sizes) -> tuple[PreTrainedConfig, Any]:

@@ -46,6 +46,12 @@ class RunTrainer(Trainer):
             kwargs["num_items_in_batch"] = None  # see mean_over_tokens
         return super().compute_loss(model, inputs, *args, **kwargs)
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        scaler = self.accelerator.scaler
+        if scaler is not None and "loss" in logs:  # Figs. 8b and 10b: it changes from step to step
+            logs["loss_scale"] = float(scaler.get_scale())
+        super().log(logs, *args, **kwargs)
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
         bad = ~loss.isfinite()
