@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from lln.recipes import glue, image, lra, mlm
-from lln.training.config import Config
+from lln.training.config import Attention, Config
 
 PRESETS = ("tiny", "mini", "paper")
 RECIPES: dict[str, dict[str, Callable[..., Config]]] = {
@@ -29,7 +29,10 @@ def recipe(task: str, preset: str = "tiny", attention: str = "lln_diag", name: s
         raise ValueError(f"{task} has the tasks {', '.join(names)}; got {name!r}.")
     make = RECIPES[task][preset]
     config = make() if names is None else make(name or names[0])
-    return dataclasses.replace(config, attention=dataclasses.replace(config.attention, name=attention))
+    # The options of presets are those of LLN and its blocks; another attention begins with its own defaults.
+    kept = {"lln_diag": config.attention.options}
+    kept["lln"] = {k: v for k, v in config.attention.options.items() if k != "block_size"}
+    return dataclasses.replace(config, attention=Attention(attention, kept.get(attention, {})))
 
 
 __all__ = ["NAMES", "PRESETS", "RECIPES", "recipe"]

@@ -25,7 +25,6 @@ from transformers import (
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import lln.hf  # registers the attentions
-from lln.hf.options import BLOCK_SIZE
 from lln.training.config import Config
 
 SOFTMAX = "sdpa"
@@ -82,60 +81,43 @@ class SequenceClassifier(PreTrainedModel):
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
+def without_coefficients(held: dict[str, Any] | None) -> tuple[dict[str, Any] | None, dict[str, float]]:
+    """(config.lln, {alpha, beta} where the options give them as numbers: Fig. 10). beta is alpha unless it is given."""
+    if held is None or "alpha" not in held:
+        return held, {}
+    alpha = float(held["alpha"])
+    given = {"alpha": alpha, "beta": float(held.get("beta", alpha))}
+    kept = {k: v for k, v in held.items() if k not in given}
+    return kept | {"statistics": "fixed", "coefficients": "head"}, given
+
+
 def build(config: Config, sizes: Sizes) -> PreTrainedModel:
     """A new model, or the one in the folder `model.start` with a new head."""
     kind: Any
     settings, kind = described(config, sizes)
-    settings.lln = held_options(config)
-    implementation = implementation_of(config.attention.name)
+    settings.lln, given = without_coefficients(held_options(config))
+    implementation = SOFTMAX if config.attention.name == "softmax" else config.attention.name
     if config.model.start:
         model = kind.from_pretrained(config.model.start, config=settings, attn_implementation=implementation)
     else:
         settings._attn_implementation = implementation
         model = kind(settings)
-    if given := coefficients(config):
-        lln.hf.convert(model, implementation, alpha=given[0], beta=given[1])
+    if given:
+        lln.hf.convert(model, implementation, **given)
     if config.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     found: PreTrainedModel = model
     return found
 
 
-DIAG = "_diag"
-
-
-def implementation_of(name: str) -> str:
-    """attn_implementation of an attention by its name here: elu_diag is ELU with blocks."""
-    if name == "softmax":
-        return SOFTMAX
-    return name if name in lln.hf.IMPLEMENTATIONS else name.removesuffix(DIAG)
-
-
-def coefficients(config: Config) -> tuple[float, float] | None:
-    """alpha and beta where the options give them as numbers; beta is alpha unless it is given, too."""
-    options = config.attention.options
-    if "alpha" not in options:
-        return None
-    return float(options["alpha"]), float(options.get("beta", options["alpha"]))
-
-
 def held_options(config: Config) -> dict[str, Any] | None:
     """config.lln of the model."""
     name, options = config.attention.name, copy.deepcopy(config.attention.options)
     if name in ("lln", "lln_diag"):
-        if name == "lln":
-            options.pop("block_size", None)
-        if coefficients(config):
-            options = {k: v for k, v in options.items() if k not in ("alpha", "beta")}
-            options |= {"statistics": "fixed", "coefficients": "head"}
         return {"implementation": name, **options}
-    runs = implementation_of(name)
-    if runs not in lln.hf.IMPLEMENTATIONS:
+    if name not in lln.hf.IMPLEMENTATIONS:
         return None
-    # The presets' block_size is that of lln_diag: with another mechanism blocks are asked for by name (elu_diag).
-    blocks = {"block_size": options.pop("block_size", BLOCK_SIZE)} if runs != name else {}
-    options.pop("block_size", None)
-    return {"implementation": runs, "mechanisms": {runs: options | blocks}}
+    return {"implementation": name, "mechanisms": {name: options}}
 
 
 def described(config: Config, sizes: Sizes) -> tuple[PreTrainedConfig, Any]:
