@@ -103,7 +103,7 @@ def build(config: Config, sizes: Sizes) -> PreTrainedModel:
         settings._attn_implementation = implementation
         model = kind(settings)
     if given:
-        lln.hf.convert(model, implementation, **given)
+        lln.hf.convert(model, implementation, alpha=given["alpha"], beta=given["beta"])
     if config.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     found: PreTrainedModel = model
