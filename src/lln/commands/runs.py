@@ -141,7 +141,12 @@ def check_data(jobs: list[Job], data_root: Path | None) -> None:
         place = data_of(job.config)
         if place is not None and place not in seen:
             seen.add(place)
-            splits(place[0], config=place[1], data_root=data_root)
+            known = splits(place[0], config=place[1], data_root=data_root)
+            if known and "train" not in known:
+                raise DataError(
+                    f"{' '.join(filter(None, place))} has no split 'train' here (it has {', '.join(known)}); another "
+                    f"set is named with --set {job.config.task}.data.name=..."
+                )
 
 
 def data_of(config: Config) -> tuple[str, str | None] | None:
@@ -188,6 +193,9 @@ def run(
         result = assemble(experiment, asked, asked.runs, unavailable) | {"provenance": about}
         write_data(experiment, result, request.out)
 
+    if not costs:
+        collect()
+        return result
     with Bars(jobs, costs) as bars:
 
         def end(job: Job, now: str) -> None:

@@ -45,7 +45,7 @@ def charts_of(result: dict[str, Any]) -> dict[str, str]:
 
 
 def draw(chart: str, rows: Rows) -> str:
-    step = Axis("step", "step")
+    step = Axis("step", "step", from_zero=True)
     if chart == "a-accuracy":
         return svg(
             lines(

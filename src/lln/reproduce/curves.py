@@ -322,11 +322,11 @@ def sweep(attention: str, by: dict[float, Spread], matched: Spread) -> list[Verd
     """Fixed values below 2 lose accuracy, those from 2 on do not."""
     apart = {alpha: difference(found, matched) for alpha, found in by.items()}
     worse = {a: d.difference < (-POINT if d.noise is None else -d.noise) for a, d in apart.items()}
-    texts = ", ".join(f"{d.difference:+.1f} at {a:g}" for a, d in apart.items())
     seeds = "one seed, more than 1 % counts" if matched.n == 1 else "beyond the noise of seeds counts"
     found = []
     for low, words in ((True, "below 2 lose accuracy against"), (False, "from 2 on reach the accuracy of")):
         asked = [a for a in by if (a < 2.0) == low]
+        texts = ", ".join(f"{apart[a].difference:+.1f} at {a:g}" for a in asked)
         if asked:
             found.append(
                 Verdict(

@@ -183,7 +183,7 @@ def refused(task: str, scale: str, attention: str) -> str | None:
     config = configure(task, scale, attention, 0, {})
     name = config.attention.name
     if name == "softmax":
-        return None
+        return f"{attention}: softmax takes no options" if config.attention.options else None
     if name not in lln.hf.IMPLEMENTATIONS:
         known = name in mechanisms()
         reason = "cannot be the attention of a transformers model" if known else "is no mechanism of lln.mechanisms()"

@@ -30,6 +30,7 @@ from lln.training.tasks import Place
 FAILED, ATTEMPTS = "failed.json", "attempts.json"
 DEIT = "deit-tiny"
 DIAG, WITH_BLOCKS = "_diag", ("lln_diag", "block_diagonal")
+POINTS = 30
 NOT_SET = ("attention", "seed", "task", "preset")  # what jobs decide themselves
 Say = Callable[[str], None]
 
@@ -100,9 +101,17 @@ def configure(
     config = dataclasses.replace(base(task, preset, name), attention=Attention(kind, options), seed=seed)
     if precision is not None:
         config = dataclasses.replace(config, precision=precision)
+    config = dataclasses.replace(config, record_every=recorded(config))
     if start is not None:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, start=str(start)))
     return change(config, meant(changes, task, name))
+
+
+def recorded(config: Config) -> int:
+    """What layers do is drawn for pre-training and images alone, there with some thirty points."""
+    if config.task not in ("mlm", "image"):
+        return 0
+    return min(config.record_every, max(config.optimisation.steps // POINTS, 1))
 
 
 def meant(changes: dict[str, str], task: str, name: str | None) -> dict[str, str]:
@@ -238,9 +247,9 @@ def first_line(error: Exception) -> str:
 @contextlib.contextmanager
 def attempt(path: Path, device: torch.device) -> Iterator[None]:
     """Adds to attempts.json how long this took, and the memory it needed at its worst moment on a GPU."""
-    gc.collect()
     cuda = device.type == "cuda"
     if cuda:
+        gc.collect()  # of the run before
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     start = time.monotonic()
