@@ -195,6 +195,13 @@ def test_runs_with_other_settings_do_not_mix(tmp_path: Path) -> None:
     assert rows(foreign)["softmax"]["cells"]["accuracy"]["mean"] == 50.0
 
 
+def test_fixed_alpha_is_shown_to_those_who_ask(tmp_path: Path) -> None:
+    for job in jobs_of("fig10", asked(tmp_path, attentions=("lln",))):
+        finish(tmp_path / job.folder, job.config, 0.5)
+    assert set(rows(table("table3", asked(tmp_path)))) == {"lln"}
+    assert set(rows(table("table3", asked(tmp_path, attentions=("lln:alpha=4",))))) == {"lln", "lln:alpha=4"}
+
+
 def test_mnli_counts_by_its_matched_part(tmp_path: Path) -> None:
     what = asked(tmp_path, scale="mini", tasks=("mnli",), attentions=("softmax",))
     job = jobs_of("table1", what)[1]

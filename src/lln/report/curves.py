@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from lln.report.bench import ticks
 from lln.report.charts import Axis, Style, lines, svg
 
 Rows = list[dict[str, Any]]
@@ -57,7 +58,11 @@ def draw(chart: str, rows: Rows) -> str:
     if chart.startswith("a-"):
         return svg(lines(rows, styles(rows), step, Axis("value", f"{chart.removeprefix('a-')} loss")))
     quantity = chart.partition("-")[0]
-    return svg(lines(rows, layer_styles(rows), step, Axis("value", TITLES[quantity])))
+    y = Axis("value", TITLES[quantity])
+    values = [row["value"] for row in rows]
+    if quantity == "temperature" and min(values) > 0:  # it falls by orders of magnitude
+        y = Axis("value", TITLES[quantity], True, ticks(min(values), max(values)))
+    return svg(lines(rows, layer_styles(rows), step, y))
 
 
 def powers(rows: Rows) -> tuple[float, ...]:

@@ -19,6 +19,8 @@ CARD = "Card of "
 
 def assemble(experiment: Experiment, asked: Asked, runs: list[Found], unavailable: dict[str, str]) -> dict[str, Any]:
     """The table as JSON. Valid at any moment: cells whose runs are not finished are not there."""
+    # Fixed alpha = beta is for Fig. 10; here it is shown to those who ask.
+    runs = [run for run in runs if ":alpha=" not in run.attention or run.attention in asked.attentions]
     groups, left = columns(experiment, asked, runs)
     names = [a for a in asked.attentions if any(run.attention == a for group in groups.values() for run in group)]
     names += sorted({run.attention for group in groups.values() for run in group} - set(names))
