@@ -165,6 +165,20 @@ def test_given_alpha_and_beta_reach_every_layer() -> None:
         assert len([n for n, _ in model.named_buffers() if n.endswith("fixed_alpha")]) == 2
 
 
+def test_fine_tuning_on_shorter_text_keeps_the_positions(tmp_path: Path) -> None:
+    sizes = Sizes(vocabulary=300, labels=2, padding=1)
+    small = {"model.layers": "1", "model.width": "16", "model.inner": "16"}
+    before = build(configure("mlm", "tiny", "lln_diag:alpha=3", 0, small | {"data.length": "48"}), sizes)
+    before.save_pretrained(tmp_path)
+    tuned = configure("glue", "tiny", "lln_diag:alpha=3", 0, small | {"data.length": "32"}, name="sst2", start=tmp_path)
+    after = build(tuned, sizes)
+    name = "roberta_prelayernorm.embeddings.position_embeddings.weight"
+    assert torch.equal(after.state_dict()[name], before.state_dict()[name])
+    longer = dataclasses.replace(tuned, data=dataclasses.replace(tuned.data, length=64))
+    with pytest.raises(ValueError, match=r"knows 48 positions; got 64"):
+        build(longer, sizes)
+
+
 def test_options_of_attentions_are_pairs() -> None:
     assert parse_attention("lln:alpha=2:matching=entropy") == ("lln", {"alpha": 2, "matching": "entropy"})
     for text in ("lln:alpha", "lln:=2", "lln:alpha="):

@@ -17,7 +17,7 @@ from lln.commands import runs as command
 SHORT = [
     "optimisation.steps=6", "optimisation.batch=4", "optimisation.warmup=1", "log_every=1", "save_every=2",
     "evaluate_every=6", "data.evaluation=12", "data.train=24", "model.layers=1", "model.width=16", "model.heads=2",
-    "model.inner=16", "image.record_every=2", "mlm.data.length=32", "glue.data.length=32", "mlm.data.vocabulary=300",
+    "model.inner=16", "image.record_every=2", "mlm.data.length=48", "glue.data.length=32", "mlm.data.vocabulary=300",
 ]  # fmt: skip
 
 

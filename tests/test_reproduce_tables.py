@@ -172,7 +172,7 @@ def test_what_differs_from_the_paper_is_said(tmp_path: Path) -> None:
     assert "- accuracy: Data: embedded/digits, where the paper's recipe has microsoft/cats_vs_dogs." in text
     assert "- accuracy: Model: 2 layers, 64 wide, 2 heads; in the paper's recipe 12 layers, 128 wide, 8 heads." in text
     assert "- accuracy: A part of it." in text
-    assert "- Card of x: all of it" in text
+    assert "\n\n> Card of x: all\n> of it\n" in text
     paper = asked(tmp_path / "paper", scale="paper")
     for job in jobs_of("table3", paper):
         finish(paper.runs / job.folder, job.config, 0.5, notes=["Card of x: complete"])

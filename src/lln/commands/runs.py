@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 import typer
 
 from lln.bench.measure import provenance
@@ -185,6 +186,7 @@ def run(
     experiment: Experiment, request: Request, asked: Asked, jobs: list[Job], costs: dict[str, float],
     unavailable: dict[str, str],
 ) -> dict[str, Any]:  # fmt: skip
+    transformers.utils.logging.set_verbosity_error()  # a new head on a trained model is meant
     about = provenance(asked.first, torch.device(asked.device)) | {"seeds": list(asked.numbers)}
     result: dict[str, Any] = {}
 
@@ -243,9 +245,9 @@ def from_folder(
             raise Refused(f"--from: there are no runs in {source}, and no {experiment.name}.json.")
         return stored, source
     result = assemble(experiment, asked, source, unavailable)
-    if not result["runs"]:
+    if not result["rows"]:
         raise Refused(
-            f"--from: none of the runs in {source} is a finished one for {experiment.name} at scale {asked.scale} with "
+            f"--from: none of the runs in {source} is one for {experiment.name} at scale {asked.scale} with "
             f"{', '.join(asked.attentions)}."
         )
     about = provenance(asked.first, torch.device("cpu"))

@@ -61,7 +61,7 @@ def shown(cell: dict[str, Any] | None, digits: int) -> str:
 
 
 def published(value: float | None) -> str:
-    return "-" if value is None else f"{value:g}"
+    return "-" if value is None else f"{value:.1f}" if round(value, 1) == value else f"{value:g}"
 
 
 def differs(result: dict[str, Any]) -> list[str]:
@@ -79,7 +79,8 @@ def differs(result: dict[str, Any]) -> list[str]:
         lines.append("Nothing that is known of.")
     cards = list(dict.fromkeys(card for marks in result["marks"].values() for card in marks["cards"]))
     if cards:
-        lines += ["", "What the data's own cards say:", ""] + [f"- {' '.join(card.split())}" for card in cards]
+        lines += ["", "What the data's own cards say:"]
+        lines += [line for card in cards for line in ("", *(f"> {text}".rstrip() for text in card.splitlines()))]
     units = {(c, cell["unit"]) for row in result["rows"] for c, cell in row["cells"].items() if cell["n"]}
     inner = sorted(c for c, unit in units if unit.startswith("fine-tunings"))
     if inner:
@@ -96,8 +97,9 @@ def noise(result: dict[str, Any]) -> list[str]:
             continue
         first, sign = (d["a"], 1) if d["b"] == second else (d["b"], -1)
         digits = 3 if d["column"] == LOSS else 1
+        between = round(sign * d["difference"], digits) + 0.0  # no -0.0
         bound = "" if d["noise"] is None else f" (noise {d['noise']:.{digits}f})"
-        groups[d["beyond"]].append(f"{d['column']}: {first} - {second} = {sign * d['difference']:+.{digits}f}{bound}")
+        groups[d["beyond"]].append(f"{d['column']}: {first} - {second} = {between:+.{digits}f}{bound}")
     for known, title in ((True, "Beyond the noise"), (False, "Within the noise"), (None, "One seed, nothing to say")):
         if groups[known]:
             lines += [f"{title}:", "", *(f"- {text}" for text in groups[known]), ""]
@@ -125,7 +127,10 @@ def costs(result: dict[str, Any]) -> list[str]:
 
 def troubles(result: dict[str, Any]) -> list[str]:
     lines = [f"- {name} was not run: {reason}." for name, reason in result["unavailable"].items()]
-    lines += [f"- {failed['folder']} failed: {failed['sentence']}" for failed in result["failed"]]
+    reasons: dict[str, list[str]] = {}
+    for failed in result["failed"]:
+        reasons.setdefault(failed["sentence"], []).append(failed["folder"])
+    lines += [f"- {', '.join(folders)} failed: {sentence}" for sentence, folders in reasons.items()]
     lines += [f"- {folder} is not finished." for folder in result["unfinished"]]
     return ["## What is missing", "", *lines, ""] if lines else []
 

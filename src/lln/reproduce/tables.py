@@ -179,13 +179,8 @@ def other_data(config: dict[str, Any], paper: dict[str, Any]) -> list[str]:
     def title(data: dict[str, Any]) -> str:
         return " ".join(part for part in (data["name"], data["subset"]) if part)
 
-    ours, theirs = config["data"], paper["data"]
-    found = []
-    if title(ours) != title(theirs):
-        found.append(f"Data: {title(ours)}, where the paper's recipe has {title(theirs)}.")
-    if ours["length"] != theirs["length"]:
-        found.append(f"Length {ours['length']}, where the paper's recipe has {theirs['length']}.")
-    return found
+    ours, theirs = title(config["data"]), title(paper["data"])
+    return [] if ours == theirs else [f"Data: {ours}, where the paper's recipe has {theirs}."]
 
 
 def other_model(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
@@ -200,7 +195,8 @@ def other_model(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 
 def other_budget(config: dict[str, Any], paper: dict[str, Any]) -> list[str]:
     def title(c: dict[str, Any]) -> str:
-        return f"{c['optimisation']['steps']:,} steps of {c['optimisation']['batch']} in {c['precision']}"
+        o, what = c["optimisation"], "pixels a side" if c["task"] == "image" else "tokens"
+        return f"{o['steps']:,} steps of {o['batch']} examples of {c['data']['length']} {what} in {c['precision']}"
 
     return (
         [] if title(config) == title(paper) else [f"Training: {title(config)}; in the paper's recipe {title(paper)}."]

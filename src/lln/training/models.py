@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,6 +93,18 @@ def without_coefficients(held: dict[str, Any] | None) -> tuple[dict[str, Any] | 
     return kept | {"statistics": "fixed", "coefficients": "head"}, given
 
 
+def keep_positions(settings: Any, config: Config) -> None:
+    """A model that goes on with shorter sequences keeps the positions that it has learned."""
+    before = json.loads((Path(config.model.start) / "config.json").read_text(encoding="utf-8"))
+    known = before.get("max_position_embeddings")
+    if known is None:
+        return
+    if settings.max_position_embeddings > known:
+        most = config.data.length - (settings.max_position_embeddings - known)
+        raise ValueError(f"data.length: {config.model.start} knows {most} positions; got {config.data.length}.")
+    settings.max_position_embeddings = known
+
+
 def build(config: Config, sizes: Sizes) -> PreTrainedModel:
     """A new model, or the one in the folder `model.start` with a new head."""
     kind: Any
@@ -98,6 +112,7 @@ def build(config: Config, sizes: Sizes) -> PreTrainedModel:
     settings.lln, given = without_coefficients(held_options(config))
     implementation = SOFTMAX if config.attention.name == "softmax" else config.attention.name
     if config.model.start:
+        keep_positions(settings, config)
         model = kind.from_pretrained(config.model.start, config=settings, attn_implementation=implementation)
     else:
         settings._attn_implementation = implementation
