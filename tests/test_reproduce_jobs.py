@@ -137,7 +137,7 @@ def test_other_settings_are_noticed_before_anything_runs(tmp_path: Path, trainer
 
 @pytest.mark.parametrize(
     "text", ["softmax", "lln", "lln_diag", "elu", "elu_diag", "block_diagonal", "lln:alpha=2", "lln_diag:alpha=1.5",
-             "lln:matching=entropy:statistics=batch", "performer:features=8"],
+             "lln:matching=entropy:statistics=running", "performer:features=8"],
 )  # fmt: skip
 @pytest.mark.parametrize("task", ["mlm", "image", "lra"])
 def test_a_label_is_read_back_as_it_was_written(text: str, task: str) -> None:
