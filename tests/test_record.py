@@ -526,3 +526,16 @@ def test_a_decoder_that_was_not_converted_is_recorded_with_its_guess() -> None:
     with torch.no_grad(), record(model) as rec:
         model(input_ids=tokens(0, 1, 9))
     assert column(rec, "alpha")[0].tolist() == pytest.approx([2.135477] * 4, abs=1e-5)
+
+
+def test_statistics_of_a_batch_are_recorded() -> None:
+    """One alpha and one beta for all samples and heads."""
+    layer = lln.LLNAttention(2, 8, statistics="batch", block_size=4).eval()
+    q, k, v = (torch.randn(3, 2, 10, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    alpha, beta = (float(c) for c in layer.coefficients(q, k))
+    with record(layer) as recorder:
+        layer(q, k, v)
+    rows = recorder.rows()
+    assert len(rows) == 2
+    assert [(row["alpha"], row["beta"]) for row in rows] == [pytest.approx((alpha, beta), rel=1e-6)] * 2
+    assert all(0 < row["entropy"] < row["max_entropy"] for row in rows)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lln.training.errors import DataError
 from lln.training.examples import IGNORE, Pad, Stream
 from lln.training.masking import Masking
-from lln.training.seeds import fingerprint, generator
+from lln.training.seeds import UNIT, draws, fingerprint, generator, stream_key, unit
 from lln.training.sources import read
 from lln.training.text import PackedText, load_text, tokenise
 from lln.training.tokenizer import FILE, SPECIAL, TextTokenizer, load_tokenizer, train_tokenizer
@@ -90,17 +90,18 @@ def test_sequences_are_the_text_and_nothing_else(tokenizer: TextTokenizer, cache
     stream = tokenise(rows, tokenizer, cache_dir=cache)
     lines = [line for line in rows.strings("text") if line.strip()]
     assert tokenizer.decode(stream).split("</s>") == [*lines, ""]
-    assert len(packed) == len(stream) // 64
+    plain = load_text("embedded/prose", "validation", tokenizer, length=65, cache_dir=cache)
+    assert len(packed) == len(plain) == len(stream) // 64
     assert np.array_equal(
-        np.concatenate([packed.sequence(i)[1:] for i in range(len(packed))]), stream[: len(packed) * 64]
+        np.concatenate([plain[i]["input_ids"][1:] for i in range(len(plain))]), stream[: len(packed) * 64]
     )
-    assert all(packed.sequence(i)[0] == tokenizer.start_id for i in range(len(packed)))
+    assert all(plain[i]["input_ids"][0] == tokenizer.start_id for i in range(len(plain)))
 
 
 def test_blank_lines_and_short_texts(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     write_set(tmp_path, "a/b", "c", {"train": {"text": ["", " = Title = \n", "   \n", "two"]}, "test": {"text": [" "]}})
     text = load_text("a/b", "train", tokenizer, length=2, data_root=tmp_path, cache_dir=tmp_path)
-    whole = np.concatenate([text.sequence(i)[1:] for i in range(len(text))])
+    whole = np.concatenate([text[i]["input_ids"][1:] for i in range(len(text))])
     assert tokenizer.decode(whole) == "= Title =</s>two</s>"
     assert set(text[0]) == {"input_ids"}
     with pytest.raises(DataError, match="too few for one sequence of length 4096"):
@@ -112,25 +113,50 @@ def test_blank_lines_and_short_texts(tmp_path: Path, tokenizer: TextTokenizer) -
 
 
 def test_masking_is_fifteen_in_a_hundred_and_eighty_ten_ten(tokenizer: TextTokenizer) -> None:
-    ids = generator("ids").choice(tokenizer.ordinary_ids, 2000)
-    ids[::100] = tokenizer.end_id
-    masked = random = kept = total = 0
-    for i in range(40):
-        seen, labels = Masking()(ids, tokenizer, generator("test", i))
-        chosen = labels != IGNORE
-        assert chosen.sum() in (297, 298)  # 15 % of 1,980, and the fraction is rounded to either side
-        assert np.array_equal(labels[chosen], ids[chosen])
-        assert np.array_equal(seen[~chosen], ids[~chosen])
-        assert not chosen[::100].any()  # special tokens are not guessed
-        masked += (seen[chosen] == tokenizer.mask_id).sum()
-        kept += (seen[chosen] == ids[chosen]).sum()
-        other = (seen != ids) & (seen != tokenizer.mask_id)
-        random += other.sum()
-        assert not np.isin(seen[other], tokenizer.special_ids).any()  # nor put in
-        total += chosen.sum()
+    ids = torch.from_numpy(generator("ids").choice(tokenizer.ordinary_ids, 2000)).expand(40, -1).clone()
+    ids[:, ::100] = tokenizer.end_id
+    seen, labels = Masking()(ids, tokenizer, some_draws(40, 2000))
+    chosen = labels != IGNORE
+    counts = chosen.sum(1)  # 15 % of 1,980, and a fraction is rounded to either side
+    assert set(Masking(0.1503)(ids, tokenizer, some_draws(40, 2000))[1].ne(IGNORE).sum(1).tolist()) == {297, 298}
+    assert counts.eq(297).all()
+    assert torch.equal(labels[chosen], ids[chosen])
+    assert torch.equal(seen[~chosen], ids[~chosen])
+    assert not chosen[:, ::100].any()  # special tokens are not guessed
+    other = (seen != ids) & (seen != tokenizer.mask_id)
+    assert not torch.isin(seen[other], torch.tensor(tokenizer.special_ids)).any()  # nor put in
+    masked, kept = (seen[chosen] == tokenizer.mask_id).sum(), (seen[chosen] == ids[chosen]).sum()
+    random, total = other.sum(), chosen.sum()
+    # Every place is as likely as another, and rows differ.
+    assert chosen.sum(0)[1:100].max() < 20
+    assert len({tuple(row.tolist()) for row in chosen}) == 40
     # 5 standard deviations of a share among 11,880 tokens
     for share, count in ((0.8, masked), (0.1, kept), (0.1, random)):
         assert abs(count / total - share) < 5 * (share * (1 - share) / total) ** 0.5 + 1 / VOCAB
+
+
+def some_draws(rows: int, length: int, key: str = "test") -> torch.Tensor:
+    zeros = torch.zeros(rows, dtype=torch.int64)
+    return draws(stream_key(key), zeros, torch.arange(rows), Masking.draws(length))
+
+
+def test_draws_are_splitmix64_and_spread_evenly() -> None:
+    """Against the published algorithm in Python's own whole numbers."""
+
+    def published(state: int) -> int:
+        z = (state + 0x9E3779B97F4A7C15) % 2**64
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        return z ^ (z >> 31)
+
+    assert published(1234567) == 6457827717110365317  # its first published value
+    key, epoch, index = stream_key("k", 5), 3, 11
+    start = published((published((key + epoch) % 2**64) + index) % 2**64)
+    wanted = [published((start + i * 0x9E3779B97F4A7C15) % 2**64) >> 1 for i in range(5)]
+    assert draws(key, torch.tensor([epoch]), torch.tensor([index]), 5).tolist() == [wanted]
+    many = unit(draws(key, torch.arange(3).repeat(50), torch.arange(150), 1000)).double() / UNIT
+    assert abs(float(many.mean()) - 0.5) < 5 * (1 / 12 / many.numel()) ** 0.5
+    assert len(many.unique()) > 149_900
 
 
 @given(n=st.integers(0, 40), probability=st.floats(0.01, 1), r=st.floats(0, 1), k=st.floats(0, 1), seed=st.integers(0))
@@ -140,9 +166,9 @@ def test_any_share_is_met_to_within_one_token(
 ) -> None:
     if r + k > 1:
         r, k = r / 2, k / 2
-    ids = np.concatenate([[0], np.arange(5, 5 + n)])
-    seen, labels = Masking(probability, r, k)(ids, tokenizer, generator("any", seed))
-    count = (labels != IGNORE).sum()
+    ids = torch.cat([torch.tensor([0]), torch.arange(5, 5 + n)])[None]
+    seen, labels = (t[0] for t in Masking(probability, r, k)(ids, tokenizer, some_draws(1, n + 1, str(seed))))
+    count = int((labels != IGNORE).sum())
     assert abs(count - probability * n) < 1 + 1e-9
     assert seen[0] == 0
     if r + k == 0:
@@ -183,12 +209,12 @@ def test_unigram_entropy_is_that_of_the_ordinary_tokens(tokenizer: TextTokenizer
 def test_an_epoch_shows_everything_once_and_the_next_in_another_order(packed: PackedText) -> None:
     n = len(packed)
     stream = Stream(packed, seed=1, length=2 * n + 5)
-    first, second = ([stream.where(p)[1] for p in range(e * n, (e + 1) * n)] for e in (0, 1))
+    first, second = (stream.places(np.arange(e * n, (e + 1) * n))[0].tolist() for e in (0, 1))
     assert sorted(first) == sorted(second) == list(range(n))
     assert first != second
     assert first != list(range(n))
-    assert [stream.where(p)[0] for p in (0, n - 1, n, 2 * n)] == [0, 0, 1, 2]
-    assert first != [Stream(packed, seed=2, length=n).where(p)[1] for p in range(n)]
+    assert stream.places(np.array([0, n - 1, n, 2 * n]))[1].tolist() == [0, 0, 1, 2]
+    assert first != Stream(packed, seed=2, length=n).places(np.arange(n))[0].tolist()
     with pytest.raises(IndexError):
         stream[2 * n + 5]
     with pytest.raises(ValueError, match="start must lie between 0 and length = 4"):

@@ -34,6 +34,7 @@ def train(
     ] = None,
     report_to: Annotated[str, typer.Option(help="tensorboard, wandb, trackio, with commas between.")] = "",
     device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")] = None,
+    graph: Annotated[bool, typer.Option("--graph", help="Capture the whole step in a CUDA graph.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the config and sizes, and train nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -50,6 +51,8 @@ def train(
 
     asked = dict(pair(text) for text in changes or [])
     asked["seed"] = str(seed)
+    if graph:
+        asked["graph"] = "yes"
     if start is not None:
         asked["model.start"] = str(start)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")

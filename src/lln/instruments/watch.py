@@ -90,7 +90,8 @@ def observe_lln(layer: str, module: LLNAttention, look: Look, args: Any, kwargs:
             "on whole sequences."
         )
     with torch.no_grad():
-        alpha, beta = module.coefficients(query, key, **masks, cu_seqlens=given["cu_seqlens"])
+        found = module.coefficients(query, key, **masks, cu_seqlens=given["cu_seqlens"])
+    alpha, beta = (c if c.ndim else c.view(1, 1, 1) for c in found)  # "batch" statistics give one number for all
     key_mask, query_mask, is_causal = masks["key_mask"], masks["query_mask"], masks["is_causal"]
     length, keys = query.shape[2], key.shape[2]
     apart = query_mask is not None and (key_mask is None or not torch.equal(query_mask, key_mask))

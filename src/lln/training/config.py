@@ -66,6 +66,7 @@ class Config:
     precision: str = "float32"  # or "bfloat16", "float16": autocast
     checkpointing: bool = False  # activations computed again in the backward pass
     compile: bool = False
+    graph: bool = False  # the whole step as one CUDA graph
     log_every: int = 10  # steps
     evaluate_every: int = 100
     save_every: int = 100

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from lln.training.seeds import fingerprint, permutation
 
 IGNORE = -100  # what torch's cross entropy skips
+PARTS, MASKS = ("input_ids", "pair_ids"), ("attention_mask", "pair_mask")
 
 
 class Examples(Dataset[dict[str, Tensor]]):
@@ -22,21 +23,44 @@ class Examples(Dataset[dict[str, Tensor]]):
 
     identity: everything that decides the content, as JSON; `fingerprint` is its hash, for the run's own identity.
     notes: sentences that a result from this data must carry.
+
+    A set says how examples are stored (`raw`) and what a model sees of them (`finish`): tensors in, tensors out, so
+    that batches can be made where the stored examples are, on a GPU too.
     """
 
     identity: dict[str, Any]
     notes: list[str]
 
-    def item(self, index: int, epoch: int = 0) -> dict[str, Tensor]:
+    def raw(self, indices: np.ndarray | slice) -> dict[str, Tensor]:
+        """Stored examples, one a row: each [B, ...], in small dtypes."""
+        raise NotImplementedError
+
+    def finish(self, rows: dict[str, Tensor], index: Tensor, epoch: Tensor) -> dict[str, Tensor]:
+        """A batch for a model, of stored examples, their indices [B] and the epochs [B] they are seen in."""
         raise NotImplementedError
 
     def __len__(self) -> int:
         raise NotImplementedError
 
+    def batch(self, indices: np.ndarray, epochs: np.ndarray) -> dict[str, Tensor]:
+        return self.finish(self.raw(indices), torch.from_numpy(indices), torch.from_numpy(epochs))
+
+    def items(self, indices: np.ndarray, epochs: np.ndarray) -> list[dict[str, Tensor]]:
+        """One dict an example, ready for a collator."""
+        batch = {name: rows.unbind() for name, rows in self.batch(indices, epochs).items()}
+        return [{name: rows[i] for name, rows in batch.items()} for i in range(len(indices))]
+
+    def item(self, index: int, epoch: int = 0) -> dict[str, Tensor]:
+        return self.items(np.array([index]), np.array([epoch]))[0]
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):  # iterating over the set ends with this
             raise IndexError(f"index must lie between 0 and {len(self) - 1}; got {index}.")
         return self.item(index)
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Tensor]]:
+        """Many at once, which a DataLoader asks for where it can."""
+        return self.items(np.array(indices), np.zeros(len(indices), np.int64))
 
     @property
     def fingerprint(self) -> str:
@@ -61,16 +85,22 @@ class Stream(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return self.length - self.start
 
-    def where(self, position: int) -> tuple[int, int]:
-        """(epoch, index of the example)"""
-        epoch, rest = divmod(self.start + position, len(self.examples))
-        return epoch, int(_order(len(self.examples), self.seed, epoch)[rest])
+    def places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(indices of the examples, the epochs they are seen in), each [positions] int64"""
+        epochs, rest = np.divmod(self.start + positions, len(self.examples))
+        indices = np.empty_like(rest)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            indices[here] = _order(len(self.examples), self.seed, int(epoch))[rest[here]]
+        return indices, epochs
+
+    def __getitems__(self, positions: list[int]) -> list[dict[str, Tensor]]:
+        return self.examples.items(*self.places(np.array(positions)))
 
     def __getitem__(self, position: int) -> dict[str, Tensor]:
         if not 0 <= position < len(self):
             raise IndexError(f"position must lie between 0 and {len(self) - 1}; got {position}.")
-        epoch, index = self.where(position)
-        return self.examples.item(index, epoch)
+        return self.__getitems__([position])[0]
 
 
 @lru_cache(maxsize=4)
@@ -114,9 +144,36 @@ class Sequences(Examples):
     def __len__(self) -> int:
         return len(self.parts[0][1]) - 1
 
-    def item(self, index: int, epoch: int = 0) -> dict[str, Tensor]:
+    def raw(self, indices: np.ndarray | slice) -> dict[str, Tensor]:
+        """Padded to the longest that there may be, with the lengths."""
+        chosen = np.arange(len(self))[indices]
+        found: dict[str, Tensor] = {}
+        for name, (ids, offsets) in zip(PARTS, self.parts, strict=False):
+            lengths = offsets[chosen + 1] - offsets[chosen]
+            rows = np.full((len(chosen), self.length), self.pad_id, np.int32)
+            for row, index, length in zip(rows, chosen, lengths, strict=True):
+                row[:length] = ids[offsets[index] : offsets[index] + length]
+            found |= {name: torch.from_numpy(rows), f"{name} lengths": torch.from_numpy(lengths)}
+        if self.labels is not None:
+            found["labels"] = torch.from_numpy(self.labels[chosen])
+        return found
+
+    def finish(self, rows: dict[str, Tensor], index: Tensor, epoch: Tensor) -> dict[str, Tensor]:
+        found = {"labels": rows["labels"]} if "labels" in rows else {}
+        for name, mask in zip(PARTS, MASKS, strict=True):
+            if name in rows:
+                found[name] = rows[name].long()
+                at = torch.arange(self.length, device=index.device)
+                found[mask] = at < rows[f"{name} lengths"][:, None]
+        return found
+
+    def items(self, indices: np.ndarray, epochs: np.ndarray) -> list[dict[str, Tensor]]:
+        """As long as they are: a collator pads them to the longest of a batch."""
+        return [self.one(int(index)) for index in indices]
+
+    def one(self, index: int) -> dict[str, Tensor]:
         found = {}
-        for key, (ids, offsets) in zip(("input_ids", "pair_ids"), self.parts, strict=False):
+        for key, (ids, offsets) in zip(PARTS, self.parts, strict=False):
             found[key] = torch.from_numpy(ids[offsets[index] : offsets[index + 1]].astype(np.int64))
         if self.labels is not None:
             found["labels"] = torch.tensor(int(self.labels[index]))
@@ -139,7 +196,7 @@ class Pad:
         batch = {}
         for key in items[0]:
             rows = [item[key] for item in items]
-            mask = {"input_ids": "attention_mask", "pair_ids": "pair_mask"}.get(key)
+            mask = dict(zip(PARTS, MASKS, strict=True)).get(key)
             if mask is not None:
                 batch[key] = self._pad(rows, self.pad_id)
                 lengths = torch.tensor([len(row) for row in rows])
@@ -159,6 +216,13 @@ class Pad:
         for i, row in enumerate(rows):
             padded[i, : len(row)] = row
         return padded
+
+
+class Stack:
+    """Makes a batch of items of one shape, without padding and so without masks."""
+
+    def __call__(self, items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {key: torch.stack([item[key] for item in items]) for key in items[0]}
 
 
 def flatten(rows: Sequence[Sequence[int] | np.ndarray], dtype: Any) -> tuple[np.ndarray, np.ndarray]:

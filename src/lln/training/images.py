@@ -15,7 +15,7 @@ from lln.training.cache import build_once
 from lln.training.errors import DataError, need
 from lln.training.examples import Examples, load_array
 from lln.training.progress import track
-from lln.training.seeds import generator
+from lln.training.seeds import UNIT, draws, stream_key, unit
 from lln.training.sources import Rows, read
 
 CATS_VS_DOGS, CIFAR10, DIGITS = "microsoft/cats_vs_dogs", "uoft-cs/cifar10", "embedded/digits"
@@ -46,7 +46,7 @@ class Images(Examples):
         notes: list[str],
     ) -> None:
         self.pixels, self.labels, self.label_names = pixels, labels, list(label_names)
-        self.augment, self.mirror, self.seed = augment, mirror, seed
+        self.augment, self.mirror, self.key = augment, mirror, stream_key("augment", seed)
         self.identity = {**identity, "augment": [mirror, seed] if augment else None}
         self.notes = notes
 
@@ -62,22 +62,31 @@ class Images(Examples):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def item(self, index: int, epoch: int = 0) -> dict[str, Tensor]:
-        image = np.asarray(self.pixels[index])
+    def raw(self, indices: np.ndarray | slice) -> dict[str, Tensor]:
+        pixels = torch.from_numpy(np.array(self.pixels[indices]))
+        return {"pixels": pixels, "labels": torch.from_numpy(self.labels[indices])}
+
+    def finish(self, rows: dict[str, Tensor], index: Tensor, epoch: Tensor) -> dict[str, Tensor]:
+        pixels = rows["pixels"]  # [B, height, width, channels]
         if self.augment:
-            image = shift_and_mirror(image, generator("augment", self.seed, epoch, index), self.mirror)
-        values = torch.from_numpy(image.transpose(2, 0, 1).astype(np.float32) / 127.5 - 1.0)
-        return {"pixel_values": values, "labels": torch.tensor(int(self.labels[index]))}
+            pixels = shift_and_mirror(pixels, draws(self.key, epoch, index, 3), self.mirror)
+        # Laid out anew: with one channel `contiguous` would leave strides that make convolutions round otherwise.
+        values = pixels.movedim(-1, 1).clone(memory_format=torch.contiguous_format).float() / 127.5 - 1.0
+        return {"pixel_values": values, "labels": rows["labels"]}
 
 
-def shift_and_mirror(image: np.ndarray, draw: np.random.Generator, mirror: bool) -> np.ndarray:
-    """[height, width, channels]; what comes in at an edge repeats the edge."""
-    height, width = image.shape[:2]
-    reach_y, reach_x = height // 8, width // 8
-    y, x = int(draw.integers(0, 2 * reach_y + 1)), int(draw.integers(0, 2 * reach_x + 1))
-    padded = np.pad(image, ((reach_y, reach_y), (reach_x, reach_x), (0, 0)), mode="edge")
-    moved = padded[y : y + height, x : x + width]
-    return moved[:, ::-1] if mirror and draw.random() < 0.5 else moved
+def shift_and_mirror(pixels: Tensor, drawn: Tensor, mirror: bool) -> Tensor:
+    """[B, height, width, channels] by random numbers [B, 3]; what comes in at an edge repeats the edge."""
+    down, right, turn = unit(drawn).unbind(1)
+    rows, columns = (
+        torch.arange(side, device=pixels.device) + ((by * (2 * (side // 8) + 1) // UNIT) - side // 8)[:, None]
+        for side, by in zip(pixels.shape[1:3], (down, right), strict=True)
+    )  # [B, height], [B, width]
+    rows, columns = (at.clamp(0, side - 1) for at, side in zip((rows, columns), pixels.shape[1:3], strict=True))
+    if mirror:
+        columns = torch.where(turn[:, None] < UNIT // 2, columns.flip(1), columns)
+    example = torch.arange(len(pixels), device=pixels.device)
+    return pixels[example[:, None, None], rows[:, :, None], columns[:, None, :]]
 
 
 def load_images(

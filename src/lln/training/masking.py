@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from lln.training.examples import IGNORE
+from lln.training.seeds import UNIT, unit
 from lln.training.tokenizer import TextTokenizer
+
+HIGHEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -39,18 +43,26 @@ class Masking:
     def identity(self) -> dict[str, Any]:
         return asdict(self)
 
-    def __call__(
-        self, ids: np.ndarray, tokenizer: TextTokenizer, draw: np.random.Generator
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(what the model sees, what it must guess: -100 elsewhere), each [n] int64"""
-        candidates = np.flatnonzero(~np.isin(ids, tokenizer.special_ids))
-        count = int(self.probability * len(candidates) + draw.random())
-        chosen = draw.choice(candidates, count, replace=False)
-        seen, labels = ids.astype(np.int64), np.full(len(ids), IGNORE, np.int64)
-        labels[chosen] = ids[chosen]
-        fate = draw.random(count)
-        at_random = fate < self.random_share
-        masked = fate >= self.random_share + self.keep_share
-        seen[chosen[masked]] = tokenizer.mask_id
-        seen[chosen[at_random]] = draw.choice(tokenizer.ordinary_ids, int(at_random.sum()))
-        return seen, labels
+    @staticmethod
+    def draws(length: int) -> int:
+        """How many random numbers a sequence takes."""
+        return 3 * length + 1
+
+    def __call__(self, ids: Tensor, tokenizer: TextTokenizer, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        """(what the model sees, what it must guess: -100 elsewhere), each [B, N] int64, of ids [B, N] int64 and random
+        numbers [B, draws(N)] of `seeds.draws`. Whole numbers alone, so that every device masks the same tokens."""
+        special, ordinary = tokenizer.tables(ids.device)  # [vocabulary] bool, [ordinary ids]
+        n = ids.shape[1]
+        if n == 0:
+            return ids, ids
+        rank, fate, instead, rest = drawn[:, :n], unit(drawn[:, n : 2 * n]), unit(drawn[:, 2 * n : 3 * n]), drawn[:, -1]
+        candidates = ~special[ids]  # [B, N]
+        count = (round(self.probability * UNIT) * candidates.sum(1) + unit(rest)) // UNIT  # [B]
+        order = torch.where(candidates, rank, HIGHEST)
+        last = order.sort(1).values.gather(1, (count - 1).clamp_min(0)[:, None])  # [B, 1]
+        chosen = candidates & (order <= last) & (count > 0)[:, None]
+        labels = torch.where(chosen, ids, IGNORE)
+        at_random = chosen & (fate < round(self.random_share * UNIT))
+        masked = chosen & (fate >= round((self.random_share + self.keep_share) * UNIT))
+        seen = torch.where(at_random, ordinary[instead * len(ordinary) // UNIT], ids)
+        return torch.where(masked, tokenizer.mask_id, seen), labels

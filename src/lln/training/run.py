@@ -18,11 +18,21 @@ from transformers.trainer_callback import PrinterCallback
 from lln.bench.measure import provenance
 from lln.training.config import Config
 from lln.training.examples import Stream
+from lln.training.graph import GraphTrainer, check_graph
 from lln.training.models import build
 from lln.training.recording import Recording
 from lln.training.runs import Run, step_of
 from lln.training.tasks import Place, TaskData, carry_tokenizer, load
-from lln.training.trainer import Metrics, RunTrainer, accuracy, arguments, mean_over_tokens, parameters
+from lln.training.trainer import (
+    Metrics,
+    RunTrainer,
+    accuracy,
+    arguments,
+    mean_loss,
+    mean_over_tokens,
+    parameters,
+    sequence_losses,
+)
 
 MODEL = "model"  # folder with the trained model
 
@@ -63,6 +73,10 @@ def train(
     if config.model.start and not (Path(config.model.start) / "config.json").is_file():
         raise ValueError(f"model.start: {config.model.start} holds no saved model (no config.json).")
     processes, writes = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0")) == 0
+    if config.graph:
+        check_graph(config, processes)
+        if device == "cpu":
+            say("graph: there is no CUDA graph on a CPU; the same steps are run one by one.")
     run = Run(folder, config.to_dict()) if writes else None
     if run is not None and run.result is not None:
         say(f"{folder} is finished: its result is shown again.")
@@ -87,17 +101,22 @@ def work(
     callbacks: list[Any] = [Follow(progress)]
     if run is not None:
         callbacks.append(Metrics(run))
-    trainer = RunTrainer(
+    words = config.task == "mlm"
+    kind = GraphTrainer if config.graph else RunTrainer
+    trainer = kind(
         model=model,
         args=settings,
         train_dataset=Stream(data.train, seed=config.seed, length=examples),
         eval_dataset=data.evaluations if len(data.evaluations) > 1 else next(iter(data.evaluations.values())),
         data_collator=data.collate,
-        compute_metrics=None if config.task == "mlm" else accuracy,
-        compute_loss_func=mean_over_tokens if config.task == "mlm" else None,
+        compute_metrics=mean_loss if words else accuracy,
+        preprocess_logits_for_metrics=sequence_losses if words else None,
+        compute_loss_func=mean_over_tokens if words else None,
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
+    if isinstance(trainer, GraphTrainer):
+        trainer.record_every = config.record_every
     if run is not None and config.record_every:
         trainer.add_callback(Recording(run, config.record_every, trainer.log, lambda: loss_scale(trainer)))
     checkpoint = None

@@ -7,6 +7,11 @@ import json
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+
+GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # of SplitMix64
+UNIT = 2**32  # draws that stand for a number between 0 and 1 are whole numbers below this
 
 
 def fingerprint(value: Any) -> str:
@@ -29,3 +34,39 @@ def permutation(n: int, *key: str | int) -> np.ndarray:
 def _bits(key: tuple[str | int, ...]) -> np.random.PCG64:
     digest = fingerprint([part if isinstance(part, str) else int(part) for part in key])
     return np.random.PCG64(int(digest[:32], 16))
+
+
+def draws(key: int, epoch: Tensor, index: Tensor, count: int) -> Tensor:
+    """`count` random numbers for each example, from 0 to 2^63 - 1: [B] and [B] -> [B, count] int64.
+
+    Whole-number arithmetic alone (SplitMix64), so that every device gives the same bits, for one example as for many.
+    """
+    start = scramble(scramble(epoch + key) + index)  # [B]
+    return shifted(scramble(start[:, None] + torch.arange(count, device=index.device) * signed(GOLDEN)), 1)
+
+
+def unit(drawn: Tensor) -> Tensor:
+    """From 0 to 2^32 - 1."""
+    return drawn >> 31
+
+
+def stream_key(*key: str | int) -> int:
+    """What `draws` calls a key, for a list of names and numbers."""
+    return signed(int(fingerprint([part if isinstance(part, str) else int(part) for part in key])[:16], 16))
+
+
+def scramble(x: Tensor) -> Tensor:
+    x = x + signed(GOLDEN)
+    x = (x ^ shifted(x, 30)) * signed(FIRST)
+    x = (x ^ shifted(x, 27)) * signed(SECOND)
+    return x ^ shifted(x, 31)
+
+
+def shifted(x: Tensor, bits: int) -> Tensor:
+    """To the right, with zeros from the left: torch has no unsigned numbers of 64 bits."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def signed(x: int) -> int:
+    """The number with the same 64 bits."""
+    return x - 2**64 if x >= 2**63 else x

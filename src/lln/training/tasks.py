@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lln.training.config import Config
-from lln.training.examples import Examples, Pad
+from lln.training.examples import Examples, Pad, Stack
 from lln.training.glue import load_glue, tasks
 from lln.training.images import load_images
 from lln.training.listops import Grammar, load_listops
@@ -92,9 +92,7 @@ def mlm(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
 
     train, evaluation = part("train"), part(split)
     sizes = Sizes(vocabulary=tokenizer.vocab_size, padding=tokenizer.pad_id)
-    return TaskData(
-        train, {split: evaluation}, Pad(tokenizer.pad_id), sizes, {"loss": evaluation.unigram_entropy()}, tokenizer
-    )
+    return TaskData(train, {split: evaluation}, Stack(), sizes, {"loss": evaluation.unigram_entropy()}, tokenizer)
 
 
 def glue(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
@@ -114,7 +112,14 @@ def glue(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
     evaluations = {w: part(w) for w in task.validation if w in known or w == task.validation[0]}
     sizes = Sizes(vocabulary=tokenizer.vocab_size, labels=train.num_labels, padding=tokenizer.pad_id)
     first = next(iter(evaluations.values()))
-    return TaskData(train, evaluations, Pad(tokenizer.pad_id), sizes, {"accuracy": first.majority}, tokenizer)
+    return TaskData(
+        train,
+        evaluations,
+        Pad(tokenizer.pad_id, length=d.length if config.graph else None),
+        sizes,
+        {"accuracy": first.majority},
+        tokenizer,
+    )
 
 
 def image(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
@@ -131,7 +136,7 @@ def image(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
 
     train, evaluation = part("train"), part(split)
     sizes = Sizes(labels=train.num_labels, channels=train.pixels.shape[-1])
-    return TaskData(train, {split: evaluation}, Pad(0), sizes, {"accuracy": evaluation.majority})
+    return TaskData(train, {split: evaluation}, Stack(), sizes, {"accuracy": evaluation.majority})
 
 
 def lra(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
@@ -140,7 +145,7 @@ def lra(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
     make = {"listops": listops, "pathfinder": pathfinder, "text": text, "retrieval": retrieval, "image": pixels}
     loader, split = make[d.subset](config, data_root, cache_dir)
     train, evaluation = loader("train", most["train"]), loader(split, most[split])
-    length = d.length if d.options.get("fixed_shapes", False) else None
+    length = train.length if config.graph else None
     sizes = Sizes(
         vocabulary=train.vocab_size, labels=train.num_labels, padding=train.pad_id, pair=len(train.parts) == 2
     )

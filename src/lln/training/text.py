@@ -15,7 +15,7 @@ from lln.training.errors import DataError
 from lln.training.examples import Examples, id_type, load_array, save_arrays
 from lln.training.masking import Masking
 from lln.training.progress import track
-from lln.training.seeds import generator
+from lln.training.seeds import draws, stream_key
 from lln.training.sources import Rows, read
 from lln.training.tokenizer import CHUNK, TextTokenizer
 
@@ -45,24 +45,25 @@ class PackedText(Examples):
         if count == 0:
             raise DataError(f"The text has {len(tokens)} tokens, too few for one sequence of length {length}.")
         self.tokens = tokens[: count * (length - 1)].reshape(count, length - 1)  # [sequences, length - 1]
-        self.tokenizer, self.length, self.masking, self.seed = tokenizer, length, masking, seed
+        self.tokenizer, self.length, self.masking = tokenizer, length, masking
+        self.key = stream_key("mask", seed)
         self.identity = {**identity, "length": length, "masking": masking and masking.identity, "mask_seed": seed}
         self.notes = notes
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def sequence(self, index: int) -> np.ndarray:
-        """[length] int64, as in the text"""
-        return np.concatenate([[self.tokenizer.start_id], self.tokens[index]]).astype(np.int64)
+    def raw(self, indices: np.ndarray | slice) -> dict[str, Tensor]:
+        return {"tokens": torch.from_numpy(self.tokens[indices].astype(np.int32))}
 
-    def item(self, index: int, epoch: int = 0) -> dict[str, Tensor]:
-        ids = self.sequence(index)
+    def finish(self, rows: dict[str, Tensor], index: Tensor, epoch: Tensor) -> dict[str, Tensor]:
+        tokens = rows["tokens"].long()  # [B, length - 1]
+        ids = torch.nn.functional.pad(tokens, (1, 0), value=self.tokenizer.start_id)
         if self.masking is None:
-            return {"input_ids": torch.from_numpy(ids)}
-        draw = generator("mask", self.seed, epoch, index)
-        seen, labels = self.masking(ids, self.tokenizer, draw)
-        return {"input_ids": torch.from_numpy(seen), "labels": torch.from_numpy(labels)}
+            return {"input_ids": ids}
+        drawn = draws(self.key, epoch, index, Masking.draws(self.length))
+        seen, labels = self.masking(ids, self.tokenizer, drawn)
+        return {"input_ids": seen, "labels": labels}
 
     def unigram_entropy(self) -> float:
         """In nats: the loss of a model that knows how frequent each ordinary token is, and nothing else."""

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from lln.files import write_text
 from lln.training.cache import build_once
@@ -47,6 +49,7 @@ class TextTokenizer:
         self.special_ids = sorted({*ids.values(), *(int(i) for i, token in added.items() if token.special)})
         self.vocab_size = int(max(self.core.get_vocab(with_added_tokens=True).values())) + 1
         self.ordinary_ids = np.setdiff1d(np.arange(self.vocab_size), self.special_ids)
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
         # Of the settled form, so that spaces and padding settings in a file make no other tokenizer.
         canonical = json.dumps(json.loads(self.core.to_str()), sort_keys=True)
         self.sha256 = hashlib.sha256(canonical.encode()).hexdigest()
@@ -54,6 +57,15 @@ class TextTokenizer:
     @property
     def identity(self) -> dict[str, Any]:
         return {"sha256": self.sha256, "vocab_size": self.vocab_size}
+
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(which ids are special [vocabulary] bool, the others [n] int64), kept on the device"""
+        if device not in self._tables:
+            ordinary = torch.from_numpy(self.ordinary_ids)
+            special = torch.ones(self.vocab_size, dtype=torch.bool)
+            special[ordinary] = False
+            self._tables[device] = special.to(device), ordinary.to(device)
+        return self._tables[device]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids without special tokens."""

@@ -137,6 +137,7 @@ def arguments(config: Config, folder: Path, *, device: str, processes: int, repo
         learning_rate=o.rate,
         warmup_steps=o.warmup,
         lr_scheduler_type={"constant": "constant_with_warmup"}.get(o.schedule, o.schedule),
+        optim="adamw_torch_fused",
         weight_decay=o.decay,
         adam_beta1=o.betas[0],
         adam_beta2=o.betas[1],
@@ -164,19 +165,40 @@ def arguments(config: Config, folder: Path, *, device: str, processes: int, repo
     )
 
 
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """[B, N], zero where nothing is to be guessed"""
+    flat = logits.float().flatten(0, 1)  # [B N, vocabulary]
+    return nn.functional.cross_entropy(flat, labels.flatten(), reduction="none").view_as(labels)
+
+
 def mean_over_tokens(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
     """Cross entropy of the guessed tokens. In training the mean over those of the whole batch: parts of it, on other
     processes or in other passes, need not hold equally many. In evaluation the mean over sequences of their means,
     which does not depend on how they are put into batches."""
-    losses = nn.functional.cross_entropy(outputs["logits"].float().transpose(1, 2), labels, reduction="none")  # [B, N]
     if num_items_in_batch is not None:
-        return losses.sum() / num_items_in_batch
-    return (losses.sum(1) / (labels != IGNORE).sum(1).clamp_min(1)).mean()
+        return token_losses(outputs["logits"], labels).sum() / num_items_in_batch
+    return sequence_losses(outputs["logits"], labels).mean()
+
+
+def sequence_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """[B]"""
+    return token_losses(logits, labels).sum(1) / (labels != IGNORE).sum(1).clamp_min(1)
+
+
+# The loss of an evaluation is computed from what each example gave: the Trainer's own is a mean over batches, and the
+# last of several processes' batches is filled up with examples that were counted already.
+
+
+def mean_loss(prediction: Any) -> dict[str, float]:
+    """Of predictions that are `sequence_losses`."""
+    return {"loss": float(prediction.predictions.astype("float64").mean())}
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
     logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
-    return {"accuracy": float((logits.argmax(-1) == prediction.label_ids).mean())}
+    labels = torch.from_numpy(prediction.label_ids)
+    loss = nn.functional.cross_entropy(torch.from_numpy(logits).double(), labels)
+    return {"accuracy": float((logits.argmax(-1) == prediction.label_ids).mean()), "loss": float(loss)}
 
 
 def parameters(model: PreTrainedModel) -> int:
