@@ -100,7 +100,8 @@ def configure(
         kind, options = kind.removesuffix(DIAG), {"block_size": block_size(task, preset)} | options
     config = dataclasses.replace(base(task, preset, name), attention=Attention(kind, options), seed=seed)
     if precision is not None:
-        config = dataclasses.replace(config, precision=precision)
+        # A graph cannot hold a loss scale.
+        config = dataclasses.replace(config, precision=precision, graph=config.graph and precision != "float16")
     config = dataclasses.replace(config, record_every=recorded(config))
     if start is not None:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, start=str(start)))
