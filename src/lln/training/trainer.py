@@ -3,6 +3,7 @@ that was stopped goes on as if it had not been."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,24 @@ class RunTrainer(Trainer):
             folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             (folder / "training_args.bin").unlink()  # a pickle, and config.json says more
             seal(folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """By from_pretrained: some models (ViT) are saved with other names for their weights than they have, and the
+        Trainer's own way leaves out, with nothing but a warning, what it does not find."""
+        if self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        mine: Any = self.model if model is None else model
+        loaded, about = type(mine).from_pretrained(
+            resume_from_checkpoint, config=copy.deepcopy(mine.config), dtype=mine.dtype, output_loading_info=True,
+            attn_implementation=mine.config._attn_implementation,
+        )  # fmt: skip
+        wrong = sorted({*about["missing_keys"], *about["unexpected_keys"], *map(str, about["mismatched_keys"])})
+        if wrong:
+            raise ValueError(
+                f"{resume_from_checkpoint} was saved by other versions: its weights do not fit ({wrong[0]})."
+            )
+        mine.load_state_dict(loaded.state_dict())
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if not model.training:
