@@ -152,6 +152,7 @@ def test_blocks_beside_a_kernel_are_those_of_lln_diag() -> None:
     ours, elu = (configure("mlm", "tiny", name, 0, {}).attention for name in ("lln_diag", "elu_diag"))
     assert elu.name == "elu"
     assert elu.options == {"block_size": ours.options["block_size"]}
+    assert ours.options["block_size"] == 32
     alone = configure("mlm", "tiny", "block_diagonal", 0, {}).attention
     assert alone.options == {"block_size": ours.options["block_size"]}
 
@@ -189,7 +190,7 @@ def test_options_of_attentions_are_pairs() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [("quantum", "is no mechanism"), ("flash", "cannot be the attention"), ("lln:matching=guess", "matching must be"),
-     ("softmax_diag", "takes no options"), ("performer:wings=2", "wings")],
+     ("softmax_diag", "is no mechanism"), ("softmax:mix=.5", "softmax takes none"), ("performer:wings=2", "wings")],
 )  # fmt: skip
 def test_attentions_that_cannot_be_run_have_a_reason(text: str, reason: str) -> None:
     assert reason in (refused("mlm", "tiny", text) or "")

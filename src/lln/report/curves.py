@@ -13,9 +13,9 @@ KNOWN = {
     "softmax": Style("#D55E00", (1, 0), "circle", 3),
     "lln": Style("#0072B2", (8, 3), "square"),
     "lln_diag": Style("#009E73", (2, 2), "triangle-up"),
-    "matched": Style("#D55E00", (8, 3), "circle"),
-    "alpha = beta = 2": Style("#0072B2", (1, 0), "square"),
-    "alpha = beta = 4": Style("#E69F00", (2, 2), "triangle-up"),
+    "lln, matched": Style("#D55E00", (8, 3), "circle"),
+    "lln, alpha = beta = 2": Style("#0072B2", (1, 0), "square"),
+    "lln, alpha = beta = 4": Style("#E69F00", (2, 2), "triangle-up"),
 }
 OTHERS = [
     Style(colour, dash, shape)
@@ -54,7 +54,7 @@ def draw(chart: str, rows: Rows) -> str:
             )
         )
     if chart == "b-loss-scale":
-        return svg(lines(rows, styles(rows), step, Axis("value", "1 / loss scale", True, powers(rows))))
+        return svg(lines(rows, styles(rows), step, Axis("power", "1 / loss scale, as a power of 2")))
     if chart.startswith("a-"):
         return svg(lines(rows, styles(rows), step, Axis("value", f"{chart.removeprefix('a-')} loss")))
     quantity = chart.partition("-")[0]
@@ -63,12 +63,6 @@ def draw(chart: str, rows: Rows) -> str:
     if quantity == "temperature" and min(values) > 0:  # it falls by orders of magnitude
         y = Axis("value", TITLES[quantity], True, ticks(min(values), max(values)))
     return svg(lines(rows, layer_styles(rows), step, y))
-
-
-def powers(rows: Rows) -> tuple[float, ...]:
-    """Loss scales are powers of two: ticks at those that occur, or at some of them."""
-    found = sorted({row["value"] for row in rows})
-    return tuple(found[:: max(1, len(found) // 8)])
 
 
 def names(rows: Rows) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -107,6 +108,11 @@ def inverse_scale(run: Found) -> dict[int, float]:
     return {step: 1 / scale for step, scale in logged(run, "loss_scale").items() if scale > 0}
 
 
+def powers(rows: Rows) -> Rows:
+    """Loss scales are powers of two, and as such they are drawn."""
+    return panel([{**row, "power": math.log2(row["value"])} for row in rows], "b-loss-scale")
+
+
 def panel(rows: Rows, chart: str) -> Rows:
     return [{"chart": chart, **row} for row in rows]
 
@@ -203,7 +209,7 @@ def fig8(asked: Asked, runs: list[Found]) -> Made:
     verdicts = [follows(a, final[a], final["softmax"]) for a in final if a != "softmax" and "softmax" in final]
     scaled, left = scaled_runs(asked, runs, "mlm", used)
     missing += left
-    rows += panel(over_seeds(scaled, lambda run: {run.attention: inverse_scale(run)}), "b-loss-scale")
+    rows += powers(over_seeds(scaled, lambda run: {run.attention: inverse_scale(run)}))
     most = largest(rows, "b-loss-scale")
     verdicts += [steady(a, most[a], most["softmax"]) for a in most if a != "softmax" and "softmax" in most]
     return rows, verdicts, list({r.folder: r for r in [*used, *scaled]}.values()), missing
@@ -298,16 +304,18 @@ def fig10(asked: Asked, runs: list[Found]) -> Made:
         verdicts += sweep(attention, by, matched)
     scaled, left = scaled_runs(asked, runs, "image", used)
     missing += left
-    rows += panel(over_seeds(scaled, lambda run: {matched_or_fixed(run): inverse_scale(run)}), "b-loss-scale")
+    rows += powers(over_seeds(scaled, lambda run: {matched_or_fixed(run): inverse_scale(run)}))
     most = largest(rows, "b-loss-scale")
-    if {"alpha = beta = 2", "alpha = beta = 4"} <= most.keys():
-        verdicts.append(risky(most["alpha = beta = 4"], most["alpha = beta = 2"], most.get("matched")))
+    for attention in asked.attentions:
+        names = [f"{attention}, {what}" for what in ("alpha = beta = 4", "alpha = beta = 2", "matched")]
+        if {*names[:2]} <= most.keys():
+            verdicts.append(risky(attention, most[names[0]], most[names[1]], most.get(names[2])))
     return rows, verdicts, list({r.folder: r for r in [*used, *scaled]}.values()), missing
 
 
 def matched_or_fixed(run: Found) -> str:
-    alpha = fixed(run)
-    return "matched" if alpha is None else f"alpha = beta = {alpha:g}"
+    alpha, attention = fixed(run), run.attention.partition(":alpha=")[0]
+    return f"{attention}, " + ("matched" if alpha is None else f"alpha = beta = {alpha:g}")
 
 
 def point(series: str, alpha: float, found: Spread) -> dict[str, Any]:
@@ -339,9 +347,9 @@ def sweep(attention: str, by: dict[float, Spread], matched: Spread) -> list[Verd
     return found
 
 
-def risky(four: float, two: float, matched: float | None) -> Verdict:
+def risky(attention: str, four: float, two: float, matched: float | None) -> Verdict:
     return Verdict(
-        claim="With alpha = beta = 4 the inverse loss scale is significantly larger than with 2.",
+        claim=f"With alpha = beta = 4 the inverse loss scale is larger than with 2 ({attention}).",
         holds=four > two,
         numbers={"four": four, "two": two, "matched": matched},
         sentence=f"Largest inverse loss scale {four:.3g} with 4, {two:.3g} with 2"

@@ -13,7 +13,7 @@ from lln.mechanisms import mechanisms
 from lln.recipes import NAMES
 from lln.reproduce import published
 from lln.reproduce.jobs import DEIT, Job, configure, folder_name
-from lln.training.models import held_options, without_coefficients
+from lln.training.models import check_attention
 from lln.training.run import MODEL
 
 ALPHAS = (1, 1.5, 2, 3, 4)  # alpha = beta of Fig. 10a
@@ -182,14 +182,12 @@ def refused(task: str, scale: str, attention: str) -> str | None:
     """Why models cannot run this attention, or None."""
     config = configure(task, scale, attention, 0, {})
     name = config.attention.name
-    if name == "softmax":
-        return f"{attention}: softmax takes no options" if config.attention.options else None
-    if name not in lln.hf.IMPLEMENTATIONS:
+    if name not in ("softmax", *lln.hf.IMPLEMENTATIONS):
         known = name in mechanisms()
         reason = "cannot be the attention of a transformers model" if known else "is no mechanism of lln.mechanisms()"
         return f"{attention} {reason}"
     try:
-        lln.hf.Options(**(without_coefficients(held_options(config))[0] or {}))
+        check_attention(config)
     except (ValueError, TypeError) as error:
         return f"{attention}: {error}".rstrip(".")
     return None

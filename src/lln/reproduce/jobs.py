@@ -18,10 +18,9 @@ import torch
 
 from lln.bench.measure import provenance
 from lln.files import write_json
-from lln.hf.options import BLOCK_SIZE
-from lln.recipes import NAMES, PRESETS, recipe
+from lln.recipes import NAMES, PRESETS, chosen, recipe
 from lln.recipes.image import deit_tiny
-from lln.training.config import TASKS, Attention, Config, change, loose
+from lln.training.config import TASKS, Config, change, loose
 from lln.training.errors import DataError
 from lln.training.run import MODEL, train
 from lln.training.runs import CONFIG, RESULT, Run, differences
@@ -29,7 +28,7 @@ from lln.training.tasks import Place
 
 FAILED, ATTEMPTS = "failed.json", "attempts.json"
 DEIT = "deit-tiny"
-DIAG, WITH_BLOCKS = "_diag", ("lln_diag", "block_diagonal")
+DIAG = "_diag"
 POINTS = 30
 NOT_SET = ("attention", "seed", "task", "preset")  # what jobs decide themselves
 Say = Callable[[str], None]
@@ -59,31 +58,24 @@ def parse_attention(text: str) -> tuple[str, dict[str, Any]]:
 
 def label(config: dict[str, Any]) -> str:
     """What parse_attention would read: options that are the preset's own are left out."""
-    name, options = config["attention"]["name"], dict(config["attention"]["options"])
-    blocks = options.get("block_size")
-    if name not in WITH_BLOCKS and blocks == block_size(config["task"], config["preset"]):
-        name, options = name + DIAG, {k: v for k, v in options.items() if k != "block_size"}
-    usual = usual_options(config["task"], config["preset"], name)
+    name, options = config["attention"]["name"], config["attention"]["options"]
+    with_blocks = base(config["task"], config["preset"], None, name + DIAG).attention
+    shown, usual = name, base(config["task"], config["preset"], None, name).attention.options
+    if (
+        not name.endswith(DIAG)
+        and with_blocks.name == name
+        and with_blocks.options.get("block_size") == options.get("block_size")
+    ):
+        shown, usual = name + DIAG, with_blocks.options  # elu with blocks is elu_diag
     changed = [f"{k}={v}" for k, v in sorted(options.items()) if usual.get(k) != v]
-    return ":".join([name, *changed])
+    return ":".join([shown, *changed])
 
 
 def base(task: str, preset: str, name: str | None, attention: str = "lln_diag") -> Config:
     if preset == DEIT:
         config = deit_tiny()
-        return dataclasses.replace(config, attention=dataclasses.replace(config.attention, name=attention))
+        return dataclasses.replace(config, attention=chosen(attention, config.attention.options))
     return recipe(task, preset if preset in PRESETS else "paper", attention, name)
-
-
-def block_size(task: str, preset: str) -> int:
-    found: int = base(task, preset, None).attention.options.get("block_size", BLOCK_SIZE)
-    return found
-
-
-def usual_options(task: str, preset: str, name: str) -> dict[str, Any]:
-    """Of an attention in a preset. All that have blocks have those of LLN+Diag."""
-    options = dict(base(task, preset, None, name).attention.options)
-    return options | ({"block_size": block_size(task, preset)} if name == "block_diagonal" else {})
 
 
 # Configs and folders
@@ -95,10 +87,9 @@ def configure(
 ) -> Config:  # fmt: skip
     """A recipe with an attention, a seed and the changes that are for it."""
     kind, options = parse_attention(attention)
-    options = usual_options(task, preset, kind) | options
-    if kind not in WITH_BLOCKS and kind.endswith(DIAG):  # elu_diag: ELU, and softmax in blocks
-        kind, options = kind.removesuffix(DIAG), {"block_size": block_size(task, preset)} | options
-    config = dataclasses.replace(base(task, preset, name), attention=Attention(kind, options), seed=seed)
+    config = base(task, preset, name, kind)
+    held = dataclasses.replace(config.attention, options=config.attention.options | options)
+    config = dataclasses.replace(config, attention=held, seed=seed)
     if precision is not None:
         # A graph cannot hold a loss scale.
         config = dataclasses.replace(config, precision=precision, graph=config.graph and precision != "float16")

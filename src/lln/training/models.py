@@ -128,11 +128,33 @@ def build(config: Config, sizes: Sizes) -> PreTrainedModel:
 def held_options(config: Config) -> dict[str, Any] | None:
     """config.lln of the model."""
     name, options = config.attention.name, copy.deepcopy(config.attention.options)
+    if name == "softmax":
+        return None
     if name in ("lln", "lln_diag"):
         return {"implementation": name, **options}
-    if name not in lln.hf.IMPLEMENTATIONS:
-        return None
     return {"implementation": name, "mechanisms": {name: options}}
+
+
+def check_attention(config: Config) -> None:
+    """ValueError or TypeError, in one sentence, for what no model of a recipe could run."""
+    name = config.attention.name
+    known = ("softmax", *lln.hf.IMPLEMENTATIONS)
+    entry = lln.mechanisms().get(name)
+    if entry is not None and entry.kind == "mixer":
+        raise ValueError(
+            f"attention.name: {name} mixes hidden states in the place of the whole attention block, and the models of "
+            f"the recipes keep theirs; use one of {', '.join(known)}."
+        )
+    if name not in known:
+        raise ValueError(f"attention.name must be one of {', '.join(known)}; got {name!r}.")
+    if name == "softmax" and config.attention.options:
+        raise ValueError(f"attention.options: softmax takes none; got {', '.join(config.attention.options)}.")
+    held, _ = without_coefficients(held_options(config))
+    if held is not None:
+        unknown = sorted(set(held) - {field.name for field in dataclasses.fields(lln.hf.Options)})
+        if unknown:
+            raise ValueError(f"attention.options: {name} has no option {unknown[0]!r}.")
+        lln.hf.Options(**held)
 
 
 def described(config: Config, sizes: Sizes) -> tuple[PreTrainedConfig, Any]:

@@ -60,7 +60,9 @@ class Recording(TrainerCallback):
                 "step": state.global_step, "heads": rows, "gradient_norms": self.gradients, "loss_scale": self.scale(),
             }
         )  # fmt: skip
+        due = control.should_log  # logging takes the mark away, and the loss of this step may still be to come
         self.log(layer_means(rows))
+        control.should_log = due
 
 
 def owner(layer: str) -> str:

@@ -19,7 +19,7 @@ from lln.bench.measure import provenance
 from lln.training.config import Config
 from lln.training.examples import Stream
 from lln.training.graph import GraphTrainer, check_graph
-from lln.training.models import build
+from lln.training.models import build, check_attention
 from lln.training.recording import Recording
 from lln.training.runs import Run, step_of
 from lln.training.tasks import Place, TaskData, carry_tokenizer, load
@@ -73,6 +73,7 @@ def train(
     if config.model.start and not (Path(config.model.start) / "config.json").is_file():
         raise ValueError(f"model.start: {config.model.start} holds no saved model (no config.json).")
     processes, writes = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0")) == 0
+    check_attention(config)
     if config.graph:
         check_graph(config, processes)
         if device == "cpu":
@@ -121,6 +122,7 @@ def work(
         trainer.add_callback(Recording(run, config.record_every, trainer.log, lambda: loss_scale(trainer)))
     checkpoint = None
     if run is not None:
+        run.begin()
         checkpoint = run.newest(say)
         run.go_back(0 if checkpoint is None else step_of(checkpoint))
         run.started(environment(config, data, model, settings.device))
