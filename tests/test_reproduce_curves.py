@@ -160,14 +160,14 @@ def test_fig10_has_the_loss_scale_of_fixed_values(tmp_path: Path) -> None:
         scale = 2.0 ** (18 - alpha) if job.config.precision == "float16" else None
         finish(tmp_path / job.folder, job.config, 0.9, lines=losses(1.0, scale))
     result = figure("fig10", what)
-    assert {series for series, _ in by(result, "b-loss-scale")} == {
-        "lln, matched", "lln, alpha = beta = 2", "lln, alpha = beta = 4"
+    assert {series for series, _ in by(result, "b-loss-scale-lln")} == {
+        "matched", "alpha = beta = 2", "alpha = beta = 4"
     }  # fmt: skip
     assert all(2.0 ** row["power"] == pytest.approx(row["value"]) for row in result["rows"] if "power" in row)
     said = result["verdicts"][-1]
     assert said["holds"]
     assert said["numbers"]["four"] == pytest.approx(4 * said["numbers"]["two"])
-    assert "-b-loss-scale" in drawings(result)
+    assert "-b-loss-scale-lln" in drawings(result)
 
 
 def test_figures_of_foreign_runs_take_the_settings_that_most_have(tmp_path: Path) -> None:

@@ -13,15 +13,15 @@ KNOWN = {
     "softmax": Style("#D55E00", (1, 0), "circle", 3),
     "lln": Style("#0072B2", (8, 3), "square"),
     "lln_diag": Style("#009E73", (2, 2), "triangle-up"),
-    "lln, matched": Style("#D55E00", (8, 3), "circle"),
-    "lln, alpha = beta = 2": Style("#0072B2", (1, 0), "square"),
-    "lln, alpha = beta = 4": Style("#E69F00", (2, 2), "triangle-up"),
+    "matched": Style("#D55E00", (8, 3), "circle"),
+    "alpha = beta = 2": Style("#0072B2", (1, 0), "square"),
+    "alpha = beta = 4": Style("#E69F00", (2, 2), "triangle-up"),
 }
 OTHERS = [
     Style(colour, dash, shape)
-    for (colour, shape), dash in itertools.product(
-        (("#CC79A7", "diamond"), ("#E69F00", "cross"), ("#56B4E9", "triangle-down"), ("#999999", "triangle-left")),
+    for dash, (colour, shape) in itertools.product(
         ((10, 3, 2, 3), (4, 4), (6, 2), (3, 3)),
+        (("#CC79A7", "diamond"), ("#E69F00", "cross"), ("#56B4E9", "triangle-down"), ("#999999", "triangle-left")),
     )
 ]
 # From the first layer to the last; each reads on white and on black.
@@ -53,7 +53,7 @@ def draw(chart: str, rows: Rows) -> str:
                 rows, accuracy_styles(rows), Axis("alpha", "alpha = beta"), Axis("value", "accuracy (%)"), points=True
             )
         )
-    if chart == "b-loss-scale":
+    if chart.startswith("b-loss-scale"):
         return svg(lines(rows, styles(rows), step, Axis("power", "1 / loss scale, as a power of 2")))
     if chart.startswith("a-"):
         return svg(lines(rows, styles(rows), step, Axis("value", f"{chart.removeprefix('a-')} loss")))

@@ -108,9 +108,9 @@ def inverse_scale(run: Found) -> dict[int, float]:
     return {step: 1 / scale for step, scale in logged(run, "loss_scale").items() if scale > 0}
 
 
-def powers(rows: Rows) -> Rows:
+def powers(rows: Rows, chart: str) -> Rows:
     """Loss scales are powers of two, and as such they are drawn."""
-    return panel([{**row, "power": math.log2(row["value"])} for row in rows], "b-loss-scale")
+    return panel([{**row, "power": math.log2(row["value"])} for row in rows], chart)
 
 
 def panel(rows: Rows, chart: str) -> Rows:
@@ -209,7 +209,7 @@ def fig8(asked: Asked, runs: list[Found]) -> Made:
     verdicts = [follows(a, final[a], final["softmax"]) for a in final if a != "softmax" and "softmax" in final]
     scaled, left = scaled_runs(asked, runs, "mlm", used)
     missing += left
-    rows += powers(over_seeds(scaled, lambda run: {run.attention: inverse_scale(run)}))
+    rows += powers(over_seeds(scaled, lambda run: {run.attention: inverse_scale(run)}), "b-loss-scale")
     most = largest(rows, "b-loss-scale")
     verdicts += [steady(a, most[a], most["softmax"]) for a in most if a != "softmax" and "softmax" in most]
     return rows, verdicts, list({r.folder: r for r in [*used, *scaled]}.values()), missing
@@ -304,18 +304,19 @@ def fig10(asked: Asked, runs: list[Found]) -> Made:
         verdicts += sweep(attention, by, matched)
     scaled, left = scaled_runs(asked, runs, "image", used)
     missing += left
-    rows += powers(over_seeds(scaled, lambda run: {matched_or_fixed(run): inverse_scale(run)}))
-    most = largest(rows, "b-loss-scale")
     for attention in asked.attentions:
-        names = [f"{attention}, {what}" for what in ("alpha = beta = 4", "alpha = beta = 2", "matched")]
-        if {*names[:2]} <= most.keys():
-            verdicts.append(risky(attention, most[names[0]], most[names[1]], most.get(names[2])))
+        mine = [run for run in scaled if run.attention.partition(":alpha=")[0] == attention]
+        chart = f"b-loss-scale-{attention}"
+        rows += powers(over_seeds(mine, lambda run: {matched_or_fixed(run): inverse_scale(run)}), chart)
+        most = largest(rows, chart)
+        if {"alpha = beta = 2", "alpha = beta = 4"} <= most.keys():
+            verdicts.append(risky(attention, most["alpha = beta = 4"], most["alpha = beta = 2"], most.get("matched")))
     return rows, verdicts, list({r.folder: r for r in [*used, *scaled]}.values()), missing
 
 
 def matched_or_fixed(run: Found) -> str:
-    alpha, attention = fixed(run), run.attention.partition(":alpha=")[0]
-    return f"{attention}, " + ("matched" if alpha is None else f"alpha = beta = {alpha:g}")
+    alpha = fixed(run)
+    return "matched" if alpha is None else f"alpha = beta = {alpha:g}"
 
 
 def point(series: str, alpha: float, found: Spread) -> dict[str, Any]:
