@@ -3,7 +3,7 @@ that was stopped goes on as if it had not been."""
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,24 +42,6 @@ class RunTrainer(Trainer):
             (folder / "training_args.bin").unlink()  # a pickle, and config.json says more
             seal(folder)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """By from_pretrained: some models (ViT) are saved with other names for their weights than they have, and the
-        Trainer's own way leaves out, with nothing but a warning, what it does not find."""
-        if self.is_fsdp_enabled:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
-        mine: Any = self.model if model is None else model
-        loaded, about = type(mine).from_pretrained(
-            resume_from_checkpoint, config=copy.deepcopy(mine.config), dtype=mine.dtype, output_loading_info=True,
-            attn_implementation=mine.config._attn_implementation,
-        )  # fmt: skip
-        wrong = sorted({*about["missing_keys"], *about["unexpected_keys"], *map(str, about["mismatched_keys"])})
-        if wrong:
-            raise ValueError(
-                f"{resume_from_checkpoint} was saved by other versions: its weights do not fit ({wrong[0]})."
-            )
-        mine.load_state_dict(loaded.state_dict())
-
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if not model.training:
             kwargs["num_items_in_batch"] = None  # see mean_over_tokens
@@ -70,6 +52,21 @@ class RunTrainer(Trainer):
         if scaler is not None and "loss" in logs:  # Figs. 8b and 10b: it changes from step to step
             logs["loss_scale"] = float(scaler.get_scale())
         super().log(logs, *args, **kwargs)
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        # save_pretrained gives some weights (ViT's) older names, and the Trainer does not translate them back: a run
+        # that goes on would begin with new weights.
+        self.model.save_pretrained = functools.partial(self.model.save_pretrained, save_original_format=False)
+        try:
+            super()._save(*args, **kwargs)
+        finally:
+            del self.model.save_pretrained
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        tied = set(self.model._tied_weights_keys or {})
+        if strange := sorted({*load_result.missing_keys, *load_result.unexpected_keys} - tied):
+            raise ValueError(f"The checkpoint is not one of this model: {strange[0]} is in one of the two only.")
+        self.model.tie_weights()
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
