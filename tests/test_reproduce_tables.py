@@ -148,6 +148,8 @@ def test_time_and_memory_stand_beside_table_4(tmp_path: Path) -> None:
     assert "| softmax | 42 | 21468 |" in text
     assert "| softmax | 5 | 17108 |" in text
     assert "> 42 s" in text
+    (tmp_path / job.folder / "attempts.json").write_text(json.dumps([{"seconds": 40.0, "bytes": None}]))
+    assert "MB of the GPU" not in shown(table("table5", what))
 
 
 def test_failed_runs_are_in_the_table(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ EXPERIMENTS = {
             columns=published.COLUMNS3,
         ),
         Experiment(
-            "table5", "accuracy on Long Range Arena (%)", "lra", one(*published.TABLE5), jobs5, "15 min",
+            "table5", "accuracy on Long Range Arena (%)", "lra", one(*published.TABLE5), jobs5, "20 min",
             lambda scale: published.COLUMNS5[:-1], published.TABLE5, published.COLUMNS5,
         ),
         Experiment(
@@ -172,7 +172,7 @@ EXPERIMENTS = {
         Experiment("fig9", "alpha and beta of every layer while a model trains", "image", one("lln"), jobs3, "1 min"),
         Experiment(
             "fig10", "Accuracy and loss scale with fixed alpha = beta and with moment matching", "image", one("lln"),
-            jobs10, "4 min",
+            jobs10, "3 min",
         ),
     )
 }  # fmt: skip

@@ -110,7 +110,9 @@ def costs(result: dict[str, Any]) -> list[str]:
     """Time and memory of whole runs, beside the paper's Table 4; `lln reproduce table4` measures single steps."""
     columns = [c for c in result["columns"] if c in PAPER4["softmax"]["s"]]
     lines = []
-    for what, unit, title in (("seconds", "s", "seconds a run"), ("bytes", "MB", "MB of the GPU at most")):
+    known = any(cell.get("bytes") for row in result["rows"] for cell in row["cells"].values())
+    wanted = [("seconds", "s", "seconds a run"), ("bytes", "MB", "MB of the GPU at most")]
+    for what, unit, title in wanted if known else wanted[:1]:
         titles = [t for c in columns for t in (c, "paper")]
         lines += [f"| {title} | " + " | ".join(titles) + " |", "|---" + "|---:" * len(titles) + "|"]
         for row in result["rows"]:
@@ -122,7 +124,8 @@ def costs(result: dict[str, Any]) -> list[str]:
                 texts.append("-" if theirs is None else f"{theirs:g}")
             lines.append(f"| {row['attention']} | " + " | ".join(texts) + " |")
         lines.append("")
-    return [*lines, "The paper's times and memory are those of its Table 4, on its own GPU.", ""]
+    said = "The paper's times and memory are those of its Table 4, on its own GPU."
+    return [*lines, said if known else f"{said} Memory of whole runs is counted on a GPU.", ""]
 
 
 def troubles(result: dict[str, Any]) -> list[str]:
