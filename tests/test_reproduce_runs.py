@@ -13,6 +13,11 @@ from typer.testing import CliRunner
 from fake_runs import asked, finish, jobs_of
 from lln.cli import app
 from lln.commands import runs as command
+from lln.recipes import recipe
+from lln.training.config import change
+from lln.training.errors import DataError
+from lln.training.tasks import load as load_data
+from mirror import write_card, write_set
 
 SHORT = [
     "optimisation.steps=6", "optimisation.batch=4", "optimisation.warmup=1", "log_every=1", "save_every=2",
@@ -195,21 +200,15 @@ def test_attentions_that_models_cannot_run_are_said_to_be_missing(tmp_path: Path
     assert not (tmp_path / "runs").exists()
 
 
-def mirror(root: Path) -> Path:
+def mirror(root: Path, first: str = "train") -> Path:
     """Cards of the sets that table 1 asks for, without their data."""
-    glue = {name: "validation_matched" if name == "mnli" else "validation" for name in ("mnli", "qnli", "qqp", "sst2")}
-    wanted: dict[str, dict[str, list[str]]] = {
-        "Salesforce/wikitext": {"wikitext-103-v1": ["train", "validation"]},
-        "nyu-mll/glue": {name: ["train", split] for name, split in glue.items()},
-    }
-    for name, configs in wanted.items():
-        lines = ["---", "configs:"]
-        for config, splits in configs.items():
-            lines += [f"- config_name: {config}", "  data_files:"]
-            for split in splits:
-                lines += [f"  - split: {split}", f"    path: {config}/{split}-00000-of-00001.parquet"]
-        (root / name).mkdir(parents=True)
-        (root / name / "README.md").write_text("\n".join([*lines, "---", "A card.", ""]))
+
+    def files(*splits: str) -> dict[str, str]:
+        return {split: f"{split}-*" for split in splits}
+
+    write_card(root / "Salesforce" / "wikitext", {"wikitext-103-v1": files(first, "validation")})
+    names = ("mnli", "qnli", "qqp", "sst2")
+    write_card(root / "nyu-mll" / "glue", {name: files("train", "validation") for name in names})
     return root
 
 
@@ -246,10 +245,21 @@ def test_a_wrong_request_is_one_sentence_and_exit_code_2(
 
 
 def test_a_set_without_training_data_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    root = mirror(tmp_path / "hub")
-    card = root / "Salesforce" / "wikitext" / "README.md"
-    card.write_text(card.read_text().replace("split: train", "split: test"))
+    root = mirror(tmp_path / "hub", first="test")
     done = lln("fig8", "--scale", "mini", "--data-root", root, "--out", tmp_path / "out", short=False)
     assert done.exit_code == 2
     assert "wikitext-103-v1 has no split 'train' here (it has test, validation)" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_mnli_is_scored_on_the_parts_that_a_mirror_has(tmp_path: Path) -> None:
+    texts = [f"{word} sentence number {i}" for i, word in enumerate(("one", "another", "a third"))]
+    content = {"premise": texts, "hypothesis": texts[::-1], "label": [0, 1, 2]}
+    config = change(recipe("glue", "mini", "softmax", "mnli"), {"data.vocabulary": "300", "data.length": "32"})
+    for parts in (["validation_matched"], ["validation_matched", "validation_mismatched"]):
+        root = tmp_path / str(len(parts))
+        write_set(root, "nyu-mll/glue", "mnli", dict.fromkeys(["train", *parts], content))
+        assert list(load_data(config, root).evaluations) == parts
+    write_set(tmp_path / "none", "nyu-mll/glue", "mnli", {"train": content})
+    with pytest.raises(DataError, match="validation_matched"):
+        load_data(config, tmp_path / "none")
