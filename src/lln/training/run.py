@@ -22,6 +22,7 @@ from lln.training.graph import GraphTrainer, check_graph
 from lln.training.models import build, check_attention
 from lln.training.recording import Recording
 from lln.training.runs import Run, step_of
+from lln.training.shard import ShardedTrainer, check_shards
 from lln.training.tasks import Place, TaskData, carry_tokenizer, load
 from lln.training.trainer import (
     Metrics,
@@ -78,6 +79,8 @@ def train(
         check_graph(config, processes)
         if device == "cpu":
             say("graph: there is no CUDA graph on a CPU; the same steps are run one by one.")
+    if config.fsdp:
+        check_shards(config, processes)
     run = Run(folder, config.to_dict()) if writes else None
     if run is not None and run.result is not None:
         say(f"{folder} is finished: its result is shown again.")
@@ -103,7 +106,7 @@ def work(
     if run is not None:
         callbacks.append(Metrics(run))
     words = config.task == "mlm"
-    kind = GraphTrainer if config.graph else RunTrainer
+    kind = GraphTrainer if config.graph else ShardedTrainer if config.fsdp else RunTrainer
     trainer = kind(
         model=model,
         args=settings,
@@ -118,7 +121,7 @@ def work(
     trainer.remove_callback(PrinterCallback)
     if isinstance(trainer, GraphTrainer):
         trainer.record_every = config.record_every
-    if run is not None and config.record_every:
+    if config.record_every and (run is not None or config.fsdp):  # all that hold a part of a gradient have to measure
         trainer.add_callback(Recording(run, config.record_every, trainer.log, lambda: loss_scale(trainer)))
     checkpoint = None
     if run is not None:
@@ -131,11 +134,14 @@ def work(
     checkpoint = shared(checkpoint, folder)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*'pin_memory' argument is set as true but no accelerator.*")
+        # Some parts of the head return views of what they got. Nothing here changes them in place.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         measured = trainer.evaluate(metric_key_prefix="final")
+    whole = trainer.whole_state() if isinstance(trainer, ShardedTrainer) else None
     result = outcome(config, data, model, measured, settings.device, time.monotonic() - start)
     if run is not None:
-        model.save_pretrained(folder / MODEL)
+        model.save_pretrained(folder / MODEL, state_dict=whole)
         carry_tokenizer(data, folder / MODEL)
         run.finish(result)
     return result

@@ -37,6 +37,8 @@ class RunTrainer(Trainer):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # each process has a file in it
         if self.args.should_save:
             folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             (folder / "training_args.bin").unlink()  # a pickle, and config.json says more
