@@ -1,4 +1,4 @@
-"""Every attention that is a function of q, k, v works in transformers' models under its own name."""
+"""Every attention on q, k, v works in transformers' models under its own name."""
 
 import json
 import re
@@ -19,6 +19,7 @@ from lln.hf.masks import lln_mask
 from reference import relative_error
 
 PEERS = [name for name in lln.hf.IMPLEMENTATIONS if name not in ("lln", "lln_diag")]
+LEARNED = [name for name in PEERS if lln.mechanisms()[name].parameters]
 OPTIONS: dict[str, dict[str, Any]] = {
     "elu": {"block_size": 8, "mix": 0.3},
     "performer": {"features": 24, "seed": 3},
@@ -36,8 +37,8 @@ def peer(kind: str, name: str, **options: Any) -> Any:
     return lln.hf.convert(build(kind, "sdpa"), name, **(options or OPTIONS.get(name, {})))
 
 
-def test_all_that_need_no_parameters_are_registered_and_nothing_else() -> None:
-    want = {name for name, m in lln.mechanisms().items() if not m.parameters} - {"softmax", "flash"}
+def test_all_on_queries_and_keys_are_registered_and_nothing_else() -> None:
+    want = {name for name, m in lln.mechanisms().items() if m.kind != "mixer"} - {"softmax"}
     assert set(lln.hf.IMPLEMENTATIONS) == want
     assert not [name for name in want if "flash" in name]
     assert {"elu", "performer", "cosformer", "nystromformer", "reformer", "transnormer_t2"} <= want
@@ -73,7 +74,10 @@ def test_bert_computes_what_lln_attention_computes(name: str) -> None:
     assert len(calls) == 2
     for call in calls:
         mask = given["attention_mask"].bool()
-        want = lln.attention(name, call.q, call.k, call.v, key_mask=mask, **OPTIONS.get(name, {}))
+        if name in LEARNED:
+            want = call.module.lln_peer.attention(call.q, call.k, call.v, key_mask=mask)
+        else:
+            want = lln.attention(name, call.q, call.k, call.v, key_mask=mask, **OPTIONS.get(name, {}))
         assert relative_error(call.out.transpose(1, 2), want) < 1e-12
     assert relative_error(ours, output(build("bert", "sdpa"), **given)) > 3e-4  # Based comes near
     assert relative_error(ours, output(build("bert", "lln"), **given)) > 1e-3
@@ -185,11 +189,13 @@ def test_options_stay_while_another_attention_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"implementation": "softmax"}, "implementation must be one of lln, lln_diag, block_diagonal"),
-    ({"implementation": "hedgehog"}, "implementation must be one of lln, lln_diag, block_diagonal"),
+    ({"implementation": "tnn"}, "implementation must be one of lln, lln_diag, block_diagonal"),
     ({"implementation": "elu", "features": 3}, "elu has no option 'features'"),
     ({"implementation": "nystromformer", "block_size": 8}, "nystromformer has no option 'block_size'"),
     ({"implementation": "block_diagonal", "mix": 0.3}, "block_diagonal has no option 'mix'"),
     ({"implementation": "nystromformer", "landmarks": 0}, "landmarks must be a positive int"),
+    ({"implementation": "linformer", "rank": 0}, "rank must be a positive int"),
+    ({"implementation": "linformer", "rows": 3}, "linformer has no option 'rows'"),
     ({"implementation": "elu", "block_size": -1}, "block_size must be a positive int"),
     ({"implementation": "elu", "mix": 0.3}, "mix weighs LLN against the blocks and needs block_size"),
     ({"implementation": "elu", "matching": "paper"}, "matching goes with 'lln' and 'lln_diag'"),
@@ -246,3 +252,57 @@ def test_compiled_in_one_graph() -> None:
     with torch.no_grad():
         found = output(torch.compile(model, backend="aot_eager", fullgraph=True), **given)
     assert relative_error(found, want) < 1e-12
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_what_a_mechanism_learns_is_part_of_the_model(name: str, tmp_path: Path) -> None:
+    model, given = peer("bert", name), inputs("bert")
+    plain = build("bert", "sdpa")
+    own = {n: p for n, p in model.named_parameters() if "lln_peer" in n}
+    assert own.keys() == set(dict(model.named_parameters())) - set(dict(plain.named_parameters()))
+    output(model, **given)
+    model(**given)[0].square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in own.values())
+    with torch.no_grad():
+        for p in own.values():
+            p.add_(0.01 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0), dtype=p.dtype))
+    want = output(model, **given)
+    model.save_pretrained(tmp_path)
+    loaded, about = type(model).from_pretrained(tmp_path, output_loading_info=True, dtype=torch.float64)
+    assert not about["missing_keys"]
+    assert not about["unexpected_keys"]
+    assert torch.equal(output(loaded.eval(), **given), want)
+    other = "hedgehog" if name != "hedgehog" else "elu"
+    with pytest.raises(ValueError, match=f"what {name} has learned in .* would be lost"):
+        lln.hf.convert(model, other)
+    assert torch.equal(output(model, **given), want)
+    model.set_attn_implementation("sdpa")
+    assert not torch.equal(output(model, **given), want)
+    model.set_attn_implementation(name)
+    assert torch.equal(output(model, **given), want)
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_a_model_without_what_is_learned_gets_its_first_values(name: str, tmp_path: Path) -> None:
+    plain = build("bert", "sdpa")
+    plain.save_pretrained(tmp_path)
+    loaded = type(plain).from_pretrained(tmp_path, attn_implementation=name, dtype=torch.float64).eval()
+    own = {n: p for n, p in loaded.named_parameters() if "lln_peer" in n}
+    torch.manual_seed(0)
+    fresh = loaded.encoder.layer[0].attention.self.lln_peer.built(torch.float64)
+    for layer in range(2):
+        for n, p in fresh.named_parameters():
+            found = own[f"encoder.layer.{layer}.attention.self.lln_peer.attention.{n}"]
+            assert found.shape == p.shape
+            assert float(found.detach().std()) == pytest.approx(float(p.detach().std()), rel=0.3)
+    assert output(loaded, **inputs("bert")).isfinite().all()
+
+
+def test_a_vision_model_knows_how_many_tokens_linformer_gets() -> None:
+    vit = tf.ViTModel(tf.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=12, patch_size=4,
+        attn_implementation="linformer", lln={"mechanisms": {"linformer": {"rank": 3}}},
+    ))  # fmt: skip
+    parameters = {n: p for n, p in vit.named_parameters() if "lln_peer" in n}
+    assert {tuple(p.shape) for p in parameters.values()} == {(10, 3)}
+    assert vit(torch.zeros(1, 3, 12, 12)).last_hidden_state.shape == (1, 10, 16)

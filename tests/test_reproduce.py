@@ -12,10 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 from lln.cli import app
-from lln.commands.reproduce import FigureName
+from lln.commands.reproduce import MEASURED, TRAINED, FigureName
 from lln.mechanisms.simple_kernels import FEATURES
 from lln.reproduce import concentration, distribution, sums
 from lln.reproduce.costs import TABLES
+from lln.reproduce.experiments import EXPERIMENTS
 from lln.reproduce.figure import Plan, Rows, run, value
 from lln.reproduce.figures import FIGURES
 
@@ -33,7 +34,9 @@ def results() -> dict[str, dict[str, Any]]:
 
 
 def test_the_command_line_knows_every_figure() -> None:
-    assert {name.value for name in FigureName} == {*FIGURES, *TABLES}
+    assert {name.value for name in FigureName} == {*FIGURES, *TABLES, *EXPERIMENTS}
+    assert set(TRAINED) == set(EXPERIMENTS)
+    assert set(MEASURED) == set(TABLES)
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -168,7 +171,7 @@ def test_the_command_writes_data_and_charts_and_says_what_holds(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["fig9"], "'fig9' is not one of"), (["fig2", "--seeds", "0"], "--seeds"), ([], "Missing argument")],
+    [(["fig11"], "'fig11' is not one of"), (["fig2", "--seeds", "0"], "--seeds"), ([], "Missing argument")],
 )
 def test_a_wrong_figure_is_one_sentence_and_exit_code_2(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["reproduce", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})

@@ -37,7 +37,8 @@ train(change(recipe("mlm", "tiny", attention), changes), folder, cache_dir=cache
 
 
 def config(attention: str = "lln_diag", **changes: str) -> Config:
-    return change(recipe("mlm", "tiny", attention), SMALL | {k.replace("__", "."): v for k, v in changes.items()})
+    small = {k: v for k, v in SMALL.items() if attention == "lln_diag" or not k.startswith("attention.options")}
+    return change(recipe("mlm", "tiny", attention), small | {k.replace("__", "."): v for k, v in changes.items()})
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,13 @@ from lln.recipes import NAMES, PRESETS, RECIPES, recipe
 from lln.training.config import Config, change
 from lln.training.runs import Run, broken, seal
 
+
+def begun(path: Path) -> Run:
+    run = Run(path, CONFIG)
+    run.begin()
+    return run
+
+
 CONFIG = {"task": "mlm", "optimisation": {"steps": 3, "betas": (0.9, 0.98)}}
 
 
@@ -23,7 +30,8 @@ def checkpoint(run: Run, step: int, sealed: bool = True) -> Path:
 
 
 def test_the_same_config_finds_its_run_again(tmp_path: Path) -> None:
-    Run(tmp_path / "run", CONFIG)
+    assert not (Run(tmp_path / "run", CONFIG).path).exists()  # nothing is written before it begins
+    begun(tmp_path / "run")
     assert Run(tmp_path / "run", CONFIG).result is None
     with pytest.raises(ValueError, match=r"optimisation.steps is 3 there and 4 here"):
         Run(tmp_path / "run", {"task": "mlm", "optimisation": {"steps": 4, "betas": (0.9, 0.98)}})
@@ -41,7 +49,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("harm", ["no manifest", "cut", "changed", "gone", "manifest cut"])
 def test_a_broken_checkpoint_gives_way_to_the_last_good_one(tmp_path: Path, harm: str) -> None:
-    run = Run(tmp_path / "run", CONFIG)
+    run = begun(tmp_path / "run")
     checkpoint(run, 9)
     good = checkpoint(run, 10)
     bad = checkpoint(run, 100, sealed=harm != "no manifest")  # the newest by number, not by name
@@ -62,13 +70,13 @@ def test_a_broken_checkpoint_gives_way_to_the_last_good_one(tmp_path: Path, harm
 
 
 def test_without_checkpoints_there_is_none(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", CONFIG)
+    run = begun(tmp_path / "run")
     (run.path / "checkpoint-draft").mkdir()
     assert run.newest(lambda text: None) is None
 
 
 def test_metrics_after_a_checkpoint_are_taken_back_and_half_lines_dropped(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", CONFIG)
+    run = begun(tmp_path / "run")
     for step in (1, 2, 3):
         run.log({"step": step, "loss": float("nan") if step == 2 else 0.5})
     with (run.path / "metrics.jsonl").open("a") as file:
@@ -81,7 +89,7 @@ def test_metrics_after_a_checkpoint_are_taken_back_and_half_lines_dropped(tmp_pa
 
 
 def test_two_processes_cannot_share_a_run(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", CONFIG)
+    run = begun(tmp_path / "run")
     with run.lock(), pytest.raises(ValueError, match="another process"), Run(tmp_path / "run", CONFIG).lock():
         pass
     with run.lock():

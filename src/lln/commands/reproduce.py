@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,19 +13,34 @@ from lln.commands.common import need, need_folder, parse_device, progress_bar
 
 EPILOG = (
     "Example: [bold]lln reproduce fig2 --quick[/bold] for a look in seconds; "
-    "[bold]lln reproduce table2 --scale paper --device cuda[/bold] on a GPU."
+    "[bold]lln reproduce table2 --scale paper --device cuda[/bold] on a GPU; "
+    "[bold]lln reproduce table1 --scale mini --data-root DIR --seeds 2 --attentions softmax,lln,lln:matching=entropy "
+    "--set mlm.data.name=corpus/mine[/bold] to train. At scale tiny, on two cores and with no download, table1 takes "
+    "about 10 minutes, table5 20, fig8 6, fig10 3, table3, fig1 and fig9 1 or 2. Stopped, the same command goes on; "
+    "[bold]lln reproduce fig8 --from DIR[/bold] draws from runs that exist."
 )
 
 
 class FigureName(enum.StrEnum):
+    table1 = "table1"
+    table2 = "table2"
+    table3 = "table3"
+    table4 = "table4"
+    table5 = "table5"
+    fig1 = "fig1"
     fig2 = "fig2"
     fig5a = "fig5a"
     fig5b = "fig5b"
     fig6a = "fig6a"
     fig6b = "fig6b"
     fig7 = "fig7"
-    table2 = "table2"
-    table4 = "table4"
+    fig8 = "fig8"
+    fig9 = "fig9"
+    fig10 = "fig10"
+
+
+TRAINED = ("table1", "table3", "table5", "fig1", "fig8", "fig9", "fig10")  # from training runs
+MEASURED = ("table2", "table4")  # of single training steps
 
 
 class Scale(enum.StrEnum):
@@ -35,17 +51,69 @@ class Scale(enum.StrEnum):
 
 def reproduce(
     figure: Annotated[FigureName, typer.Argument(help="A figure or table of the paper.")],
-    out: Annotated[Path, typer.Option(help="Folder for the data (JSON) and the charts (SVG).")] = Path("reproduced"),
+    out: Annotated[
+        Path, typer.Option(help="Folder for data (JSON, CSV), tables (Markdown), charts (SVG) and runs.")
+    ] = Path("reproduced"),
     quick: Annotated[bool, typer.Option("--quick", help="Shorter sequences and fewer draws.")] = False,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Sets of draws.", show_default="4, quick 2")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of all draws.")] = 0,
-    scale: Annotated[Scale, typer.Option(help="Of a table: sizes of models and sequences.")] = Scale.tiny,
-    device: Annotated[str, typer.Option(help="Of a table: cpu, cuda, ...", callback=parse_device)] = "cpu",
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Sets of draws, or training runs.", show_default="4, quick 2; runs 1")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    scale: Annotated[Scale, typer.Option(help="Sizes of models, sequences and runs.")] = Scale.tiny,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda.", callback=parse_device, show_default="cuda if there is one")
+    ] = None,
+    attentions: Annotated[
+        str | None, typer.Option(help="Of runs: names, with options like lln:alpha=2.", show_default="the paper's")
+    ] = None,
+    tasks: Annotated[str | None, typer.Option(help="Of table1 and table5.", show_default="all")] = None,
+    tunings: Annotated[
+        int | None, typer.Option(min=1, help="Fine-tunings of each pre-trained model.", show_default="3, tiny 1")
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="An option of runs, like precision=bfloat16, or of some of them, glue.sst2.data.length=64."
+        ),
+    ] = None,
+    data_root: Annotated[
+        Path | None, typer.Option(help="Folder with data in the Hub's layout.", envvar="LLN_DATA_ROOT")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Run nothing: use the runs, or the result, in this folder.")
+    ] = None,
+    no_charts: Annotated[bool, typer.Option("--no-charts", help="Draw nothing; --from draws later.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and run nothing.")] = False,
+    retry: Annotated[bool, typer.Option("--retry-failed", help="Run failed runs again.")] = False,
+    keep: Annotated[bool, typer.Option("--keep-all", help="Keep checkpoints and all models of finished runs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Make a figure or table of the paper from scratch and say whether its claims hold, in numbers."""
     need_folder(out)
-    if figure.value.startswith("table"):
-        reproduce_costs(figure.value, scale.value, device, out, repeats=1 if quick else 3, seed=seed)
+    name = figure.value
+    if name in TRAINED:
+        need("train")
+        if quick:
+            raise typer.BadParameter(f"{name} is made of runs: --scale says how long they are.", param_hint="--quick")
+
+        from lln.commands.runs import Request, reproduce_runs
+
+        reproduce_runs(
+            Request(
+                name=name, scale=scale.value, attentions=attentions, tasks=tasks, seeds=seeds or 1, first=seed,
+                tunings=tunings, changes=changes or [], data_root=data_root, device=device, out=out, source=source,
+                charts=not no_charts, dry_run=dry_run, retry=retry, keep=keep, as_json=as_json,
+            )
+        )  # fmt: skip
+        return
+    given = {
+        "--attentions": attentions, "--tasks": tasks, "--tunings": tunings, "--set": changes, "--from": source,
+        "--no-charts": no_charts, "--dry-run": dry_run, "--retry-failed": retry, "--keep-all": keep,
+    }  # fmt: skip
+    if foreign := [option for option, value in given.items() if value]:
+        raise typer.BadParameter(f"it goes with {', '.join(TRAINED)}, not with {name}.", param_hint=foreign[0])
+    if name in MEASURED:
+        reproduce_costs(name, scale.value, device, out, repeats=1 if quick else 3, seed=seed, as_json=as_json)
         return
     need("report")
 
@@ -59,13 +127,22 @@ def reproduce(
     with progress_bar(chosen.steps(plan)) as step:
         result = run(chosen, plan, seed, step)
     paths = write(chosen, plan, result, out)
-    typer.echo(f"{chosen.name}: {chosen.title}")
-    for verdict in result["verdicts"]:
+    if as_json:
+        typer.echo(json.dumps(result, indent=1))
+    else:
+        show_verdicts(f"{chosen.name}: {chosen.title}", result["verdicts"])
+        typer.echo(f"\nWritten: {', '.join(map(str, paths))}.")
+
+
+def show_verdicts(title: str, verdicts: list[dict[str, Any]]) -> None:
+    typer.echo(title)
+    for verdict in verdicts:
         typer.echo(f"\n{'holds' if verdict['holds'] else 'DOES NOT HOLD'}: {verdict['claim']}\n  {verdict['sentence']}")
-    typer.echo(f"\nWritten: {', '.join(map(str, paths))}.")
 
 
-def reproduce_costs(name: str, scale: str, device: str, out: Path, *, repeats: int, seed: int) -> None:
+def reproduce_costs(
+    name: str, scale: str, device: str | None, out: Path, *, repeats: int, seed: int, as_json: bool
+) -> None:
     need("train")
 
     import torch
@@ -74,11 +151,12 @@ def reproduce_costs(name: str, scale: str, device: str, out: Path, *, repeats: i
     from lln.reproduce.costs import TABLES, markdown, measure, write
 
     table = TABLES[name]
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with progress_bar(len(table.cells(scale))) as step:
         result = measure(
             table, scale, device=torch.device(device), repeats=repeats, seed=seed, progress=step,
             store=lambda found: write_json(out / f"{name}.json", found),
         )  # fmt: skip
     paths = write(table, result, out)
-    typer.echo(markdown(table, result))
+    typer.echo(json.dumps(result, indent=1) if as_json else markdown(table, result))
     typer.echo(f"Written: {', '.join(map(str, paths))}.", err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +36,7 @@ def train(
     report_to: Annotated[str, typer.Option(help="tensorboard, wandb, trackio, with commas between.")] = "",
     device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")] = None,
     graph: Annotated[bool, typer.Option("--graph", help="Capture the whole step in a CUDA graph.")] = False,
+    fsdp: Annotated[bool, typer.Option("--fsdp", help="Spread weights over the processes of torchrun.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the config and sizes, and train nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -51,8 +53,7 @@ def train(
 
     asked = dict(pair(text) for text in changes or [])
     asked["seed"] = str(seed)
-    if graph:
-        asked["graph"] = "yes"
+    asked |= {name: "yes" for name, on in (("graph", graph), ("fsdp", fsdp)) if on}
     if start is not None:
         asked["model.start"] = str(start)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -85,6 +86,8 @@ def train(
             err=True,
         )
         raise typer.Exit(1) from None
+    if os.environ.get("RANK", "0") != "0":
+        return
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
@@ -102,8 +105,6 @@ class bar:
     """A progress bar with the last values beside it, on stderr; in processes that do not write, nothing."""
 
     def __init__(self, steps: int) -> None:
-        import os
-
         from rich.console import Console
         from rich.progress import (
             BarColumn,

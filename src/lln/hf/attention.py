@@ -12,11 +12,13 @@ from transformers.utils.output_capturing import _active_collector
 
 from lln.hf.cache import StateLayer, layer_of
 from lln.hf.find import in_units
+from lln.hf.learned import LearnedPeer
 from lln.hf.masks import lln_mask, split
 from lln.hf.modules import ModelAttention
 from lln.hf.options import IMPLEMENTATIONS
 from lln.hf.peers import LLN, Peer
 
+Attached = ModelAttention | Peer | LearnedPeer
 # Arguments that change which pairs attend or how much, by what they are.
 REFUSED = {
     "position_bias": "a bias of single query-key pairs",
@@ -98,7 +100,7 @@ def attend(
 
 
 def run(
-    attention: ModelAttention | Peer,
+    attention: Attached,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -118,7 +120,7 @@ def run(
 
 def with_state(
     layer: StateLayer,
-    attention: ModelAttention | Peer,
+    attention: Attached,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -129,7 +131,7 @@ def with_state(
 ) -> tuple[Tensor, Tensor | None]:
     """Keys that came through an LLNCache follow those in its state."""
     name = type(module).__name__
-    if isinstance(attention, Peer):
+    if isinstance(attention, (Peer, LearnedPeer)):
         raise ValueError(
             f"past_key_values: LLNCache keeps the state of 'lln' and 'lln_diag', and {name} runs "
             f"{attention.implementation!r}; use DynamicCache."
@@ -164,7 +166,7 @@ def with_state(
 
 
 def after_cached(
-    attention: ModelAttention | Peer,
+    attention: Attached,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -184,9 +186,9 @@ def after_cached(
     return out[:, past:], None if weights is None else weights[:, :, past:]
 
 
-def attached(module: Any, implementation: str) -> ModelAttention | Peer:
+def attached(module: Any, implementation: str) -> Attached:
     attention = getattr(module, "lln" if implementation in LLN else "lln_peer", None)
-    if not isinstance(attention, (ModelAttention, Peer)) or attention.implementation != implementation:
+    if not isinstance(attention, Attached) or attention.implementation != implementation:
         raise RuntimeError(
             f"{type(module).__name__} was not set up for attn_implementation={implementation!r}; call "
             f"model.set_attn_implementation({implementation!r}), or load the model after `import lln.hf`."

@@ -17,6 +17,7 @@ from transformers.generation import GenerationMode
 from lln.hf.cache import LLNCache
 from lln.hf.card import write_card
 from lln.hf.find import attention_modules, check_class, check_model, configs
+from lln.hf.learned import LearnedPeer
 from lln.hf.modules import ModelAttention, attach, check_saved
 from lln.hf.options import IMPLEMENTATIONS, read, runs_lln, runs_ours, write
 
@@ -84,7 +85,7 @@ def initialise(original: Any, model: PreTrainedModel, module: nn.Module, *args: 
     """Runs for every module when a checkpoint has been loaded, and when a model is built around others."""
     if runs_ours(model.config):
         align(module)
-    if not isinstance(module, ModelAttention):
+    if not isinstance(module, (ModelAttention, LearnedPeer)):
         return original(model, module, *args, **kwargs)
     if not module._is_hf_initialized:
         module.initialise()

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lln.hf.find import check_model, is_cross, own_modules, sizes, uses_interface
+from lln.hf.learned import peer_of
 from lln.hf.options import Options, read, runs_lln, runs_ours, write
-from lln.hf.peers import Peer
 from lln.moments import match_moments
 from lln.nn import LLNAttention
 from lln.weights import check_weights, dense_weights
@@ -158,7 +158,7 @@ def attach(model: PreTrainedModel, *, fresh: bool) -> None:
         peers = {}
         if runs_ours(part.config) and not runs_lln(part.config):
             held = options.mechanisms.get(implementation, {})
-            peers = {module: Peer.of(module, name, implementation, held) for name, module in hosts}
+            peers = {module: peer_of(module, name, implementation, held) for name, module in hosts}
         write(part.config, options)
         for _, module in hosts:
             follow(part, module)

@@ -1,4 +1,4 @@
-"""The other attentions of `lln.mechanisms()` as attn_implementation: those that are functions of q, k, v."""
+"""The other attentions of `lln.mechanisms()` as attn_implementation: those on q, k, v."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def free_names() -> tuple[str, ...]:
     functions = dict(ALL_ATTENTION_FUNCTIONS.items())
     taken = {"eager", "softmax", *ALL_MASK_ATTENTION_FUNCTIONS.keys(), *functions}
     taken -= {name for name, function in functions.items() if getattr(function, "is_lln", False)}
-    found = (m.name for m in mechanisms().values() if not m.parameters and m.name not in LLN)
+    found = (m.name for m in mechanisms().values() if m.kind != "mixer" and m.name not in LLN)
     return tuple(name for name in found if name not in taken and "flash" not in name)
 
 
@@ -48,11 +48,21 @@ def check_peer(name: str, options: Mapping[str, Any]) -> None:
     blocks = {"block_size": None, "mix": 0.5} if entry.kind == "kernel" else {}
     if not entry.mixes:
         blocks.pop("mix", None)
-    check_options(name, options, {**blocks, **entry.options})
+    own = {"max_length": None, **entry.module_options} if entry.parameters else entry.options
+    check_options(name, options, {**blocks, **own})
     for option, value in options.items():
         if value is not None and not isinstance(value, (bool, int, float, str)):
             raise TypeError(f"lln: {option} of {name} must be a plain value that a config can keep; got "
                             f"{describe(value)}.")  # fmt: skip
+
+
+def check_use(entry: Mechanism, options: Mapping[str, Any], cross: bool, is_causal: bool) -> None:
+    """ValueError for what a mechanism cannot know from q, k, v alone."""
+    if cross:
+        entry.refuse("cross")
+    for feature, asked in (("cross", cross), ("causal", is_causal and not options.get("max_length"))):
+        if asked and (why := IN_MODELS.get((entry.name, feature))):
+            raise ValueError(f"{entry.name} does not support {feature} attention in models: {why}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +80,7 @@ class Peer:
         cross = is_cross(host, name)
         with torch.device("cpu"):  # one token, to hear now and not in the first call what is wrong with the options
             token = torch.zeros(1, 1, 1, head_dim)
-        attention(implementation, token, token, token, **options)
+            attention(implementation, token, token, token, **options)
         if cross:  # as for LLN+Diag: blocks need one sequence
             options = {k: v for k, v in options.items() if k not in ("block_size", "mix")}
         return cls(implementation, dict(options), scale, cross)
@@ -82,20 +92,12 @@ class Peer:
     def check_lengths(self, host: str, length: int, keys: int) -> None:
         """Any lengths will do that the mechanism takes."""
 
-    def check(self, is_causal: bool) -> None:
-        """What a mechanism cannot know from q, k, v alone."""
-        if self.cross:
-            self.entry.refuse("cross")
-        for feature, asked in (("cross", self.cross), ("causal", is_causal and not self.options.get("max_length"))):
-            if asked and (why := IN_MODELS.get((self.implementation, feature))):
-                raise ValueError(f"{self.implementation} does not support {feature} attention in models: {why}.")
-
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, key_mask: Tensor | None,
         query_mask: Tensor | None, cu_seqlens: Any, dropout: float,
     ) -> Tensor:  # fmt: skip
         """[B, H, N, E]; query_mask is for statistics, and there are none."""
-        self.check(is_causal)
+        check_use(self.entry, self.options, self.cross, is_causal)
         return attention(
             self.implementation, query, key, value, is_causal=is_causal, key_mask=key_mask, cu_seqlens=cu_seqlens,
             dropout_p=dropout, scale=self.scale, **self.options,

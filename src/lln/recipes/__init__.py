@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
+from lln.mechanisms import mechanisms
 from lln.recipes import glue, image, lra, mlm
 from lln.training.config import Attention, Config
 
@@ -13,6 +15,7 @@ RECIPES: dict[str, dict[str, Callable[..., Config]]] = {
     task.__name__.rpartition(".")[2]: {preset: getattr(task, preset) for preset in PRESETS}
     for task in (mlm, glue, image, lra)
 }
+BLOCK_SIZE = 64  # of kernels with blocks, where a preset says nothing
 NAMES: dict[str, list[str]] = {"glue": list(glue.TASKS), "lra": list(lra.TASKS)}  # tasks that come in several
 
 
@@ -29,10 +32,23 @@ def recipe(task: str, preset: str = "tiny", attention: str = "lln_diag", name: s
         raise ValueError(f"{task} has the tasks {', '.join(names)}; got {name!r}.")
     make = RECIPES[task][preset]
     config = make() if names is None else make(name or names[0])
-    # The options of presets are those of LLN and its blocks; another attention begins with its own defaults.
-    kept = {"lln_diag": config.attention.options}
-    kept["lln"] = {k: v for k, v in config.attention.options.items() if k != "block_size"}
-    return dataclasses.replace(config, attention=Attention(attention, kept.get(attention, {})))
+    return dataclasses.replace(config, attention=chosen(attention, config.attention.options))
+
+
+def chosen(name: str, preset: dict[str, Any]) -> Attention:
+    """An attention with what the options of a preset, which are LLN's and its blocks', mean to it. `elu_diag` and the
+    like are kernels with blocks."""
+    blocks = {k: v for k, v in preset.items() if k == "block_size"}
+    base = name.removesuffix("_diag")
+    if name == "lln_diag":
+        return Attention(name, preset)
+    if name == "lln":
+        return Attention(name, {k: v for k, v in preset.items() if k not in blocks})
+    if name == "block_diagonal":
+        return Attention(name, blocks)
+    if base != name and base in mechanisms() and mechanisms()[base].mixes:
+        return Attention(base, {"block_size": BLOCK_SIZE} | blocks)
+    return Attention(name)
 
 
 __all__ = ["NAMES", "PRESETS", "RECIPES", "recipe"]

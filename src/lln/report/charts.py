@@ -68,6 +68,7 @@ class Axis:
     title: str
     logarithmic: bool = False
     ticks: tuple[float, ...] | None = None  # of a logarithmic axis; None: powers of ten
+    from_zero: bool = False  # of a linear axis
 
 
 def lines(
@@ -134,6 +135,8 @@ def bars(rows: list[dict[str, Any]], styles: dict[str, Style], title: str) -> al
 
 
 def axis_options(axis: Axis, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    if axis.from_zero:
+        return {"title": axis.title, "scale": alt.Scale(zero=True, nice=False)}
     if not axis.logarithmic:
         return {"title": axis.title, "scale": alt.Scale(zero=False, padding=10)}
     if axis.ticks is not None:

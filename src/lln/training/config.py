@@ -67,6 +67,7 @@ class Config:
     checkpointing: bool = False  # activations computed again in the backward pass
     compile: bool = False
     graph: bool = False  # the whole step as one CUDA graph
+    fsdp: bool = False  # weights, gradients and moments spread over the processes
     log_every: int = 10  # steps
     evaluate_every: int = 100
     save_every: int = 100

@@ -110,7 +110,7 @@ class GraphTrainer(RunTrainer):
         loss = self.compute_loss(model, inputs, num_items_in_batch=count)
         self.accelerator.backward(loss)
         limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else float("inf")
-        self.norm.copy_(self.accelerator.clip_grad_norm_(model.parameters(), limit))
+        self.norm.copy_(nn.utils.clip_grad_norm_(model.parameters(), limit))
         if watched:
             self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
         self.optimizer.step()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,17 +83,42 @@ class SequenceClassifier(PreTrainedModel):
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
+def without_coefficients(held: dict[str, Any] | None) -> tuple[dict[str, Any] | None, dict[str, float]]:
+    """(config.lln, {alpha, beta} where the options give them as numbers: Fig. 10). beta is alpha unless it is given."""
+    if held is None or "alpha" not in held:
+        return held, {}
+    alpha = float(held["alpha"])
+    given = {"alpha": alpha, "beta": float(held.get("beta", alpha))}
+    kept = {k: v for k, v in held.items() if k not in given}
+    return kept | {"statistics": "fixed", "coefficients": "head"}, given
+
+
+def keep_positions(settings: Any, config: Config) -> None:
+    """A model that goes on with shorter sequences keeps the positions that it has learned."""
+    before = json.loads((Path(config.model.start) / "config.json").read_text(encoding="utf-8"))
+    known = before.get("max_position_embeddings")
+    if known is None:
+        return
+    if settings.max_position_embeddings > known:
+        most = config.data.length - (settings.max_position_embeddings - known)
+        raise ValueError(f"data.length: {config.model.start} knows {most} positions; got {config.data.length}.")
+    settings.max_position_embeddings = known
+
+
 def build(config: Config, sizes: Sizes) -> PreTrainedModel:
     """A new model, or the one in the folder `model.start` with a new head."""
     kind: Any
     settings, kind = described(config, sizes)
-    settings.lln = held_options(config)
+    settings.lln, given = without_coefficients(held_options(config))
     implementation = SOFTMAX if config.attention.name == "softmax" else config.attention.name
     if config.model.start:
+        keep_positions(settings, config)
         model = kind.from_pretrained(config.model.start, config=settings, attn_implementation=implementation)
     else:
         settings._attn_implementation = implementation
         model = kind(settings)
+    if given:
+        lln.hf.convert(model, implementation, alpha=given["alpha"], beta=given["beta"])
     if config.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     found: PreTrainedModel = model
@@ -101,11 +128,33 @@ def build(config: Config, sizes: Sizes) -> PreTrainedModel:
 def held_options(config: Config) -> dict[str, Any] | None:
     """config.lln of the model."""
     name, options = config.attention.name, copy.deepcopy(config.attention.options)
+    if name == "softmax":
+        return None
     if name in ("lln", "lln_diag"):
         return {"implementation": name, **options}
-    if name not in lln.hf.IMPLEMENTATIONS:
-        return None
     return {"implementation": name, "mechanisms": {name: options}}
+
+
+def check_attention(config: Config) -> None:
+    """ValueError or TypeError, in one sentence, for what no model of a recipe could run."""
+    name = config.attention.name
+    known = ("softmax", *lln.hf.IMPLEMENTATIONS)
+    entry = lln.mechanisms().get(name)
+    if entry is not None and entry.kind == "mixer":
+        raise ValueError(
+            f"attention.name: {name} mixes hidden states in the place of the whole attention block, and the models of "
+            f"the recipes keep theirs; use one of {', '.join(known)}."
+        )
+    if name not in known:
+        raise ValueError(f"attention.name must be one of {', '.join(known)}; got {name!r}.")
+    if name == "softmax" and config.attention.options:
+        raise ValueError(f"attention.options: softmax takes none; got {', '.join(config.attention.options)}.")
+    held, _ = without_coefficients(held_options(config))
+    if held is not None:
+        unknown = sorted(set(held) - {field.name for field in dataclasses.fields(lln.hf.Options)})
+        if unknown:
+            raise ValueError(f"attention.options: {name} has no option {unknown[0]!r}.")
+        lln.hf.Options(**held)
 
 
 def described(config: Config, sizes: Sizes) -> tuple[PreTrainedConfig, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from lln.instruments import record
@@ -19,10 +20,11 @@ MEANS = ("temperature", "entropy", "spectral_gap", "log_variance", "alpha", "bet
 
 class Recording(TrainerCallback):
     """Records the first step and every so many steps after it: heads into the run's metrics.jsonl, means of layers also
-    through `log`, which is the Trainer's and reaches TensorBoard and the like."""
+    through `log`, which is the Trainer's and reaches TensorBoard and the like. Without a run: what other processes need
+    it for, and nothing is written."""
 
     def __init__(
-        self, run: Run, every: int, log: Callable[[dict[str, float]], None], scale: Callable[[], float | None]
+        self, run: Run | None, every: int, log: Callable[[dict[str, float]], None], scale: Callable[[], float | None]
     ) -> None:
         self.run, self.every, self.log, self.scale = run, every, log, scale
         self.recorder: Recorder | None = None
@@ -55,12 +57,16 @@ class Recording(TrainerCallback):
         if not self.rows:
             return
         rows, self.rows = [{k: v for k, v in row.items() if k != "step"} for row in self.rows], []
+        if self.run is None:
+            return
         self.run.log(
             {
                 "step": state.global_step, "heads": rows, "gradient_norms": self.gradients, "loss_scale": self.scale(),
             }
         )  # fmt: skip
+        due = control.should_log  # logging takes the mark away, and the loss of this step may still be to come
         self.log(layer_means(rows))
+        control.should_log = due
 
 
 def owner(layer: str) -> str:
@@ -69,8 +75,9 @@ def owner(layer: str) -> str:
 
 
 def gradient_norm(module: nn.Module) -> float:
-    squares = [float(p.grad.detach().double().square().sum()) for p in module.parameters() if p.grad is not None]
-    return math.sqrt(sum(squares))
+    gradients = [p.grad.detach() for p in module.parameters() if p.grad is not None]
+    whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
+    return math.sqrt(sum(float(g.double().square().sum()) for g in whole))
 
 
 def layer_means(rows: list[dict[str, Any]]) -> dict[str, float]:

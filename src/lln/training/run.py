@@ -19,9 +19,10 @@ from lln.bench.measure import provenance
 from lln.training.config import Config
 from lln.training.examples import Stream
 from lln.training.graph import GraphTrainer, check_graph
-from lln.training.models import build
+from lln.training.models import build, check_attention
 from lln.training.recording import Recording
 from lln.training.runs import Run, step_of
+from lln.training.shard import ShardedTrainer, check_shards
 from lln.training.tasks import Place, TaskData, carry_tokenizer, load
 from lln.training.trainer import (
     Metrics,
@@ -73,10 +74,13 @@ def train(
     if config.model.start and not (Path(config.model.start) / "config.json").is_file():
         raise ValueError(f"model.start: {config.model.start} holds no saved model (no config.json).")
     processes, writes = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0")) == 0
+    check_attention(config)
     if config.graph:
         check_graph(config, processes)
         if device == "cpu":
             say("graph: there is no CUDA graph on a CPU; the same steps are run one by one.")
+    if config.fsdp:
+        check_shards(config, processes)
     run = Run(folder, config.to_dict()) if writes else None
     if run is not None and run.result is not None:
         say(f"{folder} is finished: its result is shown again.")
@@ -102,7 +106,7 @@ def work(
     if run is not None:
         callbacks.append(Metrics(run))
     words = config.task == "mlm"
-    kind = GraphTrainer if config.graph else RunTrainer
+    kind = GraphTrainer if config.graph else ShardedTrainer if config.fsdp else RunTrainer
     trainer = kind(
         model=model,
         args=settings,
@@ -117,10 +121,11 @@ def work(
     trainer.remove_callback(PrinterCallback)
     if isinstance(trainer, GraphTrainer):
         trainer.record_every = config.record_every
-    if run is not None and config.record_every:
+    if config.record_every and (run is not None or config.fsdp):  # all that hold a part of a gradient have to measure
         trainer.add_callback(Recording(run, config.record_every, trainer.log, lambda: loss_scale(trainer)))
     checkpoint = None
     if run is not None:
+        run.begin()
         checkpoint = run.newest(say)
         run.go_back(0 if checkpoint is None else step_of(checkpoint))
         run.started(environment(config, data, model, settings.device))
@@ -129,11 +134,14 @@ def work(
     checkpoint = shared(checkpoint, folder)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*'pin_memory' argument is set as true but no accelerator.*")
+        # Some parts of the head return views of what they got. Nothing here changes them in place.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         measured = trainer.evaluate(metric_key_prefix="final")
+    whole = trainer.whole_state() if isinstance(trainer, ShardedTrainer) else None
     result = outcome(config, data, model, measured, settings.device, time.monotonic() - start)
     if run is not None:
-        model.save_pretrained(folder / MODEL)
+        model.save_pretrained(folder / MODEL, state_dict=whole)
         carry_tokenizer(data, folder / MODEL)
         run.finish(result)
     return result

@@ -23,7 +23,7 @@ from lln.files import write_json, write_text
 CONFIG, ENVIRONMENT, METRICS, RESULT, MANIFEST = (
     "config.json", "environment.json", "metrics.jsonl", "result.json", "manifest.json"
 )  # fmt: skip
-CHECKPOINT = "checkpoint-"
+CHECKPOINT, LOCK = "checkpoint-", ".lock"
 
 Say = Callable[[str], None]
 
@@ -35,14 +35,13 @@ class Run:
         if path.exists() and not path.is_dir():
             raise ValueError(f"{path} is a file; a run needs a folder.")
         held = self.read(CONFIG)
-        if held is None and path.exists() and any(path.iterdir()):
+        if held is None and path.exists() and any(p.name != LOCK for p in path.iterdir()):
             raise ValueError(f"{path} has files in it but no {CONFIG}, so it is no run; name another folder.")
-        asked = json.loads(json.dumps(config))
-        if held is not None and (changed := differences(held, asked)):
+        self.config = json.loads(json.dumps(config))
+        if held is not None and (changed := differences(held, self.config)):
             raise ValueError(
                 f"{path} holds a run with other settings: {'; '.join(changed)}. Name another folder or remove this one."
             )
-        write_json(path / CONFIG, asked)
 
     def read(self, name: str) -> Any:
         """What a JSON file of the run holds, None where there is none."""
@@ -57,6 +56,10 @@ class Run:
     def finish(self, result: dict[str, Any]) -> None:
         write_json(self.path / RESULT, result)
 
+    def begin(self) -> None:
+        """From now on the folder is this run's. What is refused before leaves no trace there."""
+        write_json(self.path / CONFIG, self.config)
+
     def started(self, environment: dict[str, Any]) -> None:
         write_json(self.path / ENVIRONMENT, [*(self.read(ENVIRONMENT) or []), environment])
 
@@ -65,7 +68,7 @@ class Run:
         """One process at a time: two would mix their metrics. A killed process leaves no lock behind."""
         from filelock import FileLock, Timeout
 
-        lock = FileLock(str(self.path / ".lock"))
+        lock = FileLock(str(self.path / LOCK))
         try:
             lock.acquire(timeout=0)
         except Timeout:

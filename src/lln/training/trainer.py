@@ -3,6 +3,7 @@ that was stopped goes on as if it had not been."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ class RunTrainer(Trainer):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()  # each process has a file in it
         if self.args.should_save:
             folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             (folder / "training_args.bin").unlink()  # a pickle, and config.json says more
@@ -45,6 +48,27 @@ class RunTrainer(Trainer):
         if not model.training:
             kwargs["num_items_in_batch"] = None  # see mean_over_tokens
         return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        scaler = self.accelerator.scaler
+        if scaler is not None and "loss" in logs:  # Figs. 8b and 10b: it changes from step to step
+            logs["loss_scale"] = float(scaler.get_scale())
+        super().log(logs, *args, **kwargs)
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        # save_pretrained gives some weights (ViT's) older names, and the Trainer does not translate them back: a run
+        # that goes on would begin with new weights.
+        self.model.save_pretrained = functools.partial(self.model.save_pretrained, save_original_format=False)
+        try:
+            super()._save(*args, **kwargs)
+        finally:
+            del self.model.save_pretrained
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        tied = set(self.model._tied_weights_keys or {})
+        if strange := sorted({*load_result.missing_keys, *load_result.unexpected_keys} - tied):
+            raise ValueError(f"The checkpoint is not one of this model: {strange[0]} is in one of the two only.")
+        self.model.tie_weights()
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
