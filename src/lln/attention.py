@@ -99,7 +99,7 @@ def lln_attention(
         [batch, heads, length, value dim] in the dtype of query; with return_state also the state.
 
     Raises:
-        ValueError or TypeError that names the argument, what came, and what is allowed.
+        ValueError or TypeError: it names the argument, what came, and what is allowed.
     """
     query, key, value = autocast(query, key, value)
     call = check_call(

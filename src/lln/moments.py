@@ -57,7 +57,7 @@ def match_moments(
         their device without waiting for it. They carry no gradient.
 
     Raises:
-        ValueError for a number that is not positive, an unknown matching, or a head_dim the curves do not cover.
+        ValueError: for a number that is not positive, an unknown matching, or a head_dim the curves do not cover.
     """
     if matching not in MATCHINGS:
         raise ValueError(f"matching must be 'paper', 'variance' or 'entropy'; got {matching!r}.")
@@ -224,7 +224,7 @@ def match_data(
     spread) eq. (10) stands in.
 
     Raises:
-        ValueError or TypeError that names the argument.
+        ValueError or TypeError: it names the argument.
     """
     if target not in ("entropy", "variance"):
         raise ValueError(f"target must be 'entropy' or 'variance'; got {target!r}.")

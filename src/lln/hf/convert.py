@@ -63,7 +63,7 @@ def convert(
         The model.
 
     Raises:
-        ValueError or TypeError that names the argument. The model is as it was then.
+        ValueError or TypeError: it names the argument. The model is as it was then.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers model; got {type(model).__name__}.")

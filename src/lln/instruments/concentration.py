@@ -45,7 +45,7 @@ def entropy(
         exact entropy with probability `confidence` (normal approximation).
 
     Raises:
-        ValueError for both samples and width, or for one that is not positive.
+        ValueError: for both samples and width, or for one that is not positive.
     """
     if samples is None and width is None:
         return p.collect([mean_of_rows(group, row_entropies(group)) for group in p.groups()])

@@ -173,7 +173,7 @@ def gaussian_fit(
     defaults to key_mask where the lengths are equal.
 
     Raises:
-        ValueError or TypeError that names the argument.
+        ValueError or TypeError: it names the argument.
     """
     check_pair(q, k)
     check_masks(q, k, key_mask, query_mask, False, ("q", "k"))

@@ -213,7 +213,7 @@ def softmax_map(
         query_mask: [batch, length] bool, rows that count; default key_mask where the lengths are equal.
 
     Raises:
-        ValueError or TypeError that names the argument.
+        ValueError or TypeError: it names the argument.
     """
     check_pair(q, k)
     check_masks(q, k, key_mask, query_mask, is_causal, ("q", "k"))
@@ -245,7 +245,7 @@ def lln_map(
         scale: of the softmax in the blocks, default 1 / sqrt(dim).
 
     Raises:
-        ValueError or TypeError that names the argument.
+        ValueError or TypeError: it names the argument.
     """
     check_pair(q, k)
     check_masks(q, k, key_mask, query_mask, is_causal, ("q", "k"))
@@ -275,7 +275,7 @@ def kernel_map(
         is_causal, key_mask, query_mask: as for softmax_map.
 
     Raises:
-        ValueError or TypeError that names the argument; for values that make no weights, when the map is measured.
+        ValueError or TypeError: it names the argument; for values that make no weights, when the map is measured.
     """
     check_pair(fq, fk, ("fq", "fk"))
     check_masks(fq, fk, key_mask, query_mask, is_causal, ("fq", "fk"))
@@ -294,7 +294,7 @@ def dense_map(
     is_causal promises that p is lower triangular; the masks are as for softmax_map.
 
     Raises:
-        ValueError or TypeError that names the argument.
+        ValueError or TypeError: it names the argument.
     """
     p = check_dense(p)
     # One column and one row of p have the batch, length and device of queries and keys.

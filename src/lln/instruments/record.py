@@ -57,8 +57,9 @@ def record(
         A Recorder, to be used as a context manager.
 
     Raises:
-        ValueError or TypeError that names the argument; on entering, ValueError for a model in which nothing can be
-        observed; in a recorded step, ValueError for a layer that attends in a way that the instruments do not know.
+        ValueError or TypeError: it names the argument; on entering, ValueError for a model in which nothing can be
+            observed; in a recorded step, ValueError for a layer that attends in a way that the instruments do not
+            know.
     """
     return Recorder(model, every, samples, keep, instruments)
 

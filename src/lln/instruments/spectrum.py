@@ -35,8 +35,8 @@ def spectral_gap(p: AttentionMap, *, tolerance: float = 1e-7) -> Tensor:
         tolerance: of the iteration for long softmax, LLN+Diag and dense maps.
 
     Raises:
-        ValueError for a cross map: it is not square over one sequence and has no eigenvalues.
-        RuntimeError where the iteration does not get to the tolerance.
+        ValueError: for a cross map: it is not square over one sequence and has no eigenvalues.
+        RuntimeError: where the iteration does not get to the tolerance.
     """
     check_tolerance(tolerance)
     if not p.one_sequence:
@@ -62,7 +62,7 @@ def principal_std(p: AttentionMap, *, tolerance: float = 1e-7) -> Tensor:
         tolerance: of the iteration for other maps that are long.
 
     Raises:
-        RuntimeError where the iteration does not get to the tolerance.
+        RuntimeError: where the iteration does not get to the tolerance.
     """
     check_tolerance(tolerance)
     if p.factored:

@@ -43,7 +43,7 @@ def temperature(
         options: of softmax_map or lln_map: key_mask, query_mask, is_causal, scale, block_size, mix.
 
     Raises:
-        ValueError or TypeError that names the argument.
+        ValueError or TypeError: it names the argument.
     """
     if isinstance(q, AttentionMap):
         if k is not None or alpha is not None or beta is not None or options:

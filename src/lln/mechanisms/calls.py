@@ -50,7 +50,7 @@ def attention(
         [batch, heads, length, value dim] in the dtype of query. A row with nothing to attend to is zero.
 
     Raises:
-        ValueError or TypeError in one sentence, also for what the mechanism does not support.
+        ValueError or TypeError: in one sentence, also for what the mechanism does not support.
     """
     entry = find(name)
     if entry.function is None:
@@ -70,7 +70,7 @@ def attention_matrix(name: str, query: Tensor, key: Tensor, **arguments: Any) ->
     for looking at. Arguments as for `lln.attention`.
 
     Raises:
-        ValueError for mechanisms whose output is not P v with a P that v has no part in.
+        ValueError: for mechanisms whose output is not P v with a P that v has no part in.
     """
     if not find(name).matrix:
         raise ValueError(f"{name} has no attention matrix: its output is not a P of query and key, times value.")

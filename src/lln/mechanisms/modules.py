@@ -116,7 +116,7 @@ def mechanism(
             `lln.mechanisms()[name].module_options`.
 
     Raises:
-        ValueError or TypeError in one sentence.
+        ValueError or TypeError: in one sentence.
     """
     entry = find(name)
     if entry.module is not None:

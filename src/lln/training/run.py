@@ -69,7 +69,9 @@ def train(
     whole checkpoint; one that is finished is not run again.
 
     Raises:
-        ValueError for settings that do not fit; DataError for data; NotFinite where the loss is.
+        ValueError: settings that do not fit.
+        DataError: data that are not there or not as they should be.
+        NotFinite: a loss that is NaN or infinite.
     """
     if config.model.start and not (Path(config.model.start) / "config.json").is_file():
         raise ValueError(f"model.start: {config.model.start} holds no saved model (no config.json).")
