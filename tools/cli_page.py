@@ -1,0 +1,101 @@
+"""docs/cli.md, from what the command line says about itself.
+
+It is read from the functions behind the commands, whose annotations are the same with every version of typer.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import re
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import typer
+from rich.text import Text
+from typer.models import ArgumentInfo
+
+from lln.cli import app
+
+HEAD = """# Command line
+
+Made by `make pages` from the help texts; a test compares. `lln COMMAND --help` prints the same, and
+`lln --install-completion` teaches the shell to complete commands and options.
+
+"""
+
+
+def plain(text: str) -> str:
+    """Help text without rich's markup; what it shows in bold, commands, as code."""
+    coded = re.sub(r"\[bold\](.*?)\[/bold\]", r"`\1`", text.strip(), flags=re.DOTALL)
+    return Text.from_markup(coded).plain.replace("|", "\\|")
+
+
+def paragraphs(text: str) -> str:
+    return "\n\n".join(" ".join(part.split()) for part in plain(text).split("\n\n"))
+
+
+def names(parameter: inspect.Parameter, info: Any) -> str:
+    if isinstance(info, ArgumentInfo):
+        return f"`{info.metavar or parameter.name.upper()}`"
+    # Inside Annotated typer takes a first name for a default until it makes the command.
+    texts = [info.default, *(info.param_decls or ())]
+    given = [text for text in texts if isinstance(text, str) and text.startswith("-")]
+    return ", ".join(f"`{name}`" for name in given or [f"--{parameter.name.replace('_', '-')}"])
+
+
+def value(parameter: inspect.Parameter, kind: Any, info: Any) -> str:
+    """What may be given, and what is taken where nothing is."""
+    words = []
+    for part in (kind, *typing.get_args(kind)):
+        if isinstance(part, type) and issubclass(part, enum.Enum):
+            words.append(f"One of {', '.join(f'`{member.value}`' for member in part)}.")
+    default = parameter.default
+    if isinstance(info.show_default, str):
+        words.append(f"Default: {info.show_default}.")
+    elif default is inspect.Parameter.empty:
+        words.append("Required.")
+    elif default is not None and default is not False and default != "":
+        words.append(f"Default: `{default.value if isinstance(default, enum.Enum) else default}`.")
+    if info.envvar:
+        words.append(f"Or the environment variable `{info.envvar}`.")
+    return " ".join(words)
+
+
+def table(function: Callable[..., Any]) -> list[str]:
+    rows = []
+    hints = typing.get_type_hints(function, include_extras=True)
+    for parameter in inspect.signature(function).parameters.values():
+        kind, *extras = typing.get_args(hints[parameter.name]) or (hints[parameter.name],)
+        info = next((extra for extra in extras if hasattr(extra, "param_decls")), None)
+        if info is None or info.hidden:
+            continue
+        told = " ".join(filter(None, (plain(" ".join((info.help or "").split())), value(parameter, kind, info))))
+        rows.append(f"| {names(parameter, info)} | {told} |")
+    return ["| | |", "|---|---|", *rows, ""] if rows else []
+
+
+def sections(group: typer.Typer, path: str) -> list[str]:
+    lines = []
+    for command in group.registered_commands:
+        function = command.callback
+        assert function is not None
+        if command.hidden:
+            continue
+        name = command.name or function.__name__.replace("_", "-")
+        lines += [f"## {path} {name}", "", paragraphs(command.help or inspect.getdoc(function) or ""), ""]
+        lines += table(function)
+        if command.epilog:
+            lines += [paragraphs(command.epilog), ""]
+    for inner in group.registered_groups:
+        assert inner.typer_instance is not None
+        lines += sections(inner.typer_instance, f"{path} {inner.name}")
+    return lines
+
+
+def markdown() -> str:
+    lines = ["## lln", ""]
+    if app.registered_callback is not None and app.registered_callback.callback is not None:
+        lines += table(app.registered_callback.callback)
+    return HEAD + "\n".join(lines + sections(app, "lln")).rstrip() + "\n"
