@@ -1,0 +1,159 @@
+"""docs/benchmarks.md, from benchmarks/results/."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from lln.bench.measure import number
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+GPU = RESULTS / "2026-11-15-h200"
+GIB = 2**30
+
+HEAD = """# Benchmarks
+
+Made by `make pages` from what is stored in `benchmarks/results/`; a test compares. Every benchmark checks its result
+against float64 before it times anything, takes turns between what it compares, and reports medians, with quartiles in
+brackets. Every length that was measured is here, also those where softmax wins.
+
+"""
+
+
+def program(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def stored(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def made(result: dict[str, Any]) -> str:
+    p = result["provenance"]
+    threads = f", {p['threads']} threads" if p["threads"] > 1 else ", 1 thread"
+    return f"{p['device']}{'' if 'cuda' in p else threads}, torch {p['torch']}, {p['date'][:10]}, commit {p['commit']}"
+
+
+def link(path: Path) -> str:
+    return f"../{path.relative_to(ROOT).as_posix()}"
+
+
+def cpu() -> list[str]:
+    result = stored(RESULTS / "cpu_forward.json")
+    lines = [
+        "## Forward on a CPU", "", program("cpu_forward").table(result).strip(), "",
+        '"Bare products" is `q @ (k^T v)`, the arithmetic that no linear attention can avoid.', "",
+        f"Peak extra memory of a call, MiB (`{result['provenance']['command']}`):", "",
+    ]  # fmt: skip
+    lengths = result["memory_lengths"]
+    lines += ["| | " + " | ".join(f"{n:,}" for n in lengths) + " |", "|---" + "|---:" * len(lengths) + "|"]
+    for name, peaks in result["peak_bytes"].items():
+        shown = f"`{name}`" if "@" in name else name
+        lines.append(f"| {shown} | " + " | ".join(number(peak / 2**20) for peak in peaks) + " |")
+    return [*lines, ""]
+
+
+def row(r: dict[str, Any]) -> str:
+    if r["error"]:
+        return f"| {r['length']:,} | {r['batch']} | {r['attention']} | {r['error']} | | | |"
+    ms = r["device_ms"]
+    floor = r["percent_of_floor"]
+    share = "" if floor is None else f"{floor['forward']:.0f} / {floor['training']:.0f}"
+    faster = "" if r["speedup"] is None else f"{r['speedup']['training']:.3g}"
+    mib = number(r["training_bytes"] / 2**20)
+    return (
+        f"| {r['length']:,} | {r['batch']} | {r['attention']} | {number(ms['forward']['median'])} | "
+        f"{number(ms['training']['median'])} | {faster} | {share} | {mib} |"
+    )
+
+
+PARTS = {
+    "batch1": ("One sequence", "12 heads of 64, bidirectional."),
+    "tokens16k": ("16,384 tokens a batch", "12 heads of 64, bidirectional; the batch size is 16,384 over the length."),
+    "million": ("To a million tokens", "12 heads of 64, bidirectional, one sequence."),
+    "fla": ("Beside flash-linear-attention, causal", "12 heads of 64."),
+    "floors": (
+        "Larger shapes",
+        "12 heads of 64, and 16 heads of 128 where the batch is 4; each attention bidirectional and causal. `-sample` "
+        "measures the spread of queries and keys of every sample as well.",
+    ),
+}
+
+
+def gpu() -> list[str]:
+    lines = ["## On an H200", "", program("gpu").table(GPU).strip(), ""]
+    lines += [
+        "Below, *forward* and *training* (forward and backward) are milliseconds on the device; *faster* is how many "
+        "times as fast as the fastest softmax attention of torch, in training; *floor* is the time that a copy takes "
+        "for the bytes that LLN must move, as a share of its time in %, forward / training; *MiB* is the peak of extra "
+        "memory in training.",
+        "",
+    ]
+    for part, (title, words) in PARTS.items():
+        result = stored(GPU / part / "bench.json")
+        lines += [f"### {title}", "", f"{words} {made(result)}. `{result['provenance']['command']}`", ""]
+        for path in sorted((GPU / part).glob("time-*.svg")):
+            lines += [f"![Milliseconds against length, {path.stem.removeprefix('time-')}]({link(path)})", ""]
+        kinds = sorted({r["causal"] for r in result["rows"]})
+        for causal in kinds:
+            if len(kinds) > 1:
+                lines += ["Causal:" if causal else "Bidirectional:", ""]
+            lines += ["| tokens | batch | attention | forward | training | faster | floor | MiB |"]
+            lines += ["|---:|---:|---|---:|---:|---:|---:|---:|"]
+            lines += [row(r) for r in result["rows"] if r["causal"] == causal]
+            lines.append("")
+        for path in sorted((GPU / part).glob("percent-of-floor.svg")):
+            lines += [f"![Share of the floor in %]({link(path)})", ""]
+        if not result["finished"]:
+            lines += ["This part was stopped before its end; what it had measured is here.", ""]
+    lines += ["How it is measured: " + stored(GPU / "batch1" / "bench.json")["how"], ""]
+    return lines
+
+
+def decoding() -> list[str]:
+    result = stored(RESULTS / "decoding.json")
+    return ["## One step of decoding", "", program("decoding").table(result).strip(), ""]
+
+
+def instruments() -> list[str]:
+    result, record = stored(RESULTS / "instruments.json"), stored(RESULTS / "record.json")
+    lines = ["## Instruments", "", "| | heads | tokens | s | process, GiB |", "|---|---:|---:|---:|---:|"]
+    for name, case in result["cases"].items():
+        lines.append(
+            f"| {name} | {case['heads']} | {case['length']:,} | {number(case['ms']['median'] / 1e3)} | "
+            f"{case['resident_bytes'] / GIB:.2f} |"
+        )
+    worst = max(result["deviation_at_512"].values())
+    lines += [
+        "", f"{made(result)}; torch itself is in the memory of the process. Checked against the dense matrix at 512 "
+        f"tokens: off by at most {worst:.0e}.", "", program("record").sentence(record).strip(), "",
+    ]  # fmt: skip
+    return lines
+
+
+def conversion() -> list[str]:
+    """Of `lln convert`, where it was measured."""
+    path = RESULTS / "conversion.json"
+    if not path.exists():
+        return []
+    return ["## Conversion of MiniLM", "", program("conversion").table(stored(path)).strip(), ""]
+
+
+def markdown() -> str:
+    lines = [*cpu(), *gpu(), *decoding(), *instruments(), *conversion()]
+    lines += [
+        "## Measure it yourself", "", "```sh",
+        "make bench  # the tables of the CPU", "make bench-gpu  # on a machine with a GPU",
+        "lln bench --quick  # a look", "lln compare --all  # every mechanism on the same inputs", "```", "",
+    ]  # fmt: skip
+    return HEAD + "\n".join(lines).rstrip() + "\n"
+
+

@@ -1,0 +1,41 @@
+"""Write what is made rather than written: pages of the documentation and the README's picture.
+
+    python tools/pages.py
+
+`make pages` does it; `tests/test_docs.py` compares.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import benchmarks_page
+import cli_page
+import paper_page
+import picture
+
+from lln.files import write_text
+from lln.mechanisms import table
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def pages() -> dict[Path, str]:
+    return {
+        DOCS / "mechanisms.md": table.markdown(),
+        DOCS / "cli.md": cli_page.markdown(),
+        DOCS / "benchmarks.md": benchmarks_page.markdown(),
+        DOCS / "paper.md": paper_page.markdown(),
+        **picture.pictures(),
+    }
+
+
+def main() -> None:
+    for path, text in pages().items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            write_text(path, text)
+            print(path.relative_to(DOCS.parent))
+
+
+if __name__ == "__main__":
+    main()

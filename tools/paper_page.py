@@ -1,0 +1,207 @@
+"""docs/paper.md: every table and figure of the paper, with what is stored about it in results/paper/."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lln.bench.measure import number
+from lln.reproduce import costs, render
+from lln.reproduce.published import COLUMNS1, COLUMNS3, COLUMNS5, REMARKS1, TABLE1, TABLE3, TABLE5, Numbers
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results" / "paper"
+
+HEAD = """# Reproducing the paper
+
+Made by `make pages` from what is stored in `results/paper/`; a test compares. The paper is *Linear Log-Normal Attention
+with Unbiased Concentration* (Nahshan, Kampeas and Haleva, arXiv 2311.13541). For each of its tables and figures: the
+command that makes it, what the paper says, what we found, and where the two differ, why.
+
+The analysis figures (2, 5, 6, 7) need no training: Gaussian queries and keys in float64, 1,024 tokens of 64 channels,
+four seeds, about a minute each on one core. The others are training runs. `--scale tiny` needs no download and takes
+minutes on two cores; it shows that the machinery works and little about the paper, whose models are far larger. `--scale mini` is for a GPU and data of your own (`--data-root`), `--scale paper` is the paper's setting.
+**Nothing here was trained at the paper's scale yet**, unless a section says so.
+
+"""
+
+
+class Item(NamedTuple):
+    name: str
+    title: str
+    paper: str  # what the paper says
+    differs: str  # why ours is different, or what to know about it
+    numbers: Numbers | None = None  # of accuracy, where the paper has some
+    columns: tuple[str, ...] = ()
+
+
+ITEMS = (
+    Item(
+        "fig1", "Figure 1: temperature, entropy and spectral gap while a model trains",
+        "In a small RoBERTa with softmax attention the temperature falls during training and the entropy with it; the "
+        "first layers keep a high entropy, that of middle layers comes near zero; in most layers the gap shrinks.",
+        "The paper's curves come from one run of a small RoBERTa with one head a layer. Ours come from `record`, which "
+        "measures every head without changing the run; at scale tiny the model has 2 layers and embedded text.",
+    ),
+    Item(
+        "fig2", "Figure 2: entropy and spectral gap against the temperature",
+        "With moment matching LLN's entropy and gap are similar to softmax's at all temperatures; without it, and with "
+        "ReLU, quadratic and ELU kernels, they are not.",
+        "The order of the mechanisms is as the paper says. \"Similar\" is not: the variance of log P is matched by one "
+        "straight line, which holds over a limited range, and log P of LLN is right-skewed, so that equal variances "
+        "mean more concentration. Matching the entropy itself (`matching=\"entropy\"`) closes nearly all of it.",
+    ),
+    Item(
+        "table1", "Table 1: GLUE after pre-training",
+        "RoBERTa-base, pre-trained on WikiText-103 with masks and fine-tuned: LLN+Diag 86.9 % on average, softmax 87.0, "
+        "LLN alone 85.4.",
+        REMARKS1, TABLE1, COLUMNS1,
+    ),
+    Item(
+        "table2", "Table 2: time and memory of a training step against length",
+        "RoBERTa-base, batch 1, an A100 of 40 GB: softmax runs out of memory at 8,192 tokens, LLN and LLN+Diag grow "
+        "linearly and are faster than Nystromformer.",
+        "The paper's softmax keeps the matrix; torch's does not any more, so on a machine of today softmax runs out of "
+        "time before memory. What single attention calls take on an H200 is under [Benchmarks](benchmarks.md).",
+    ),
+    Item(
+        "fig5a", "Figure 5a: variance and mean of log P of softmax",
+        "The measured variance and mean match Prop. 3.1 perfectly.",
+        "For moderate inputs they do. At sigma = 2 the prediction leaves out that scores of one query share its norm: "
+        "t + t²/2d follows the measurement.",
+    ),
+    Item(
+        "fig5b", "Figure 5b: variance of log P before and after moment matching",
+        "After matching, LLN's variance approximates softmax's.",
+        "The paper's line was fitted around sigma = 1 and d = 64. Its s2 never falls below -b/a = 2.39, so for small "
+        "sigma LLN is far too concentrated. `matching=\"variance\"` inverts a measured curve; what it still misses at "
+        "large sigma is that it matches the variance within rows, and that softmax's exceeds t there.",
+    ),
+    Item(
+        "fig6a", "Figure 6a: sums of log-normal variables, moderate spread",
+        "Fenton's estimate, eq. (28), gives the variance of the sum, and so that of LLN's numerator.",
+        "It does for independent sums. The entries of a row of LLN share their query, and within a row it does not: "
+        "ln(1 + (e^s2 - e^(s2/2)) / d) is the form that does.",
+    ),
+    Item(
+        "fig6b", "Figure 6b: sums of log-normal variables, broad spread",
+        "For large s2 the variance of the sum grows linearly.",
+        "Nearly: from the lower half of the range to the upper the slopes above still rise, and below the range the curve "
+        "bends. One line for all s2 cannot be right.",
+    ),
+    Item(
+        "fig7", "Figure 7: histogram of log P",
+        "After moment matching the distribution of LLN closely follows softmax's; the means differ slightly.",
+        "Softmax is log-normal to the eye and by every measure; LLN only roughly: its log P is skewed to the right.",
+    ),
+    Item(
+        "fig8", "Figure 8: loss and loss scale of pre-training",
+        "LLN's loss follows softmax's, and its largest inverse loss scale does not exceed softmax's.",
+        "The loss scale exists under float16, so only on a GPU.",
+    ),
+    Item(
+        "table3", "Table 3: a vision transformer on Dogs vs Cats",
+        "Softmax 81.37 %, LLN+Diag 81.72, Linformer 79.89, one run each.",
+        "At scale tiny the images are scikit-learn's digits of 8 by 8 pixels, and what is compared is not the paper's "
+        "task.",
+        TABLE3, COLUMNS3,
+    ),
+    Item(
+        "table4", "Table 4: time and memory on Long Range Arena",
+        "LLN+Diag needs less of both than softmax, Reformer, Performer and Skyformer on all five tasks.",
+        "`lln reproduce table4` measures single training steps, table5 whole runs.",
+    ),
+    Item(
+        "table5", "Table 5: accuracy on Long Range Arena",
+        "LLN+Diag 57.86 % on average, softmax 57.38.",
+        "Spreads over seeds are not in the paper. `lln reproduce table5 --seeds 3` says which differences exceed them.",
+        TABLE5, COLUMNS5,
+    ),
+    Item(
+        "fig9", "Figure 9: alpha and beta while a vision transformer trains",
+        "They stay between 2 and 2.2.",
+        "That follows from the constants rather than from the data: with one line sqrt(alpha beta) cannot be below 2.0025 "
+        "(at sigma_q sigma_k = 0.596), whatever the inputs are. With `matching=\"entropy\"` there is no such floor.",
+    ),
+    Item(
+        "fig10", "Figure 10: fixed alpha and beta, and moment matching",
+        "Fixed values below 2 lose accuracy, those from 2 on do not; with 4 the gradients of float16 grow.",
+        "The loss scale exists under float16, so only on a GPU.",
+    ),
+)  # fmt: skip
+
+
+def command(item: Item) -> str:
+    return f"lln reproduce {item.name}"
+
+
+def section(item: Item) -> list[str]:
+    lines = [f"## {item.title}", "", "```sh", command(item), "```", "", f"**The paper.** {item.paper}", ""]
+    paths = sorted(RESULTS.glob(f"**/{item.name}.json"))
+    for path in paths:
+        lines += ours(path, json.loads(path.read_text()))
+    if not paths:
+        lines += ["**Ours.** Not run yet; there is no stored result at any scale.", ""]
+    lines += [f"**The difference.** {item.differs}", ""]
+    if item.numbers is not None and not paths:
+        lines += published(item)
+    if item.name in costs.TABLES and not paths:
+        lines += published_costs(costs.TABLES[item.name])
+    return lines
+
+
+def about(result: dict[str, Any]) -> str:
+    p = result["provenance"]
+    scale = f"Scale {result['scale']}: not the paper's. " if result.get("scale", "paper") != "paper" else ""
+    return f"{scale}`{p['command']}`, {p['device']}, {p['date'][:10]}, commit {p['commit']}."
+
+
+def ours(path: Path, result: dict[str, Any]) -> list[str]:
+    lines = [f"**Ours.** {about(result)}", ""]
+    if "verdicts" in result:
+        lines += ["| the claim | holds | the numbers |", "|---|---|---|"]
+        lines += [
+            f"| {v['claim']} | {'yes' if v['holds'] else '**no**'} | {v['sentence']} |" for v in result["verdicts"]
+        ]
+        lines.append("")
+        for text in (*result.get("differs", ()), *result.get("missing", ())):
+            lines += [text, ""]
+    elif result["table"] in costs.TABLES:
+        lines += costs.markdown(costs.TABLES[result["table"]], result).splitlines()[4:]
+    else:
+        lines += render.main_table(result)
+        for title, part in (("differs", render.differs(result)), ("noise", render.noise(result))):
+            lines += [f"*{part[0].removeprefix('## ')}* {{ #{result['table']}-{title} }}", *part[1:]]
+    for chart in sorted(path.parent.glob(f"{path.stem}*.svg")):
+        if chart.stem == path.stem or chart.stem[len(path.stem)] == "-":
+            what = chart.stem.removeprefix(path.stem).strip("-") or path.stem
+            lines += [f"![{what}](../{chart.relative_to(ROOT).as_posix()})", ""]
+    return lines
+
+
+def published(item: Item) -> list[str]:
+    assert item.numbers is not None
+    lines = ["The paper's numbers, %:", "", "| | " + " | ".join(item.columns) + " |"]
+    lines.append("|---" + "|---:" * len(item.columns) + "|")
+    for name, row in item.numbers.items():
+        lines.append(f"| {name} | " + " | ".join(render.published(row[c]) for c in item.columns) + " |")
+    return [*lines, ""]
+
+
+def published_costs(table: costs.CostTable) -> list[str]:
+    lines = []
+    for unit in next(iter(table.paper.values())):
+        known = list(next(iter(table.paper.values()))[unit])
+        lines += [f"| {unit}, the paper's | " + " | ".join(map(str, known)) + " |", "|---" + "|---:" * len(known) + "|"]
+        for name, values in table.paper.items():
+            texts = ["OOM" if values[unit][c] is None else number(values[unit][c]) for c in known]
+            lines.append(f"| {name} | " + " | ".join(texts) + " |")
+        lines.append("")
+    return lines
+
+
+def markdown() -> str:
+    lines = [line for item in ITEMS for line in section(item)]
+    lines += ["Figures 3 and 4 are block diagrams: there is nothing to measure in them.", ""]
+    return HEAD + "\n".join(lines).rstrip() + "\n"
