@@ -91,6 +91,7 @@ def observe_lln(layer: str, module: LLNAttention, look: Look, args: Any, kwargs:
         )
     with torch.no_grad():
         alpha, beta = module.coefficients(query, key, **masks, cu_seqlens=given["cu_seqlens"])
+        query, key = module.features(query, key)  # their softmax is that of the model's own
     key_mask, query_mask, is_causal = masks["key_mask"], masks["query_mask"], masks["is_causal"]
     length, keys = query.shape[2], key.shape[2]
     apart = query_mask is not None and (key_mask is None or not torch.equal(query_mask, key_mask))
