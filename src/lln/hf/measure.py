@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from lln.hf.attention import refuse
 from lln.hf.find import attention_modules, configs, in_units, is_cross, sizes
 from lln.hf.modules import ModelAttention
 from lln.moments import both_moments, match_data, sigma
@@ -86,7 +87,8 @@ class Seen:
 
 
 def softmax(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
-    """transformers' own softmax attention, and a look at it."""
+    """transformers' own softmax attention, and a look at it. ValueError for what LLN could not do."""
+    refuse(module, kwargs)
     said = kwargs.get("is_causal")
     is_causal = bool(getattr(module, "is_causal", False) if said is None else said) and query.shape[2] == key.shape[2]
     if kwargs.get("cu_seq_lens_q") is not None:
@@ -103,8 +105,13 @@ def softmax(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_ma
     if cross or query.shape[2] != key.shape[2]:  # which queries are padding is not said
         query_mask = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
     scale = sizes(module)[4]
-    shown = (t.detach() for t in (in_units(query, scale, kwargs.get("scaling")), key, value, result[0]))
-    seen.look(SoftmaxCall(*shown, scale, is_causal, key_mask, query_mask, attention_mask))
+    query = in_units(query, scale, kwargs.get("scaling")).detach()
+    seen.look(
+        SoftmaxCall(
+            query, key.detach(), value.detach(), result[0].detach(), scale, is_causal, key_mask, query_mask,
+            attention_mask,
+        )
+    )  # fmt: skip
     return result
 
 
