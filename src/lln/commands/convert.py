@@ -85,7 +85,7 @@ def convert(
         typer.echo(json.dumps(result, indent=1, allow_nan=False))
         return
     console = Console()
-    console = console if console.is_terminal else Console(width=max(150, console.width))
+    console = console if console.is_terminal else Console(width=max(120, console.width))
     console.print(rich_table(result))
     typer.echo(whole(result))
     typer.echo(

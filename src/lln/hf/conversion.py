@@ -30,6 +30,7 @@ from lln.hf.workplace import MODEL, Workplace
 MATCHED = 32  # passages that matching looks at
 REPORTED = 8  # passages that the report is measured on
 KEPT_EVERY = 20  # steps after which what was learned is put away
+DOING = {"distilled": "distilling", "fine_tuned": "fine-tuning"}
 # what is being done, steps done, steps in all, a few words
 Progress = Callable[[str, int, int, str], None]
 
@@ -244,7 +245,7 @@ class Conversion:
         def told(done: int, loss: float) -> None:
             losses.setdefault("first", loss)
             losses["last"] = loss
-            self.progress(stage, done, learner.steps, f"loss {loss:.4f}")
+            self.progress(DOING[stage], done, learner.steps, f"loss {loss:.4f}")
             if done % KEPT_EVERY == 0 and done < learner.steps:
                 self.work.keep_learning(stage, {"done": str(done), "first": repr(losses["first"])}, learner.state())
 
@@ -253,7 +254,7 @@ class Conversion:
 
     def end(self, stage: str, found: dict[str, Any]) -> None:
         """Measure the layers after a stage, and put it away."""
-        self.progress(f"measuring {stage.replace('_', '-')}", 0, 1, "")
+        self.progress(f"measuring, {stage.replace('_', '-')}", 0, 1, "")
         found |= {
             "layers": compare_layers(self.model, self.kept),
             "hidden_error": hidden_error(last_hidden(self.model, self.kept), self.wanted),

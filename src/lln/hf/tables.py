@@ -9,24 +9,25 @@ from rich.table import Table
 TITLES = {"matched": "matched", "distilled": "distilled", "fine_tuned": "fine-tuned"}
 
 
+def stages_of(result: dict[str, Any]) -> str:
+    return " → ".join(TITLES[stage] for stage in result["stages"])
+
+
 def columns(result: dict[str, Any]) -> list[str]:
-    stages = [TITLES[stage] for stage in result["stages"]]
-    found = ["layer"]
-    for what in ("entropy", "gap"):
-        found += [f"{what}, softmax", *(f"{what}, {stage}" for stage in stages)]
-    found += [f"error, {stage}" for stage in stages]
-    return found + ([f"mix, {stage}" for stage in stages] if has_mix(result) else [])
+    found = ["layer", "entropy, softmax", "entropy", "gap, softmax", "gap", "error"]
+    return [*found, "mix"] if has_mix(result) else found
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
-    stages = result["stages"]
     found = []
     for layer in result["layers"]:
+        stages = [layer[stage] for stage in result["stages"]]
         row = [layer["label"]]
         for what, digits in (("entropy", 2), ("spectral_gap", 3)):
-            row += [shown(layer[kind][what], digits) for kind in ("softmax", *stages)]
-        row += [shown(layer[stage]["error"], 3) for stage in stages]
-        row += [shown(layer[stage]["mix"], 2) for stage in stages] if has_mix(result) else []
+            row += [shown([layer["softmax"][what]], digits), shown([stage[what] for stage in stages], digits)]
+        row.append(shown([stage["error"] for stage in stages], 3))
+        if has_mix(result):
+            row.append(shown([stage["mix"] for stage in stages], 2))
         found.append(row)
     return found
 
@@ -35,8 +36,8 @@ def has_mix(result: dict[str, Any]) -> bool:
     return any(layer[stage]["mix"] is not None for layer in result["layers"] for stage in result["stages"])
 
 
-def shown(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def shown(values: list[float | None], digits: int) -> str:
+    return " → ".join("-" if value is None else f"{value:.{digits}f}" for value in values)
 
 
 def whole(result: dict[str, Any]) -> str:
@@ -52,16 +53,18 @@ def whole(result: dict[str, Any]) -> str:
 def markdown(result: dict[str, Any]) -> str:
     request, names = result["request"], columns(result)
     steps = f"{request['distill']} steps of distillation and {request['fine_tune']} of fine-tuning"
+    later = " After fine-tuning both are those of the new weights." if "fine_tuned" in result["stages"] else ""
     lines = [
         f"From {request['model']} by `lln convert`: {request['attention']}, `{request['matching']}` matching, {steps} "
         f"on {result['passages']['learned']} passages of up to {result['passages']['tokens']} tokens.",
+        f"Numbers: {stages_of(result)}.",
         "",
         f"| {' | '.join(names)} |",
         "|---" * len(names) + "|",
         *(f"| {' | '.join(row)} |" for row in rows(result)),
         "",
-        "Entropy in bits; gap: 1 - abs(second eigenvalue); error: of the outputs, against softmax attention on "
-        "the same queries, keys and values; mix: the weight of LLN beside the blocks. Means over heads.",
+        "Entropy in bits; gap: 1 - abs(second eigenvalue); error: of the outputs, against softmax attention on the "
+        f"same queries, keys and values; mix: the weight of LLN beside the blocks. Means over heads.{later}",
         "",
         whole(result),
     ]
@@ -70,10 +73,9 @@ def markdown(result: dict[str, Any]) -> str:
 
 def rich_table(result: dict[str, Any]) -> Table:
     request = result["request"]
-    table = Table(title=f"{request['model']} with {request['attention']}")
+    table = Table(title=f"{request['model']} with {request['attention']}: {stages_of(result)}")
     for name in columns(result):
-        first, _, rest = name.partition(", ")
-        table.add_column(f"{first}\n{rest}" if rest else first, justify="left" if name == "layer" else "right")
+        table.add_column(name, justify="left" if name == "layer" else "right")
     for row in rows(result):
         table.add_row(*row)
     return table
