@@ -6,7 +6,8 @@ The embedding of a passage is the mean of its last hidden states. What is measur
 all pairs of passages, of the cosine similarities with those of the softmax model. The text is the documentation that
 Python carries with it (pydoc_data.topics), cut into passages of six blocks; whole topics are either for calibration and
 learning or for measuring. `--text NAME=FILE` measures on another text as well: a document in each line, of which the
-first --length tokens are a passage; the first half of them is for learning. The result also fills in the README.
+first --length tokens are a passage; the first half of them is for learning. Last, what each learned part brings. The
+result also fills in the README.
 """
 
 from __future__ import annotations
@@ -43,6 +44,15 @@ STAGES = {
 }
 KINDS = {"lln": "LLN", "lln_diag": "LLN+Diag"}
 MATCHED = 16  # passages that data matching looks at
+# What distillation may learn of LLN+Diag, from little to all.
+PARTS: dict[str, dict[str, Any]] = {
+    "alpha, beta, mix for each head": {"learnable": "head", "mix": "ratio"},
+    "alpha, beta for each channel": {"learnable": "channel", "mix": "ratio"},
+    "and the mix": {"learnable": "channel", "mix": "scales"},
+    "and a feature map": {"learnable": "channel", "mix": "scales", "feature_map": "linear"},
+    "a feature map, the mix for each head": {"learnable": "channel", "mix": "ratio", "feature_map": "linear"},
+}
+ALL = "and a feature map"
 
 Passages = list[list[int]]
 
@@ -55,7 +65,7 @@ def minilm() -> Path:
 
 
 def pydoc(tokenizer: Any, length: int) -> tuple[Passages, Passages]:
-    """(for learning, for measuring): every fourth topic that has a passage is for measuring."""
+    """(for learning, for measuring): every third topic that has a passage is for measuring."""
     from lln.training.embedded import _paragraphs
 
     before, after = special_tokens(tokenizer)
@@ -68,7 +78,7 @@ def pydoc(tokenizer: Any, length: int) -> tuple[Passages, Passages]:
         found = [[*before, *ids[at : at + inside], *after] for at in whole]
         if found:
             cut[topic] = found
-    held = set(sorted(cut)[::4])
+    held = set(sorted(cut)[::3])
     learn, judge = ([p for topic, found in cut.items() if (topic in held) == side for p in found] for side in (0, 1))
     return learn, judge
 
@@ -89,7 +99,7 @@ def similarities(model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> Te
     """Cosines of all pairs. All passages have one length, so no token is padding."""
     hidden = torch.cat([model(**batch).last_hidden_state.mean(1) for batch in batches])
     unit = torch.nn.functional.normalize(hidden.double(), dim=-1)
-    return (unit @ unit.T)[tuple(torch.triu_indices(len(unit), len(unit), 1))]
+    return (unit @ unit.T)[tuple(torch.triu_indices(len(unit), len(unit), 1))].cpu()
 
 
 def spearman(a: Tensor, b: Tensor) -> float:
@@ -98,47 +108,72 @@ def spearman(a: Tensor, b: Tensor) -> float:
     return float(ranks.corrcoef()[0, 1])
 
 
-def measure(learn: Passages, judge: Passages, tokenizer: Any, args: argparse.Namespace) -> dict[str, Any]:
-    softmax = AutoModel.from_pretrained(minilm(), dtype=torch.float32).eval()
-    batches = as_batches(softmax, tokenizer, learn, args.batch)
-    judged = as_batches(softmax, tokenizer, judge, args.batch)
-    matched = as_batches(softmax, tokenizer, learn[:: max(1, len(learn) // MATCHED)][:MATCHED], args.batch)
-    wanted = similarities(softmax, judged)
-    found: dict[str, dict[str, float]] = {}
-    layers: dict[str, Any] = {}
-    seconds: dict[str, dict[str, float]] = {}
+class Measure:
+    """One text: what to learn from, what to measure on, and how the softmax model sees it."""
 
-    def look(kind: str, stage: str, model: PreTrainedModel, began: float) -> None:
-        found.setdefault(kind, {})[stage] = spearman(similarities(model, judged), wanted)
-        seconds.setdefault(kind, {})[stage] = round(time.monotonic() - began, 1)
-        print(f"{kind} {stage}: {found[kind][stage]:.4f} ({seconds[kind][stage]:.0f} s)", flush=True)
+    def __init__(self, learn: Passages, judge: Passages, tokenizer: Any, args: argparse.Namespace) -> None:
+        self.args, self.learn, self.judge = args, learn, judge
+        self.softmax = AutoModel.from_pretrained(args.model or minilm(), dtype=torch.float32).to(args.device).eval()
 
-    for kind in KINDS:
-        for matching in ("paper", "entropy"):
+        def batches(part: Passages) -> list[dict[str, Tensor]]:
+            made = as_batches(self.softmax, tokenizer, part, args.batch)
+            return [{name: t.to(args.device) for name, t in batch.items()} for batch in made]
+
+        self.batches, self.judged = batches(learn), batches(judge)
+        self.few = batches(learn[:: max(1, len(learn) // MATCHED)][:MATCHED])
+        self.wanted = similarities(self.softmax, self.judged)
+
+    def likeness(self, model: PreTrainedModel) -> float:
+        return spearman(similarities(model, self.judged), self.wanted)
+
+    def matched(self, kind: str, parts: dict[str, Any]) -> PreTrainedModel:
+        parts = {name: value for name, value in parts.items() if kind == "lln_diag" or name != "mix"}
+        return lln.hf.convert(copy.deepcopy(self.softmax), kind, matching="data", batches=self.few, **parts)
+
+    def stages(self, kind: str) -> dict[str, Any]:
+        """Spearman's correlation, seconds and layers after each of STAGES."""
+        found: dict[str, Any] = {"spearman": {}, "seconds": {}, "layers": {}}
+        began = time.monotonic()
+
+        def look(stage: str, model: PreTrainedModel) -> None:
+            nonlocal began
+            found["spearman"][stage] = self.likeness(model)
+            found["seconds"][stage] = round(time.monotonic() - began, 1)
+            found["layers"][stage] = compare_layers(model, self.judged[:1])
+            print(f"{kind} {stage}: {found['spearman'][stage]:.4f} ({found['seconds'][stage]:.0f} s)", flush=True)
             began = time.monotonic()
-            look(kind, matching, lln.hf.convert(copy.deepcopy(softmax), kind, matching=matching), began)
-        began = time.monotonic()
-        learned: dict[str, Any] = {"learnable": "channel", "feature_map": args.feature_map}
-        learned |= {"mix": args.mix} if kind == "lln_diag" else {}
-        model = lln.hf.convert(copy.deepcopy(softmax), kind, matching="data", batches=matched, **learned)
-        look(kind, "data", model, began)
-        rows = {"data": compare_layers(model, judged[:1])}
-        began = time.monotonic()
-        lln.hf.distill(model, batches, steps=args.distill, seed=args.seed)
-        look(kind, "distilled", model, began)
-        rows["distilled"] = compare_layers(model, judged[:1])
-        layers[kind] = rows
-        began = time.monotonic()
-        lln.hf.fine_tune(model, softmax, batches, steps=args.fine_tune, seed=args.seed)
-        look(kind, "fine_tuned", model, began)
-    return {
-        "learned_on": len(learn),
-        "measured_on": len(judge),
-        "pairs": len(wanted),
-        "spearman": found,
-        "seconds": seconds,
-        "layers": layers,
-    }
+
+        for matching in ("paper", "entropy"):
+            look(matching, lln.hf.convert(copy.deepcopy(self.softmax), kind, matching=matching))
+        model = self.matched(kind, PARTS[ALL])
+        look("data", model)
+        lln.hf.distill(model, self.batches, steps=self.args.distill, seed=self.args.seed)
+        look("distilled", model)
+        lln.hf.fine_tune(model, self.softmax, self.batches, steps=self.args.fine_tune, seed=self.args.seed)
+        look("fine_tuned", model)
+        return found
+
+    def parts(self) -> dict[str, float]:
+        """Spearman's correlation of LLN+Diag after distilling this much."""
+        found = {}
+        for name, parts in PARTS.items():
+            model = self.matched("lln_diag", parts)
+            lln.hf.distill(model, self.batches, steps=self.args.distill, seed=self.args.seed)
+            found[name] = self.likeness(model)
+            print(f"distilled {name}: {found[name]:.4f}", flush=True)
+        return found
+
+    def result(self) -> dict[str, Any]:
+        kinds = {kind: self.stages(kind) for kind in KINDS}
+        return {
+            "learned_on": len(self.learn),
+            "measured_on": len(self.judge),
+            "pairs": len(self.wanted),
+            **{
+                what: {kind: found[what] for kind, found in kinds.items()} for what in ("spearman", "seconds", "layers")
+            },
+            "parts": self.parts() if self.args.parts else {},
+        }
 
 
 def table(result: dict[str, Any]) -> str:
@@ -176,14 +211,15 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--distill", type=int, default=400, help="steps")
     parser.add_argument("--fine-tune", type=int, default=200, help="steps")
-    parser.add_argument("--mix", default="scales", choices=["ratio", "scales"])
-    parser.add_argument("--feature-map", default="linear", choices=["linear"])
+    parser.add_argument("--parts", action="store_true", help="also measure what each learned part brings")
+    parser.add_argument("--model", type=Path, help="the folder of a copy of MiniLM; default: the package's")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     transformers.utils.logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(minilm())
+    tokenizer = AutoTokenizer.from_pretrained(args.model or minilm())
     texts = {PYDOC: pydoc(tokenizer, args.length)}
     for given in args.text:
         name, _, file = given.partition("=")
@@ -191,15 +227,15 @@ def main() -> None:
     sets = {}
     for name, (learn, judge) in texts.items():
         print(f"{name}: {len(learn)} passages to learn from, {len(judge)} to measure on", flush=True)
-        sets[name] = measure(learn, judge, tokenizer, args)
-    made = provenance(args.seed, torch.device("cpu")) | {"transformers": transformers.__version__}
+        sets[name] = Measure(learn, judge, tokenizer, args).result()
+    made = provenance(args.seed, torch.device(args.device)) | {"transformers": transformers.__version__}
     # Where a machine keeps its texts is nobody's business.
     for given in args.text:
         made["command"] = made["command"].replace(given, given.partition("=")[0] + "=FILE")
-    names = ("length", "batch", "distill", "fine_tune", "mix", "feature_map")
+    names = ("length", "batch", "distill", "fine_tune")
     result = {
         "what": "Spearman correlation of cosine similarities of all pairs of passages with the softmax MiniLM's",
-        "how": {name: getattr(args, name) for name in names},
+        "how": {name: getattr(args, name) for name in names} | PARTS[ALL],
         "provenance": made,
         "sets": sets,
     }

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from filelock import FileLock
 from typer.testing import CliRunner
 
 from hf_models import BERT, build, config
@@ -192,6 +193,16 @@ main()
     same(tmp_path / "out", converted / "bert")
 
 
+def test_a_folder_that_another_process_works_on_is_left_alone(place: Path, tmp_path: Path) -> None:
+    arguments = (place / "bert", tmp_path / "out", "--calibration", place / "text.txt", "--block-size", "8")
+    with FileLock(str(tmp_path / "out.lock")):
+        code, _, err = run(*arguments)
+    assert code == 2
+    one_line(err, "out is being made by another process")
+    assert run(*arguments)[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_matching_alone_in_half_precision(place: Path, tmp_path: Path) -> None:
     model = tf.AutoModelForCausalLM.from_pretrained(place / "llama", dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "half")
@@ -287,7 +298,7 @@ def test_mistakes_are_one_line_and_exit_code_2(
     code, out, err = run(*(text.format(**places) for text in arguments))
     assert (code, out) == (2, ""), err
     one_line(err, *parts)
-    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_text_is_cut_with_special_tokens_around_each_passage(place: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -51,13 +51,15 @@ def convert(
     """
     need("hf")
 
+    import torch
     from rich.console import Console
 
+    from lln.bench.measure import provenance
     from lln.hf.conversion import CannotConvert, Plan, convert_checkpoint
     from lln.hf.learn import NotFinite
     from lln.hf.passages import CannotRead, read_texts
     from lln.hf.pretrained import CannotLoad
-    from lln.hf.tables import rich_table, whole
+    from lln.hf.tables import whole
     from lln.hf.workplace import Occupied
 
     try:
@@ -68,7 +70,8 @@ def convert(
         )  # fmt: skip
         texts = read_texts(calibration)
         with bars() as told:
-            result = convert_checkpoint(model, out, texts, plan, device=device, progress=told)
+            about = provenance(seed, torch.device(device))
+            result = convert_checkpoint(model, out, texts, plan, device=device, about=about, progress=told)
     except (CannotConvert, CannotLoad, CannotRead, Occupied, ValueError, TypeError) as error:
         typer.echo(f"lln convert: {error}", err=True)
         raise typer.Exit(2) from None
@@ -91,6 +94,20 @@ def convert(
     typer.echo(
         f"The model is in {out}: `import lln.hf` before transformers loads it. The report is conversion.json there."
     )
+
+
+def rich_table(result: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    from lln.hf.tables import columns, rows, stages_of
+
+    request = result["request"]
+    table = Table(title=f"{request['model']} with {request['attention']}: {stages_of(result)}")
+    for name in columns(result):
+        table.add_column(name, justify="left" if name == "layer" else "right")
+    for row in rows(result):
+        table.add_row(*row)
+    return table
 
 
 class bars:

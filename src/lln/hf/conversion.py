@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lln.bench.measure import provenance
 from lln.hf.card import add_section
 from lln.hf.convert import convert
 from lln.hf.distill import FINE_RATE, RATE, distill, distillation, evaluating, fine_tune, fine_tuning
@@ -28,7 +27,7 @@ from lln.hf.tables import markdown
 from lln.hf.workplace import MODEL, Workplace
 
 MATCHED = 32  # passages that matching looks at
-REPORTED = 8  # passages that the report is measured on
+REPORTED = 4  # passages that the report is measured on
 KEPT_EVERY = 20  # steps after which what was learned is put away
 DOING = {"distilled": "distilling", "fine_tuned": "fine-tuning"}
 # what is being done, steps done, steps in all, a few words
@@ -103,11 +102,12 @@ def convert_checkpoint(
     plan: Plan,
     *,
     device: str = "cpu",
+    about: Mapping[str, Any] | None = None,
     progress: Progress = lambda stage, done, total, text: None,
 ) -> dict[str, Any]:
     """Convert the checkpoint `name`, a folder or a Hub id, with the text of some files, into the folder `out`; return
-    what conversion.json there says. Killed at any moment, the same call goes on where it was and ends with the same
-    numbers; once it is finished it only returns them again.
+    what conversion.json there says, `about` (this machine) included. Killed at any moment, the same call goes on where
+    it was and ends with the same numbers; once it is finished it only returns them again.
 
     Raises:
         CannotConvert, CannotLoad, CannotRead, Occupied with one line each; NotFinite where a loss is.
@@ -129,19 +129,19 @@ def convert_checkpoint(
     kept, learned = split(found)
     batches = [as_batches(model, tokenizer, part, plan.batch_size) for part in (kept, learned)]
     matched = as_batches(model, tokenizer, learned[:MATCHED], plan.batch_size)
-    work.begin()
-    with evaluating(model):
-        conversion = Conversion(work, plan, model, batches[0], progress)
-        conversion.match(matched)
-        conversion.distill(batches[1])
-        conversion.fine_tune(batches[1], lambda: load(name, device, headed=True)[0])
-    result = {
-        "class": type(model).__name__,
-        "passages": {"learned": len(learned), "reported": len(kept), "held_out": kept != learned, "tokens": length},
-        **conversion.report(),
-        "provenance": provenance(plan.seed, torch.device(device)) | {"transformers": transformers.__version__},
-    }
-    save(model, tokenizer, work, name, result)
+    with work.alone():
+        with evaluating(model):
+            conversion = Conversion(work, plan, model, batches[0], progress)
+            conversion.match(matched)
+            conversion.distill(batches[1])
+            conversion.fine_tune(batches[1], lambda: load(name, device, headed=True)[0])
+        result = {
+            "class": type(model).__name__,
+            "passages": {"learned": len(learned), "reported": len(kept), "held_out": kept != learned, "tokens": length},
+            **conversion.report(),
+            "provenance": {**(about or {}), "transformers": transformers.__version__},
+        }
+        save(model, tokenizer, work, name, result)
     return {"request": work.request, **result}
 
 

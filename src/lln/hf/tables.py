@@ -1,10 +1,8 @@
-"""The report of a conversion as a table: on the screen and in the model card."""
+"""The report of a conversion as rows of text, for the screen and the model card."""
 
 from __future__ import annotations
 
 from typing import Any
-
-from rich.table import Table
 
 TITLES = {"matched": "matched", "distilled": "distilled", "fine_tuned": "fine-tuned"}
 
@@ -69,13 +67,3 @@ def markdown(result: dict[str, Any]) -> str:
         whole(result),
     ]
     return "\n".join(lines) + "\n"
-
-
-def rich_table(result: dict[str, Any]) -> Table:
-    request = result["request"]
-    table = Table(title=f"{request['model']} with {request['attention']}: {stages_of(result)}")
-    for name in columns(result):
-        table.add_column(name, justify="left" if name == "layer" else "right")
-    for row in rows(result):
-        table.add_row(*row)
-    return table

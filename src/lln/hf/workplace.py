@@ -1,24 +1,27 @@
 """The folder of a conversion while it is being made and when it is done.
 
-OUT.partial/request.json        what was asked for; the same command finds it again, another one is refused
-OUT.partial/STAGE.json          what was measured when a stage ended, and what the next one starts from:
+OUT.partial/request.json          what was asked for; the same command finds it again, another one is refused
+OUT.partial/STAGE.json            what was measured when a stage ended, written last, and what it learned:
 OUT.partial/STAGE.safetensors
-OUT.partial/learning.safetensors  the stage that is being learned, after some step, in one file
-OUT/                            the model, moved here whole at the end; conversion.json in it has request and report
+OUT.partial/learning.safetensors  the stage that is being learned, after some step
+OUT/                              the model, moved here whole at the end; conversion.json in it: request and report
+OUT.lock                          while a process is at it
 
 Every file is written beside its place and moved into it, so that it is whole or not there whenever the process ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -58,8 +61,23 @@ class Workplace:
         """Of a conversion that is finished."""
         return read_json(self.out / RESULT)
 
-    def begin(self) -> None:
-        write_json(self.place / REQUEST, self.request)
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """One process at a time: two would write over each other. A killed process leaves no lock behind."""
+        self.place.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(str(self.out.with_name(self.out.name + ".lock")))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise Occupied(f"{self.out} is being made by another process") from None
+        try:
+            write_json(self.place / REQUEST, self.request)
+            yield
+        finally:
+            lock.release()
+            if [path.name for path in self.place.glob("*")] == [REQUEST]:  # nothing to go on from
+                shutil.rmtree(self.place)
+            Path(lock.lock_file).unlink(missing_ok=True)
 
     def stage(self, name: str) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """What a stage left that is over."""
