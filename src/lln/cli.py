@@ -12,6 +12,7 @@ import typer
 from lln.commands import bench as bench_command
 from lln.commands import common
 from lln.commands import compare as compare_command
+from lln.commands import convert as convert_command
 from lln.commands import reproduce as reproduce_command
 from lln.commands import train as train_command
 from lln.commands.common import missing, need, need_folder, parse_device, parse_lengths, progress_bar
@@ -119,6 +120,7 @@ def calibrate(
 
 app.command(epilog=bench_command.EPILOG)(bench_command.bench)
 app.command(epilog=compare_command.EPILOG)(compare_command.compare)
+app.command(epilog=convert_command.EPILOG)(convert_command.convert)
 app.command(epilog=train_command.EPILOG)(train_command.train)
 
 
