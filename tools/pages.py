@@ -13,6 +13,7 @@ import benchmarks_page
 import cli_page
 import paper_page
 import picture
+import quoted
 
 from lln.files import write_text
 from lln.mechanisms import table
@@ -26,6 +27,7 @@ def pages() -> dict[Path, str]:
         DOCS / "cli.md": cli_page.markdown(),
         DOCS / "benchmarks.md": benchmarks_page.markdown(),
         DOCS / "paper.md": paper_page.markdown(),
+        **quoted.pages(),
         **picture.pictures(),
     }
 

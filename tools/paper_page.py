@@ -171,8 +171,8 @@ def ours(path: Path, result: dict[str, Any]) -> list[str]:
         lines += costs.markdown(costs.TABLES[result["table"]], result).splitlines()[4:]
     else:
         lines += render.main_table(result)
-        for title, part in (("differs", render.differs(result)), ("noise", render.noise(result))):
-            lines += [f"*{part[0].removeprefix('## ')}* {{ #{result['table']}-{title} }}", *part[1:]]
+        for part in (render.differs(result), render.noise(result)):
+            lines += [f"{part[0].removeprefix('## ')}:", *part[1:]]
     for chart in sorted(path.parent.glob(f"{path.stem}*.svg")):
         if chart.stem == path.stem or chart.stem[len(path.stem)] == "-":
             what = chart.stem.removeprefix(path.stem).strip("-") or path.stem

@@ -1,0 +1,78 @@
+"""What written pages quote from stored results, between marks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lln.files import put_between
+
+ROOT = Path(__file__).parents[1]
+DOCS, RESULTS = ROOT / "docs", ROOT / "results" / "paper"
+
+
+def stored(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def by_sigma(name: str, what: str, series: str) -> dict[float, float]:
+    return {row["sigma"]: row[what] for row in stored(name)["rows"] if row["series"] == series}
+
+
+def settings(name: str) -> str:
+    result = stored(name)
+    plan, p = result["settings"], result["provenance"]
+    return f"{plan['length']:,} tokens, head dim {plan['dim']}, {plan['seeds']} seeds; `lln reproduce {name}`, commit {p['commit']}"
+
+
+def matching() -> str:
+    """Entropies of softmax and of LLN by matching."""
+    kinds = ("softmax", "paper", "variance", "entropy")
+    found = {kind: by_sigma("fig2", "entropy", kind) for kind in kinds}
+    lines = ["| σ_q = σ_k | temperature | softmax, bits | " + " | ".join(f'`"{kind}"`' for kind in kinds[1:]) + " |"]
+    lines.append("|---:" * (len(kinds) + 2) + "|")
+    for sigma in sorted(found["softmax"]):
+        values = " | ".join(f"{found[kind][sigma]:.2f}" for kind in kinds)
+        lines.append(f"| {sigma:.3g} | {1 / sigma**2:.2f} | {values} |")
+    return "\n".join([*lines, "", f"Entropy of P, {settings('fig2')}.", ""])
+
+
+def line() -> str:
+    """The variance of log P after matching over softmax's."""
+    softmax = by_sigma("fig5b", "variance", "softmax")
+    kinds = ("paper", "variance")
+    lines = ["| σ_q = σ_k | " + " | ".join(f"{sigma:g}" for sigma in softmax) + " |", "|---" + "|---:" * len(softmax) + "|"]
+    for kind in kinds:
+        found = by_sigma("fig5b", "variance", kind)
+        lines.append(f'| `"{kind}"` | ' + " | ".join(f"{found[sigma] / softmax[sigma]:.2f}" for sigma in softmax) + " |")
+    return "\n".join([*lines, "", f"Variance of log P over softmax's (1 is right), {settings('fig5b')}.", ""])
+
+
+def lognormal() -> str:
+    fits = {row["series"]: row for row in stored("fig7")["rows"] if row["kind"] == "fit"}
+    softmax, lln = fits["softmax"], fits["paper"]
+    moments = {v["claim"]: v["numbers"] for v in stored("fig5a")["verdicts"]}
+    moderate = next(n["largest_deviation"] for n in moments.values() if "largest_deviation" in n)
+    far = next(n["deviation_at_largest_sigma"] for n in moments.values() if "deviation_at_largest_sigma" in n)
+    return (
+        f"On Gaussian inputs of unit variance softmax's P is log-normal: Kolmogorov-Smirnov distance "
+        f"{softmax['distance']:.3f}, Q-Q R² {softmax['qq_r2']:.4f}, skewness {softmax['skewness']:.2f}. LLN's is only "
+        f"roughly: {lln['distance']:.3f}, {lln['qq_r2']:.3f} and {lln['skewness']:.2f} ({settings('fig7')}). The variance "
+        f"and mean of softmax's log P are within {100 * moderate:.1f} % of the prediction up to σ = 1.25; at σ = 2 the "
+        f"variance is {100 * far:.0f} % above it (`lln reproduce fig5a`).\n"
+    )
+
+
+QUOTES = {"matching.md": {"matching": matching}, "limits.md": {"line": line, "lognormal": lognormal}}
+
+
+def pages() -> dict[Path, str]:
+    found = {}
+    for page, parts in QUOTES.items():
+        text = (DOCS / page).read_text(encoding="utf-8")
+        for mark, make in parts.items():
+            text = put_between(text, (f"<!-- {mark} -->\n", f"<!-- /{mark} -->"), make())
+        found[DOCS / page] = text
+    return found
