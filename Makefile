@@ -9,10 +9,19 @@ OUT ?= report
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 READY = $(VENV)/.ready
 
-.PHONY: report test test-gpu check bench bench-conversion bench-gpu clean
+.PHONY: report docs pages test test-gpu check bench bench-conversion bench-gpu clean
 
 report: $(READY)
 	$(VENV)/bin/lln report --out $(OUT)
+
+# The documentation as a site that opens from the disk. NO_MKDOCS_2_WARNING: the theme's word about another project.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
+	@echo "The documentation is site/index.html: open it in a browser."
+
+# Pages that are made: from stored results, help texts and what mechanisms say about themselves.
+pages: $(READY)
+	$(VENV)/bin/python tools/pages.py
 
 test: check
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
@@ -53,4 +62,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OUT) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OUT) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -155,5 +155,3 @@ def markdown() -> str:
         "lln bench --quick  # a look", "lln compare --all  # every mechanism on the same inputs", "```", "",
     ]  # fmt: skip
     return HEAD + "\n".join(lines).rstrip() + "\n"
-
-

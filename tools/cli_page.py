@@ -73,7 +73,7 @@ def table(function: Callable[..., Any]) -> list[str]:
             continue
         told = " ".join(filter(None, (plain(" ".join((info.help or "").split())), value(parameter, kind, info))))
         rows.append(f"| {names(parameter, info)} | {told} |")
-    return ["| | |", "|---|---|", *rows, ""] if rows else []
+    return ["| option | what it means |", "|---|---|", *rows, ""] if rows else []
 
 
 def sections(group: typer.Typer, path: str) -> list[str]:

@@ -27,10 +27,10 @@ def on_files(files: Files, config: Any) -> Files:
     for page in files.documentation_pages():
         for path in outside(page.src_uri, page.content_string):
             wanted.setdefault(path, page.src_uri)
-    for path, page in wanted.items():
+    for path, linking in wanted.items():
         source = ROOT / path
         if not source.is_file():
-            raise PluginError(f"{page} links to ../{path}, and there is no such file.")
+            raise PluginError(f"{linking} links to ../{path}, and there is no such file.")
         files.append(File.generated(config, f"repository/{path}", content=source.read_bytes()))
     return files
 

@@ -14,7 +14,6 @@ import cli_page
 import paper_page
 import picture
 import quoted
-
 from lln.files import write_text
 from lln.mechanisms import table
 

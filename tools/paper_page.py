@@ -21,7 +21,8 @@ command that makes it, what the paper says, what we found, and where the two dif
 
 The analysis figures (2, 5, 6, 7) need no training: Gaussian queries and keys in float64, 1,024 tokens of 64 channels,
 four seeds, about a minute each on one core. The others are training runs. `--scale tiny` needs no download and takes
-minutes on two cores; it shows that the machinery works and little about the paper, whose models are far larger. `--scale mini` is for a GPU and data of your own (`--data-root`), `--scale paper` is the paper's setting.
+minutes on two cores; it shows that the machinery works and little about the paper, whose models are far larger. `--scale
+mini` is for a GPU and data of your own (`--data-root`), `--scale paper` is the paper's setting.
 **Nothing here was trained at the paper's scale yet**, unless a section says so.
 
 """
@@ -54,8 +55,8 @@ ITEMS = (
     ),
     Item(
         "table1", "Table 1: GLUE after pre-training",
-        "RoBERTa-base, pre-trained on WikiText-103 with masks and fine-tuned: LLN+Diag 86.9 % on average, softmax 87.0, "
-        "LLN alone 85.4.",
+        "RoBERTa-base, pre-trained on WikiText-103 with masks and fine-tuned: LLN+Diag 86.9 % on average, softmax "
+        "87.0, LLN alone 85.4.",
         REMARKS1, TABLE1, COLUMNS1,
     ),
     Item(
@@ -87,8 +88,8 @@ ITEMS = (
     Item(
         "fig6b", "Figure 6b: sums of log-normal variables, broad spread",
         "For large s2 the variance of the sum grows linearly.",
-        "Nearly: from the lower half of the range to the upper the slopes above still rise, and below the range the curve "
-        "bends. One line for all s2 cannot be right.",
+        "Nearly: from the lower half of the range to the upper the slopes above still rise, and below the range the "
+        "curve bends. One line for all s2 cannot be right.",
     ),
     Item(
         "fig7", "Figure 7: histogram of log P",
@@ -121,8 +122,9 @@ ITEMS = (
     Item(
         "fig9", "Figure 9: alpha and beta while a vision transformer trains",
         "They stay between 2 and 2.2.",
-        "That follows from the constants rather than from the data: with one line sqrt(alpha beta) cannot be below 2.0025 "
-        "(at sigma_q sigma_k = 0.596), whatever the inputs are. With `matching=\"entropy\"` there is no such floor.",
+        "The lower end of that range follows from the constants rather than from the data: with one line sqrt(alpha "
+        "beta) cannot be below 2.0025 (at sigma_q sigma_k = 0.596), whatever the inputs are, and both rise where the "
+        "spread of queries and keys is smaller or larger. With `matching=\"entropy\"` there is no such floor.",
     ),
     Item(
         "fig10", "Figure 10: fixed alpha and beta, and moment matching",

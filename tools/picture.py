@@ -74,9 +74,7 @@ def entropies() -> dict[str, list[Point]]:
     return {name: sorted(points) for name, points in found.items()}
 
 
-def panel(
-    left: int, title: str, note: str, across: Axis, up: Axis, lines: Sequence[Line], t: Theme
-) -> list[str]:
+def panel(left: int, title: str, note: str, across: Axis, up: Axis, lines: Sequence[Line], t: Theme) -> list[str]:
     def x(value: float) -> float:
         return left + PANEL * across.place(value)
 
@@ -91,11 +89,13 @@ def panel(
     for value, text in up.ticks.items():
         parts.append(f'<path d="M{left} {y(value):.1f}h{PANEL}" stroke="{t.grid}" stroke-width="1"/>')
         parts.append(
-            f'<text x="{left - 7}" y="{y(value) + 4:.1f}" font-size="12" text-anchor="end" fill="{t.faint}">{text}</text>'
+            f'<text x="{left - 7}" y="{y(value) + 4:.1f}" font-size="12" text-anchor="end" fill="{t.faint}">'
+            f"{text}</text>"
         )
     for value, text in across.ticks.items():
         parts.append(
-            f'<text x="{x(value):.1f}" y="{bottom + 18}" font-size="12" text-anchor="middle" fill="{t.faint}">{text}</text>'
+            f'<text x="{x(value):.1f}" y="{bottom + 18}" font-size="12" text-anchor="middle" fill="{t.faint}">'
+            f"{text}</text>"
         )
     for line in lines:
         path = "M" + "L".join(f"{x(a):.1f} {y(b):.1f}" for a, b in line.points)
@@ -141,8 +141,8 @@ def svg(theme: str) -> str:
     body = "\n".join(first + second)
     told = (
         "Left: the time of softmax attention grows with the square of the length, that of LLN and LLN+Diag linearly. "
-        "Right: with entropy matching LLN's entropy follows softmax's at every temperature, with the paper's it is too low "
-        "at low ones; that of an ELU kernel does not move."
+        "Right: with entropy matching LLN's entropy follows softmax's at every temperature, with the paper's it is too "
+        "low at low ones; that of an ELU kernel does not move."
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '

@@ -24,14 +24,17 @@ def by_sigma(name: str, what: str, series: str) -> dict[float, float]:
 def settings(name: str) -> str:
     result = stored(name)
     plan, p = result["settings"], result["provenance"]
-    return f"{plan['length']:,} tokens, head dim {plan['dim']}, {plan['seeds']} seeds; `lln reproduce {name}`, commit {p['commit']}"
+    shape = f"{plan['length']:,} tokens, head dim {plan['dim']}, {plan['seeds']} seeds"
+    return f"{shape}; `lln reproduce {name}`, commit {p['commit']}"
 
 
 def matching() -> str:
     """Entropies of softmax and of LLN by matching."""
     kinds = ("softmax", "paper", "variance", "entropy")
     found = {kind: by_sigma("fig2", "entropy", kind) for kind in kinds}
-    lines = ["| σ_q = σ_k | temperature | softmax, bits | " + " | ".join(f'`"{kind}"`' for kind in kinds[1:]) + " |"]
+    lines = [
+        "| sigma_q = sigma_k | temperature | softmax, bits | " + " | ".join(f'`"{kind}"`' for kind in kinds[1:]) + " |"
+    ]
     lines.append("|---:" * (len(kinds) + 2) + "|")
     for sigma in sorted(found["softmax"]):
         values = " | ".join(f"{found[kind][sigma]:.2f}" for kind in kinds)
@@ -43,10 +46,15 @@ def line() -> str:
     """The variance of log P after matching over softmax's."""
     softmax = by_sigma("fig5b", "variance", "softmax")
     kinds = ("paper", "variance")
-    lines = ["| σ_q = σ_k | " + " | ".join(f"{sigma:g}" for sigma in softmax) + " |", "|---" + "|---:" * len(softmax) + "|"]
+    lines = [
+        "| sigma_q = sigma_k | " + " | ".join(f"{sigma:g}" for sigma in softmax) + " |",
+        "|---" + "|---:" * len(softmax) + "|",
+    ]
     for kind in kinds:
         found = by_sigma("fig5b", "variance", kind)
-        lines.append(f'| `"{kind}"` | ' + " | ".join(f"{found[sigma] / softmax[sigma]:.2f}" for sigma in softmax) + " |")
+        lines.append(
+            f'| `"{kind}"` | ' + " | ".join(f"{found[sigma] / softmax[sigma]:.2f}" for sigma in softmax) + " |"
+        )
     return "\n".join([*lines, "", f"Variance of log P over softmax's (1 is right), {settings('fig5b')}.", ""])
 
 
@@ -59,8 +67,8 @@ def lognormal() -> str:
     return (
         f"On Gaussian inputs of unit variance softmax's P is log-normal: Kolmogorov-Smirnov distance "
         f"{softmax['distance']:.3f}, Q-Q R² {softmax['qq_r2']:.4f}, skewness {softmax['skewness']:.2f}. LLN's is only "
-        f"roughly: {lln['distance']:.3f}, {lln['qq_r2']:.3f} and {lln['skewness']:.2f} ({settings('fig7')}). The variance "
-        f"and mean of softmax's log P are within {100 * moderate:.1f} % of the prediction up to σ = 1.25; at σ = 2 the "
+        f"roughly: {lln['distance']:.3f}, {lln['qq_r2']:.3f} and {lln['skewness']:.2f} ({settings('fig7')}). The "
+        f"variance and mean of softmax's log P are within {100 * moderate:.1f} % of the prediction up to sigma = 1.25; at sigma = 2 the "
         f"variance is {100 * far:.0f} % above it (`lln reproduce fig5a`).\n"
     )
 

@@ -104,7 +104,8 @@ def distill(
         The model. Nothing but the parameters of its attention's `.lln` has changed.
 
     Raises:
-        ValueError or TypeError that names the argument; NotFinite where the loss is.
+        ValueError or TypeError: it names the argument.
+        NotFinite: a loss that is NaN or infinite.
     """
     check_batches(batches)
     if not runs_lln(model.config):
