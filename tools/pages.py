@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import badges
 import benchmarks_page
 import cli_page
 import paper_page
@@ -28,6 +29,7 @@ def pages() -> dict[Path, str]:
         DOCS / "paper.md": paper_page.markdown(),
         **quoted.pages(),
         **picture.pictures(),
+        **badges.pictures(),
     }
 
 

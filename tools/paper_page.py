@@ -21,8 +21,8 @@ command that makes it, what the paper says, what we found, and where the two dif
 
 The analysis figures (2, 5, 6, 7) need no training: Gaussian queries and keys in float64, 1,024 tokens of 64 channels,
 four seeds, about a minute each on one core. The others are training runs. `--scale tiny` needs no download and takes
-minutes on two cores; it shows that the machinery works and little about the paper, whose models are far larger. `--scale
-mini` is for a GPU and data of your own (`--data-root`), `--scale paper` is the paper's setting.
+minutes on two cores; it shows that the machinery works and little about the paper, whose models are far larger.
+`--scale mini` is for a GPU and data of your own (`--data-root`), `--scale paper` is the paper's setting.
 **Nothing here was trained at the paper's scale yet**, unless a section says so.
 
 """

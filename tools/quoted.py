@@ -68,8 +68,8 @@ def lognormal() -> str:
         f"On Gaussian inputs of unit variance softmax's P is log-normal: Kolmogorov-Smirnov distance "
         f"{softmax['distance']:.3f}, Q-Q R² {softmax['qq_r2']:.4f}, skewness {softmax['skewness']:.2f}. LLN's is only "
         f"roughly: {lln['distance']:.3f}, {lln['qq_r2']:.3f} and {lln['skewness']:.2f} ({settings('fig7')}). The "
-        f"variance and mean of softmax's log P are within {100 * moderate:.1f} % of the prediction up to sigma = 1.25; at sigma = 2 the "
-        f"variance is {100 * far:.0f} % above it (`lln reproduce fig5a`).\n"
+        f"variance and mean of softmax's log P are within {100 * moderate:.1f} % of the prediction up to sigma = "
+        f"1.25; at sigma = 2 the variance is {100 * far:.0f} % above it (`lln reproduce fig5a`).\n"
     )
 
 
