@@ -1,5 +1,6 @@
 """What the documentation shows runs, what it quotes is what is stored, and its site is whole and needs no network."""
 
+import json
 import os
 import re
 import shlex
@@ -118,6 +119,16 @@ def test_pages_that_are_made_are_up_to_date() -> None:
         if path.read_text(encoding="utf-8") != text
     ]
     assert not stale, f"make pages brings them up to date: {', '.join(stale)}"
+
+
+def test_where_softmax_is_faster_is_what_was_measured() -> None:
+    """docs/limits.md: at 512 tokens, and level at 1,024."""
+    result = json.loads((ROOT / "benchmarks/results/2026-11-15-h200/batch1/bench.json").read_text())
+    forward = {(r["attention"], r["length"]): r["device_ms"]["forward"]["median"] for r in result["rows"]}
+    ratios = {n: forward["LLN", n] / forward["cudnn", n] for n in (512, 1024, 2048)}
+    assert ratios[512] > 1.1
+    assert 0.95 < ratios[1024] < 1.05
+    assert ratios[2048] < 0.9
 
 
 class Requests(HTMLParser):

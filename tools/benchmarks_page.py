@@ -16,8 +16,8 @@ GIB = 2**30
 
 HEAD = """# Benchmarks
 
-Made by `make pages` from what is stored in `benchmarks/results/`; a test compares. Every benchmark checks its result
-against float64 before it times anything, takes turns between what it compares, and reports medians, with quartiles in
+Made by `make pages` from what is stored in `benchmarks/results/`; a test compares. Attention is checked
+against float64 before it is timed; what is compared takes turns within one run; times are medians, with quartiles in
 brackets. Every length that was measured is here, also those where softmax wins.
 
 """
