@@ -12,6 +12,7 @@ import typer
 from lln.commands import bench as bench_command
 from lln.commands import common
 from lln.commands import compare as compare_command
+from lln.commands import report as report_command
 from lln.commands import reproduce as reproduce_command
 from lln.commands import train as train_command
 from lln.commands.common import missing, need, need_folder, parse_device, parse_lengths, progress_bar
@@ -23,8 +24,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-LENGTHS, QUICK_LENGTHS = "256,512,1024,2048,4096,8192", "256,512,1024"
 
 
 def main() -> None:
@@ -48,39 +47,7 @@ def root(
     pass
 
 
-@app.command(epilog="Example: [bold]lln report --quick --out page[/bold], then open page/index.html.")
-def report(
-    out: Annotated[Path, typer.Option(help="Folder for the page, its charts (SVG) and data (JSON).")] = Path("report"),
-    lengths: Annotated[
-        str | None,
-        typer.Option(help="Sequence lengths to measure, with commas between.", show_default=LENGTHS),
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Short lengths and fewer repeats: a look in seconds.")] = False,
-    repeats: Annotated[
-        int | None, typer.Option(min=1, help="Calls of each; the page shows median and quartiles.", show_default="5")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
-    device: Annotated[str, typer.Option(help="Where to measure: cpu, cuda, ...", callback=parse_device)] = "cpu",
-) -> None:
-    """Measure softmax attention and LLN on this machine and write a page about it."""
-    need("report")
-    chosen = parse_lengths(lengths or (QUICK_LENGTHS if quick else LENGTHS))
-    repeats = repeats or (2 if quick else 5)
-    need_folder(out)
-
-    import torch
-
-    from lln.bench.lengths import measure
-    from lln.report import lengths as time_and_memory
-    from lln.report import moments
-    from lln.report.page import write_page
-
-    plan = moments.QUICK if quick else moments.Plan()
-    with progress_bar(2 * len(chosen) + plan.seeds) as step:
-        result = measure(chosen, repeats=repeats, seed=seed, device=torch.device(device), progress=step)
-        matched = moments.measure(plan, seed=seed, progress=step)
-    page = write_page(out, [time_and_memory.section(result), moments.section(matched)], result["provenance"])
-    typer.echo(f"The page is {page}: open it in a browser. Charts and data are beside it.")
+app.command(epilog=report_command.EPILOG)(report_command.report)
 
 
 @app.command(epilog="Example: [bold]lln calibrate --head-dims 64 --lengths 1024 --seeds 8 --out my-curves.json[/bold]")

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from lln.bench.measure import number, provenance
+from lln.bench.measure import number, one_thread, provenance
 from lln.calibrate import draw, lln_entropy, normal, softmax_entropy
 from lln.curves import pchip, stored
 from lln.moments import MATCHINGS, PAPER_A, PAPER_B, Matching, match_moments
@@ -43,13 +43,9 @@ QUICK = Plan(sigmas=(0.25, 0.5, 1.0, 1.5, 2.0, 2.5), seeds=8, rows=64)
 def measure(plan: Plan, *, seed: int, progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """The result, ready for JSON. `progress` hears of plan.seeds steps. Always on the CPU, in float64: these numbers
     say what the equations do, not what a device does."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the matrices are small: threads that wait for a busy core cost far more than they save
-    try:
+    with one_thread():
         rows = entropies(plan, seed, progress)
         made = provenance(seed, CPU)
-    finally:
-        torch.set_num_threads(threads)
     curves = stored()
     return {
         "what": f"moment matching on Gaussian queries and keys, head dim {HEAD_DIM}, sigma_q = sigma_k, float64",
