@@ -158,7 +158,6 @@ def sentences(softmax: dict[str, Any], ours: dict[str, Any], length: int) -> lis
         f"On Gaussian queries and keys of spread 1, softmax attention is {verdict(softmax)} (distance of the "
         f"distribution functions {softmax['distance']:.3f}) and LLN {verdict(ours)} ({ours['distance']:.3f}); "
         f"LLN's is {bend} (skewness {ours['skewness']:.2f} against {softmax['skewness']:.2f}).",
-        f"Both rows are equally spread out: an entropy of {softmax['entropy']:.2f} bits for softmax and "
-        f"{ours['entropy']:.2f} for LLN, of {math.log2(length):.0f} bits for attention that is even over all "
-        f"{length} tokens.",
+        f"Their rows have an entropy of {softmax['entropy']:.2f} bits for softmax and {ours['entropy']:.2f} for LLN; "
+        f"attention that is even over all {length} tokens would have {math.log2(length):.0f}.",
     ]

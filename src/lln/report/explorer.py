@@ -132,8 +132,9 @@ def for_script(result: dict[str, Any]) -> dict[str, Any]:
             {"entropy": round(row["entropy"], 3), "gap": round(row["gap"], 4), "zero": round(row["zero"], 3),
              "histogram": row["histogram"]}
         )  # fmt: skip
-    looks = {name: {"colour": STYLES[name].colour, "dash": list(STYLES[name].dash)} for name in ("softmax", *FEATURES)}
-    looks["LLN"] = {"colour": MATCHED["entropy"].colour, "dash": [1, 0]}
+    looks = [{"name": "softmax", "colour": MATCHED["softmax"].colour, "dash": [1, 0]}]
+    looks.append({"name": "LLN", "colour": MATCHED["entropy"].colour, "dash": [1, 0]})
+    looks += [{"name": name, "colour": STYLES[name].colour, "dash": list(STYLES[name].dash)} for name in FEATURES]
     return {
         "dims": list(plan["dims"]), "temperatures": list(plan["temperatures"]), "length": plan["length"],
         "matchings": list(LLN), "looks": looks, "bins": result["bins"], "start": START, "values": values,

@@ -102,18 +102,21 @@ def section(result: dict[str, Any]) -> Section:
             f"Variance of log P within a row of LLN attention against s2, measured for head dims {listed(HEAD_DIMS)} "
             f"(standard errors of at most {100 * error:.1g} % are thinner than the curves), and the paper's straight "
             f"line, shaded where it is within {100 * TOLERANCE:.0f} % of the curve for head dim {HEAD_DIM}.",
+            rows=variance_points(result),
         ),
         Chart(
             "alpha-against-sigma",
             svg(lines(result["alpha"], MATCHED, sigma, alpha)),
             f"Alpha, equal to beta here, against the standard deviation sigma of queries and keys, as set by paper, "
             f"variance and entropy matching for head dim {HEAD_DIM} and {keys} keys.",
+            rows=result["alpha"],
         ),
         Chart(
             "entropy-against-sigma",
             svg(lines(result["entropy"], MATCHED, sigma, entropy, points=True)),
             "Mean entropy of the rows of P against sigma, for softmax attention and for LLN with each matching and "
             f"with none (alpha = beta = 1); bars span a standard deviation either side over {seeds} sets of draws.",
+            rows=result["entropy"],
         ),
     ]
     return Section(

@@ -30,6 +30,7 @@ class Plan:
     steps: int = 360
     evaluate_every: int = 60
     record_every: int = 30
+    log_every: int = 10
 
 
 QUICK = Plan(steps=60, evaluate_every=20, record_every=20)
@@ -51,7 +52,7 @@ def measure(
         config = recipe("mlm", "tiny", name)
         optimisation = dataclasses.replace(config.optimisation, steps=plan.steps, warmup=min(40, plan.steps // 4))
         config = dataclasses.replace(
-            config, optimisation=optimisation, seed=seed, log_every=10, evaluate_every=plan.evaluate_every,
+            config, optimisation=optimisation, seed=seed, log_every=plan.log_every, evaluate_every=plan.evaluate_every,
             save_every=plan.evaluate_every, record_every=plan.record_every,
         )  # fmt: skip
         folder = runs / name

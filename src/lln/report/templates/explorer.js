@@ -13,9 +13,8 @@
 
   // LLN as the chosen matching makes it, under its own name.
   function chosen() {
-    const of = data.values[dim.value], found = {};
-    for (const name of Object.keys(data.looks)) found[name] = of[name === "LLN" ? matching.value : name];
-    return found;
+    const of = data.values[dim.value];
+    return data.looks.map((look) => ({ look, rows: of[look.name === "LLN" ? matching.value : look.name] }));
   }
 
   function element(parent, name, attributes, text) {
@@ -48,21 +47,21 @@
     return { across, up };
   }
 
-  function line(svg, points, look, width) {
+  function line(svg, points, look) {
+    const width = look.name === "softmax" ? 4 : 2;
     const d = points.map(([x, y], i) => (i ? "L" : "M") + x.toFixed(1) + " " + y.toFixed(1)).join("");
     element(svg, "path", { d, fill: "none", stroke: look.colour, "stroke-width": width, "stroke-dasharray": look.dash[1] ? look.dash.join(" ") : "none" });
   }
 
   function histogram(found, at) {
     const { low, high, count } = data.bins, step = (high - low) / count;
-    const most = 100 * Math.ceil(Math.max(...Object.values(found).map((of) => Math.max(...of[at].histogram))) / 100);
+    const most = 100 * Math.ceil(Math.max(...found.map(({ rows }) => Math.max(...rows[at].histogram))) / 100);
     const powers = [-3, -2, -1, 0, 1, 2].map((p) => Math.log(10) * p);
     const place = frame(find("histogram"),
       { low, high, ticks: powers, title: "weight, as a multiple of an even share", name: (v) => ["1/1000", "1/100", "1/10", "1", "10", "100"][powers.indexOf(v)] },
       { low: 0, high: most / 100, ticks: [0, most / 200, most / 100] });
-    for (const [name, of] of Object.entries(found)) {
-      const points = of[at].histogram.map((n, i) => [place.across(low + (i + 0.5) * step), place.up(n / 100)]);
-      line(find("histogram"), points, data.looks[name], name === "softmax" ? 4 : 2);
+    for (const { look, rows } of found) {
+      line(find("histogram"), rows[at].histogram.map((n, i) => [place.across(low + (i + 0.5) * step), place.up(n / 100)]), look);
     }
     element(find("histogram"), "text", { x: BOX.left + 4, y: BOX.top + 10 }, "% of entries");
   }
@@ -74,21 +73,22 @@
       { low: 0, high: top, ticks });
     element(svg, "line", { x1: place.across(temperatures[at]), x2: place.across(temperatures[at]), y1: place.up(0), y2: place.up(top), class: "marker" });
     if (key === "entropy") element(svg, "line", { x1: BOX.left, x2: BOX.width - BOX.right, y1: place.up(data.most), y2: place.up(data.most), class: "even" });
-    for (const [name, of] of Object.entries(found)) {
-      line(svg, of.map((row, i) => [place.across(temperatures[i]), place.up(row[key])]), data.looks[name], name === "softmax" ? 4 : 2);
-      element(svg, "circle", { cx: place.across(temperatures[at]), cy: place.up(of[at][key]), r: 4.5, fill: data.looks[name].colour });
+    for (const { look, rows } of found) {
+      line(svg, rows.map((row, i) => [place.across(temperatures[i]), place.up(row[key])]), look);
+      element(svg, "circle", { cx: place.across(temperatures[at]), cy: place.up(rows[at][key]), r: 4.5, fill: look.colour });
     }
   }
 
   function legend() {
     const list = find("explorer-legend");
     list.replaceChildren();
-    for (const [name, look] of Object.entries(data.looks)) {
+    for (const look of data.looks) {
       const item = document.createElement("li"), svg = document.createElementNS(SVG, "svg");
       svg.setAttribute("viewBox", "0 0 28 8");
       svg.setAttribute("aria-hidden", "true");
-      line(svg, [[0, 4], [28, 4]], look, name === "softmax" ? 4 : 2);
-      item.append(svg, name === "LLN" && matching.value !== "unmatched" ? `LLN, ${matching.value} matching` : name === "LLN" ? "LLN, unmatched" : name);
+      line(svg, [[0, 4], [28, 4]], look);
+      const how = matching.value === "unmatched" ? "unmatched" : `${matching.value} matching`;
+      item.append(svg, look.name === "LLN" ? `LLN, ${how}` : look.name);
       list.append(item);
     }
   }
@@ -96,9 +96,9 @@
   function table(found, at) {
     const body = find("explorer-table").tBodies[0];
     body.replaceChildren();
-    for (const [name, of] of Object.entries(found)) {
-      const row = body.insertRow(), { entropy, gap, zero } = of[at];
-      for (const text of [name, entropy.toFixed(2), `${Math.round(2 ** entropy)} tokens`, gap.toFixed(3), `${Math.round(100 * zero)} %`]) row.insertCell().textContent = text;
+    for (const { look, rows } of found) {
+      const row = body.insertRow(), { entropy, gap, zero } = rows[at];
+      for (const text of [look.name, entropy.toFixed(2), `${Math.round(2 ** entropy)} tokens`, gap.toFixed(3), `${Math.round(100 * zero)} %`]) { const cell = row.insertCell(); cell.textContent = text; if (text === look.name) cell.className = "word"; }
     }
   }
 
@@ -106,7 +106,7 @@
     const at = Number(slider.value), temperature = data.temperatures[at], found = chosen();
     find("temperature-value").textContent = temperature;
     slider.setAttribute("aria-valuetext", `temperature ${temperature}`);
-    const softmax = found.softmax[at], ours = found.LLN[at], apart = ours.entropy - softmax.entropy;
+    const [softmax, ours] = found.map(({ rows }) => rows[at]), apart = ours.entropy - softmax.entropy;
     const way = Math.abs(apart) < 0.05 ? "as concentrated as" : apart > 0 ? "more even than" : "more concentrated than";
     find("explorer-said").textContent =
       `At temperature ${temperature}, a row of softmax attention is like an even spread over ${Math.round(2 ** softmax.entropy)} of ` +
