@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import lln
@@ -51,17 +52,52 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.parametrize("command", [[], ["report"], ["inspect"], ["info"]])
-def test_help_teaches(command: list[str]) -> None:
-    code, output = run(*command, "--help")
+COMMANDS = [command.callback.__name__ for command in app.registered_commands if command.callback is not None]
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_teaches(command: str) -> None:
+    code, output = run(*command.split(), "--help")
     assert code == 0
     assert "Usage" in output
-    if command:
-        assert f"Example: lln {command[0]}" in output
+    assert f"Example: lln {command}" in output
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_options_that_several_commands_have_mean_the_same(command: str) -> None:
+    output = run(command, "--help")[1]
+    files = {"calibrate"}  # its result is one JSON file
+    if command != "info":
+        assert "--out" in output or command == "convert"  # whose folder is an argument
+        assert "--seed" in output
+        assert "--device" in output
+    assert ("--json" in output) != (command in files)
+
+
+def test_an_error_nobody_foresaw_is_one_line_unless_debugging() -> None:
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        code = (
+            "import sys, lln.cli, lln.commands.info as info\n"
+            "def broken(): raise RuntimeError('the disk\\nis full')\n"
+            "info.facts = broken\n"
+            "lln.cli.main()"
+        )
+        return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+
+    found = call("info")
+    assert found.returncode == 1
+    assert found.stderr == "lln: RuntimeError: the disk is full (--debug shows where)\n"
+    found = call("info", "--debug")
+    assert found.returncode == 1
+    assert "Traceback" in found.stderr
+    assert call("info", "--nonsense").returncode == 2
 
 
 def test_version_and_info_answer() -> None:
     assert run("--version") == (0, f"lln-attention {lln.__version__}\n")
+    told = json.loads(run("info", "--json")[1])
+    assert told["torch"] == torch.__version__
+    assert set(told["missing"]) == {"report", "instruments", "hf", "train"}
     code, output = run("info")
     assert code == 0
     for line in ("lln-attention", "python", "torch", "devices", "back ends", "extra report"):
