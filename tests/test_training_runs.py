@@ -111,7 +111,7 @@ def test_changes_that_go_together_may_come_in_any_order() -> None:
         values = {"width": "35", "heads": "7"}
         made = change(recipe("mlm", "mini"), {f"model.{name}": values[name] for name in names})
         assert (made.model.width, made.model.heads) == (35, 7)
-    with pytest.raises(ValueError, match="model.width must be a multiple of model.heads; got 35 and 6"):
+    with pytest.raises(ValueError, match=r"model.width must be a multiple of model.heads; got 35 and 6"):
         change(recipe("mlm", "mini"), {"model.width": "35"})
     assert recipe("mlm", "mini").model.width == 384
 
