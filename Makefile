@@ -9,7 +9,7 @@ OUT ?= report
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 READY = $(VENV)/.ready
 
-.PHONY: report test test-gpu check bench bench-gpu clean
+.PHONY: report test test-gpu check bench bench-conversion bench-gpu clean
 
 report: $(READY)
 	$(VENV)/bin/lln report --out $(OUT)
@@ -34,6 +34,10 @@ bench: $(READY)
 	$(VENV)/bin/python benchmarks/instruments.py --out benchmarks/results/instruments.json
 	$(VENV)/bin/python benchmarks/record.py --out benchmarks/results/record.json
 	$(VENV)/bin/python benchmarks/decoding.py --out benchmarks/results/decoding.json
+
+# How well MiniLM survives a conversion: half an hour.
+bench-conversion: $(READY)
+	$(VENV)/bin/python benchmarks/conversion.py --parts --out benchmarks/results/conversion.json
 
 # What the GPU kernels are judged by.
 bench-gpu: $(READY)

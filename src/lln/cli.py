@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lln.commands import bench, calibrate, compare, info, inspect, report, reproduce, train
+from lln.commands import bench, calibrate, compare, convert, info, inspect, report, reproduce, train
 
 app = typer.Typer(
     help="Linear-time attention that behaves like softmax attention.",
@@ -23,6 +23,7 @@ app = typer.Typer(
 app.command(epilog=report.EPILOG)(report.report)
 app.command(epilog=inspect.EPILOG)(inspect.inspect)
 app.command(epilog=compare.EPILOG)(compare.compare)
+app.command(epilog=convert.EPILOG)(convert.convert)
 app.command(epilog=train.EPILOG)(train.train)
 app.command(epilog=reproduce.EPILOG)(reproduce.reproduce)
 app.command(epilog=bench.EPILOG)(bench.bench)

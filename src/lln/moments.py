@@ -30,6 +30,7 @@ Data = tuple[Tensor, Tensor, int, Tensor | None, Tensor | None, Tensor | None, T
 PAPER_A, PAPER_B = 0.14855178144710912, -0.35487039130661086
 # A constant input has no spread; this keeps alpha and beta finite.
 SIGMA_FLOOR = 1e-6
+MAX_SCORES = 2**20  # that data matching looks at together
 LENGTH = 1024  # of the entropy curves where no other is known
 
 
@@ -252,22 +253,25 @@ def match_data(
         chosen = chosen[: min(rows, length if valid_q is None else int(valid_q.sum()))]
         if not len(chosen) or int(valid_k.sum()) < 2:
             continue
-        for head in range(key_heads):  # one at a time: rows x keys numbers are much, for all heads at once too much
-            spreads = sigma_q[sample, head], sigma_k[sample, head]
-            if min(float(s) for s in spreads) <= SIGMA_FLOOR:
-                continue
-            q = query.detach()[sample].unflatten(0, (key_heads, -1))[head].to(dtype)  # [G, N, D]
-            k = key.detach()[sample, head, valid_k].to(dtype)
-            seen = None
-            if is_causal:
-                position = torch.arange(key_length, device=query.device)[valid_k]
-                seen = position <= chosen.unsqueeze(-1)
-            q_valid = q if valid_q is None else q[:, valid_q]
+        q = query.detach()[sample].unflatten(0, (key_heads, -1))  # [Hk, G, N, D]
+        k = key.detach()[sample][:, valid_k]  # [Hk, M, D]
+        seen = None
+        if is_causal:
+            position = torch.arange(key_length, device=query.device)[valid_k]
+            seen = position <= chosen.unsqueeze(-1)
+        # As many heads at a time as keep rows x keys numbers few.
+        together = max(1, MAX_SCORES // (q.shape[1] * len(chosen) * k.shape[1]))
+        for first in range(0, key_heads, together):
+            some = slice(first, first + together)
+            spreads = sigma_q[sample, some], sigma_k[sample, some]
+            wide_q, wide_k = q[some].to(dtype), k[some].to(dtype)
             wanted = None
             if target == "variance" and seen is None:
-                wanted = exact_score_variance(q_valid, k, scale)
-            solved = bisect_s2(q[:, chosen], k, *spreads, target, seen, scale, wanted)
-            s2[sample, head] = torch.where(solved.isfinite(), solved, s2[sample, head])
+                q_valid = wide_q if valid_q is None else wide_q[:, :, valid_q]
+                wanted = exact_score_variance(q_valid, wide_k, scale)
+            solved = bisect_s2(wide_q[:, :, chosen], wide_k, *spreads, target, seen, scale, wanted)
+            spread = torch.minimum(*spreads) > SIGMA_FLOOR
+            s2[sample, some] = torch.where(solved.isfinite() & spread, solved, s2[sample, some])
     half = (s2 / 2).sqrt()
     return (half / sigma_q).repeat_interleave(heads // key_heads, 1), half / sigma_k
 
@@ -276,30 +280,34 @@ def bisect_s2(
     q: Tensor, k: Tensor, sigma_q: Tensor, sigma_k: Tensor, target: str, seen: Tensor | None, scale: float,
     wanted: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """s2 at which the rows q [G, R, D] of LLN over the keys k [M, D] are as concentrated as softmax's; NaN where none
-    is. `seen` [R, M]: which keys a row attends to. `wanted`: the softmax's value where it is known already."""
+    """[H] s2 at which the rows q [H, G, R, D] of LLN over the keys k [H, M, D] are as concentrated as softmax's; NaN
+    where none is. `seen` [R, M]: which keys a row attends to. `wanted`: softmax's values where they are known."""
     shown = torch.ones((), dtype=torch.bool, device=q.device) if seen is None else seen
 
     def concentration(scores: Tensor) -> Tensor:
-        """Larger where attention is more concentrated, a mean over the rows."""
+        """[H], larger where attention is more concentrated, a mean over the rows."""
         if target == "variance":
-            count = shown.expand(scores.shape[1:]).sum(-1).clamp_min(2)
+            count = shown.expand(scores.shape[2:]).sum(-1).clamp_min(2)
             mean = torch.where(shown, scores, 0.0).sum(-1, keepdim=True) / count.unsqueeze(-1)
             spread: Tensor = torch.where(shown, (scores - mean).square(), 0.0).sum(-1) / (count - 1)
-            return spread.mean()
-        entropy: Tensor = torch.special.entr(scores.masked_fill(~shown, -torch.inf).softmax(-1)).sum(-1)
-        return -entropy.mean()
+            return spread.mean((1, 2))
+        log_sum = scores.masked_fill(~shown, -torch.inf).logsumexp(-1, keepdim=True)
+        log_p = scores - log_sum
+        entropy: Tensor = -torch.where(shown, log_p.exp() * log_p, 0.0).sum(-1)
+        return -entropy.mean((1, 2))
 
+    k = k.unsqueeze(1)  # [H, 1, M, D]
+    sigma_q, sigma_k = sigma_q[:, None, None, None], sigma_k[:, None, None, None]
     if wanted is None:
-        wanted = concentration(scale * q @ k.T)
+        wanted = concentration(scale * q @ k.mT)
     ends = math.log(1e-4), math.log(1e4)
     low, high = (torch.full_like(wanted, end) for end in ends)
-    for _ in range(40):
+    for _ in range(32):  # to 4e-9 of s2
         middle = (low + high) / 2
-        factor = (middle / 2).exp() * math.sqrt(0.5)
+        factor = ((middle / 2).exp() * math.sqrt(0.5))[:, None, None, None]
         a, x = q * (factor / sigma_q), k * (factor / sigma_k)
         a_top, x_top = a.amax(-1, keepdim=True), x.amax(-1, keepdim=True)
-        log_n = ((a - a_top).exp() @ (x - x_top).exp().T).log().clamp_min(-1e30) + a_top + x_top.T
+        log_n = ((a - a_top).exp() @ (x - x_top).exp().mT).log().clamp_min(-1e30) + a_top + x_top.mT
         too_much = concentration(log_n) > wanted
         low, high = torch.where(too_much, low, middle), torch.where(too_much, middle, high)
     middle = (low + high) / 2
@@ -308,8 +316,10 @@ def bisect_s2(
 
 
 def exact_score_variance(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Mean over the rows q [G, N, D] of the variance of their scores with k [M, D]: tr(M_q Sigma_k) scale^2, in
-    O((N + M) D^2)."""
-    flat = q.flatten(0, 1)
-    second = flat.T @ flat / len(flat)  # M_q
-    return scale * scale * (second * k.T.cov().view(second.shape)).sum()
+    """[H] mean over the rows q [H, G, N, D] of the variance of their scores with k [H, M, D]: tr(M_q Sigma_k) scale^2,
+    in O((N + M) D^2)."""
+    flat = q.flatten(1, 2)
+    second = flat.mT @ flat / flat.shape[1]  # M_q
+    centred = k - k.mean(1, keepdim=True)
+    covariance = centred.mT @ centred / max(1, k.shape[1] - 1)
+    return scale * scale * (second * covariance).sum((1, 2))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lln.attention import Backend, Coefficient, CuSeqlens, Mix, lln_attention
 from lln.checks import check_key_mask, check_packing, check_tensors, coefficient
+from lln.feature_map import map_features
 from lln.kernels.common import compute_dtype, wide_dtype
 from lln.moments import (
     LENGTH,
@@ -22,7 +23,7 @@ from lln.moments import (
     score_factor,
     sigma,
 )
-from lln.options import Statistics, check_numbers, check_options
+from lln.options import Statistics, check_feature_map, check_numbers, check_options
 from lln.state import LLNState
 
 
@@ -46,6 +47,8 @@ class LLNAttention(nn.Module):
         block_size: LLN+Diag with blocks of so many tokens; None: LLN alone.
         mix: of the linear part and the blocks: a number; "ratio" learns one number a head; "scales" learns two factors
             (r, p) a head and value channel. All start at the average of the two.
+        feature_map: with "fixed": "linear" learns, for each key head, a linear map of queries and keys that leaves
+            their softmax as it is (see `lln.feature_map`). It starts at the identity.
         dropout: probability in training.
         scale: of the softmax that is imitated, and of the one in the blocks; default 1 / sqrt(head_dim).
         decoder: the queries belong to a causal decoder (cross attention), so statistics must not look at all of them.
@@ -69,6 +72,8 @@ class LLNAttention(nn.Module):
     mix_logit: nn.Parameter
     lln_scale: nn.Parameter
     block_scale: nn.Parameter
+    map_generator: nn.Parameter
+    key_offset: nn.Parameter
 
     def __init__(
         self,
@@ -84,6 +89,7 @@ class LLNAttention(nn.Module):
         learnable: Literal["head", "channel"] | None = None,
         block_size: int | None = None,
         mix: float | Literal["ratio", "scales"] = 0.5,
+        feature_map: Literal["linear"] | None = None,
         dropout: float = 0.0,
         scale: float | None = None,
         decoder: bool = False,
@@ -95,6 +101,7 @@ class LLNAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_options(num_heads, head_dim, num_key_heads, matching, statistics, alpha, beta, learnable, block_size, mix)
+        check_feature_map(feature_map, statistics)
         check_numbers(dropout, momentum, length, scale, backend)
         self.num_heads, self.head_dim = num_heads, head_dim
         self.num_key_heads = num_key_heads or num_heads
@@ -115,6 +122,10 @@ class LLNAttention(nn.Module):
         if statistics == "fixed":
             self._make_coefficients(alpha, beta, learnable, factory)
         self._make_mix(mix, value_dim or head_dim, factory)
+        self.feature_map = feature_map
+        if feature_map is not None:
+            self.map_generator = nn.Parameter(torch.zeros(self.num_key_heads, head_dim, head_dim, **factory))
+            self.key_offset = nn.Parameter(torch.zeros(self.num_key_heads, head_dim, **factory))
 
     def _make_coefficients(
         self, alpha: Coefficient | None, beta: Coefficient | None, learnable: str | None, factory: dict[str, Any]
@@ -158,6 +169,12 @@ class LLNAttention(nn.Module):
             return self.lln_scale.unsqueeze(0), self.block_scale.unsqueeze(0)
         return float(self.mix)
 
+    def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """The queries and keys that the op is given."""
+        if self.feature_map is None:
+            return query, key
+        return map_features(query, key, self.map_generator, self.key_offset)
+
     def forward(
         self,
         query: Tensor,
@@ -189,6 +206,7 @@ class LLNAttention(nn.Module):
             self.commit()
             new = self._summed(query, key, query_mask, key_mask, cu_seqlens)
         alpha, beta = self.coefficients(query, key, **where)
+        query, key = self.features(query, key)
         blocks: dict[str, Any] = {}
         if self.block_size is not None:
             blocks = {"block_size": self.block_size, "mix": self.mix_weights(), "scale": self.scale}
@@ -350,7 +368,8 @@ class LLNAttention(nn.Module):
         groups = "" if self.num_key_heads == self.num_heads else f"/{self.num_key_heads}"
         block = "" if self.block_size is None else f", block_size={self.block_size}, mix={self.mix!r}"
         how = f"matching={self.matching!r}, statistics={self.statistics!r}"
-        return f"heads={self.num_heads}{groups}, head_dim={self.head_dim}, {how}{block}"
+        features = "" if self.feature_map is None else f", feature_map={self.feature_map!r}"
+        return f"heads={self.num_heads}{groups}, head_dim={self.head_dim}, {how}{block}{features}"
 
 
 def in_backward() -> bool:

@@ -23,6 +23,13 @@ def check_numbers(dropout: float, momentum: float, length: int, scale: float | N
     check_backend(backend)
 
 
+def check_feature_map(feature_map: str | None, statistics: str) -> None:
+    if feature_map not in (None, "linear"):
+        raise ValueError(f"feature_map must be None or 'linear'; got {feature_map!r}.")
+    if feature_map is not None and statistics != "fixed":
+        raise ValueError(f"feature_map goes with statistics='fixed'; got statistics={statistics!r}.")
+
+
 def check_options(
     num_heads: int,
     head_dim: int,

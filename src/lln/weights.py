@@ -41,6 +41,7 @@ def dense_weights(
     identity matrix as v gives it."""
     where: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
     alpha, beta = attention.coefficients(query, key, query_mask=query_mask, **where)
+    query, key = attention.features(query, key)
     options: dict[str, Any] = {"backend": attention.backend}
     if attention.block_size is not None:
         options |= {

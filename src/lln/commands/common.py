@@ -13,7 +13,7 @@ import typer
 EXTRAS = {
     "report": ("altair", "vl_convert", "jinja2"),
     "instruments": ("pandas",),
-    "hf": ("transformers", "safetensors"),
+    "hf": ("transformers", "safetensors", "filelock"),
     "train": ("transformers", "accelerate", "tokenizers", "pyarrow", "PIL", "sklearn"),
 }
 

@@ -14,10 +14,11 @@ if importlib.util.find_spec("transformers") is None:
 from lln.hf.attention import register
 from lln.hf.cache import LLNCache
 from lln.hf.convert import convert
+from lln.hf.distill import distill, fine_tune
 from lln.hf.hooks import install
 from lln.hf.options import IMPLEMENTATIONS, Options
 
 register()
 install()
 
-__all__ = ["IMPLEMENTATIONS", "LLNCache", "Options", "convert"]
+__all__ = ["IMPLEMENTATIONS", "LLNCache", "Options", "convert", "distill", "fine_tune"]

@@ -37,3 +37,10 @@ def write_card(folder: str | os.PathLike[str]) -> None:
     text = path.read_text(encoding="utf-8") if path.exists() else HEADER
     if "lln.hf" not in text:
         write_text(path, text.rstrip("\n") + "\n" + SECTION)
+
+
+def add_section(folder: str | os.PathLike[str], title: str, text: str) -> None:
+    """A section at the end of the README.md, in the place of one with the same title."""
+    path = Path(folder) / "README.md"
+    before = path.read_text(encoding="utf-8").partition(f"\n## {title}\n")[0]
+    write_text(path, f"{before.rstrip(chr(10))}\n\n## {title}\n\n{text}")

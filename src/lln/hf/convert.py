@@ -27,6 +27,7 @@ def convert(
     block_size: int | None = None,
     mix: float | str | None = None,
     learnable: str | None = None,
+    feature_map: str | None = None,
     alpha: Coefficients | None = None,
     beta: Coefficients | None = None,
     length: int | None = None,
@@ -51,6 +52,8 @@ def convert(
         block_size, mix: of "lln_diag". mix: a number, "ratio" or "scales". Of another kernel mechanism: adds blocks to
             it, as in `lln.attention` (mix: a number).
         learnable: "head" or "channel": alpha and beta become parameters.
+        feature_map: "linear": each key head learns a linear map of its queries and keys that leaves softmax as it is
+            (see `lln.LLNAttention`); what `lln.hf.distill` can train.
         alpha, beta: positive numbers or tensors [heads] or [heads, dim] for all attention modules with "fixed"
             statistics, or a dict from the name of a module (as in model.named_modules()) to them; the two go together.
         length: number of keys that "entropy" matching assumes where it cannot count them.
@@ -76,8 +79,8 @@ def convert(
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}; got {implementation!r}.")
     if implementation not in LLN:
         of_lln = {
-            "matching": matching, "statistics": statistics, "learnable": learnable, "alpha": alpha, "beta": beta,
-            "length": length, "momentum": momentum, "batches": batches,
+            "matching": matching, "statistics": statistics, "learnable": learnable, "feature_map": feature_map,
+            "alpha": alpha, "beta": beta, "length": length, "momentum": momentum, "batches": batches,
         }  # fmt: skip
         if foreign := [name for name, value in of_lln.items() if value is not None]:
             raise ValueError(f"{foreign[0]} goes with 'lln' and 'lln_diag'; got implementation={implementation!r}.")
@@ -101,10 +104,11 @@ def convert(
         raise ValueError("matching='data' needs batches to find alpha and beta on, or alpha and beta themselves.")
     asked = {
         "matching": matching, "statistics": statistics, "block_size": block_size, "mix": mix, "learnable": learnable,
-        "length": length, "momentum": momentum,
+        "feature_map": feature_map, "length": length, "momentum": momentum,
     }  # fmt: skip
     changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    if statistics is None and (matching == "data" or alpha is not None or learnable is not None):
+    fixes = alpha is not None or learnable is not None or feature_map is not None
+    if statistics is None and (matching == "data" or fixes):
         changes["statistics"] = "fixed"
     if alpha is not None or matching == "data":
         changes["coefficients"] = "channel" if any(map(per_channel, (alpha, beta))) else "head"
@@ -112,7 +116,7 @@ def convert(
         # What was given or found before goes when something else is asked for in its place.
         changes["coefficients"] = None
         if statistics is not None:
-            changes["learnable"] = learnable
+            changes["learnable"], changes["feature_map"] = learnable, feature_map
         elif held is not None and held.coefficients is not None and learnable is None and held.learnable is None:
             changes["statistics"] = "auto"
         if matching is None and held is not None and held.matching == "data":

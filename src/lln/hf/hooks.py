@@ -53,6 +53,11 @@ def choose(original: Any, model: PreTrainedModel, attn_implementation: str | Non
                 stacklevel=4,
             )
             write(model.config, dataclasses.replace(held, implementation=attn_implementation))
+        elif attn_implementation == "lln" and held.implementation == "lln_diag" and isinstance(held.mix, str):
+            raise ValueError(
+                f"attn_implementation='lln': the learned mix={held.mix!r} that config.lln names would be lost; load "
+                "the model as it is, and lln.hf.convert(model, 'lln', mix=0.5) drops it."
+            )
     if attn_implementation in IMPLEMENTATIONS and kwargs.get("is_init_check"):
         check_class(model, attn_implementation)
     return original(model, attn_implementation, *args, **kwargs)

@@ -43,6 +43,7 @@ class ModelAttention(LLNAttention):
             "matching": "paper" if options.matching == "data" else options.matching,
             "statistics": statistics,
             "learnable": options.learnable if statistics == "fixed" else None,
+            "feature_map": options.feature_map if statistics == "fixed" else None,
             "block_size": None if self.cross else options.blocks,
             "scale": scale,
             "decoder": self.kind == "decoder",
@@ -107,13 +108,30 @@ class ModelAttention(LLNAttention):
                 mine.copy_(tensor)
 
     @torch.no_grad()
-    def take(self, other: LLNAttention) -> None:
+    def take(self, other: ModelAttention) -> None:
         """Keep what `other` has learned or measured, where this module has the same."""
         other.commit()
         for name, tensor in (*other.named_parameters(), *other.named_buffers()):
             mine = getattr(self, name, None)
             if isinstance(mine, Tensor) and mine.shape == tensor.shape:
                 mine.copy_(tensor)
+        # What was given or found may become what is learned, and one number a head one a channel.
+        mine, theirs = (self.held("alpha"), self.held("beta")), (other.held("alpha"), other.held("beta"))
+        moved = ("log_alpha" in self._parameters) != ("log_alpha" in other._parameters)
+        moved |= any(a is not None and b is not None and a.shape != b.shape for a, b in zip(mine, theirs, strict=True))
+        wider = all(
+            a is not None and b is not None and b.shape[1] in (1, a.shape[1]) for a, b in zip(mine, theirs, strict=True)
+        )
+        if moved and wider:
+            self.set_coefficients(*theirs)
+
+    def held(self, name: str) -> Tensor | None:
+        """alpha or beta [heads, 1 or dim] where it is kept among the weights."""
+        if f"log_{name}" in self._parameters:
+            learned: Tensor = getattr(self, f"log_{name}")
+            return learned.detach().exp()
+        given: Tensor | None = self._buffers.get(f"fixed_{name}")
+        return None if given is None else given[0]
 
     @torch.no_grad()
     def set_coefficients(self, alpha: Any, beta: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from lln.hf.peers import LLN, PEERS, check_peer
 from lln.moments import LENGTH, MATCHINGS
-from lln.options import STATISTICS, check_numbers, check_options
+from lln.options import STATISTICS, check_feature_map, check_numbers, check_options
 
 IMPLEMENTATIONS = (*LLN, *PEERS)
 BLOCK_SIZE = 64
@@ -30,6 +30,8 @@ class Options:
         learnable: None, "head" or "channel": alpha and beta are parameters. With "fixed" statistics.
         coefficients: None, "head" or "channel": alpha and beta are given numbers that are kept with the weights. With
             "fixed" statistics.
+        feature_map: None, or "linear": a learned map of queries and keys, see `lln.LLNAttention`. With "fixed"
+            statistics.
         length: number of keys that "entropy" matching assumes where it does not see them all.
         momentum: weight of a new batch in "running" statistics.
         mechanisms: of the other implementations, by name: {"performer": {"features": 64}}. What a mechanism takes is in
@@ -44,6 +46,7 @@ class Options:
     mix: float | str = 0.5
     learnable: str | None = None
     coefficients: str | None = None
+    feature_map: str | None = None
     length: int = LENGTH
     momentum: float = 0.1
     mechanisms: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
@@ -73,7 +76,7 @@ class Options:
         fixed = "fixed" in (self.statistics_of("encoder"), self.statistics_of("decoder"))
         if self.matching == "data" and not fixed:
             raise ValueError(f"lln: matching='data' goes with statistics='fixed'; got statistics={self.statistics!r}.")
-        for name in ("learnable", "coefficients"):
+        for name in ("learnable", "coefficients", "feature_map"):
             if getattr(self, name) is not None and not fixed:
                 raise ValueError(f"lln: {name} goes with statistics='fixed'; got statistics={self.statistics!r}.")
         if self.matching == "data" and self.coefficients is None and self.learnable is None:
@@ -81,6 +84,7 @@ class Options:
                 "lln: matching='data' needs alpha and beta; use lln.hf.convert(model, matching='data', ...)."
             )
         check_options(1, 1, None, "paper", "fixed", None, None, self.learnable, self.block_size, self.mix)
+        check_feature_map(self.feature_map, "fixed")
         check_numbers(0.0, self.momentum, self.length, None, "auto")
         if not isinstance(self.mechanisms, dict):
             raise TypeError(f"lln: mechanisms must be a dict from names to their options; got {self.mechanisms!r}.")
@@ -103,7 +107,8 @@ class Options:
         """Whether anything of it lives among the weights."""
         parts = {self.statistics_of(kind) for kind in KINDS}
         mixes = isinstance(self.mix, str) and self.implementation != "lln"
-        return "running" in parts or self.learnable is not None or self.coefficients is not None or mixes
+        learned = (self.learnable, self.coefficients, self.feature_map)
+        return "running" in parts or any(one is not None for one in learned) or mixes
 
 
 KINDS = ("encoder", "decoder")

@@ -19,8 +19,8 @@ class CannotLoad(Exception):
     """With a message of one line."""
 
 
-def load(name: str, device: str = "cpu") -> tuple[Any, Any]:
-    """(model, tokenizer) of a local folder or a Hub id, in float32 and eval.
+def load(name: str, device: str = "cpu", *, headed: bool = False) -> tuple[Any, Any]:
+    """(model, tokenizer) of a local folder or a Hub id, in float32 and eval; `headed`: with the head that was saved.
 
     A folder is read without any use of the network. A Hub id is asked for once: transformers by itself would go on to
     ask for half a minute where there is no network. What is in the local cache serves then.
@@ -33,9 +33,11 @@ def load(name: str, device: str = "cpu") -> tuple[Any, Any]:
     options: dict[str, Any] = {"local_files_only": here, "trust_remote_code": False}
     with quiet(transformers, bars=not here):  # a download may take minutes
         try:
-            model, about = transformers.AutoModel.from_pretrained(
-                name, dtype=torch.float32, output_loading_info=True, **options
-            )
+            kind = transformers.AutoModel
+            if headed:
+                named = transformers.AutoConfig.from_pretrained(name, **options).architectures or [""]
+                kind = getattr(transformers, named[0], kind)
+            model, about = kind.from_pretrained(name, dtype=torch.float32, output_loading_info=True, **options)
         except Exception as error:  # whatever is wrong with a file, transformers has an exception of its own for it
             raise CannotLoad(f"{name} holds no model that transformers can load: {first_line(error)}") from error
         missing, there = len(about["missing_keys"]), len(model.state_dict())

@@ -91,6 +91,7 @@ def observe_lln(layer: str, module: LLNAttention, look: Look, args: Any, kwargs:
         )
     with torch.no_grad():
         found = module.coefficients(query, key, **masks, cu_seqlens=given["cu_seqlens"])
+        query, key = module.features(query, key)  # their softmax is that of the model's own
     alpha, beta = (c if c.ndim else c.view(1, 1, 1) for c in found)  # "batch" statistics give one number for all
     key_mask, query_mask, is_causal = masks["key_mask"], masks["query_mask"], masks["is_causal"]
     length, keys = query.shape[2], key.shape[2]

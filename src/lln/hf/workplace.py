@@ -1,0 +1,132 @@
+"""The folder of a conversion while it is being made and when it is done.
+
+OUT.partial/request.json          what was asked for; the same command finds it again, another one is refused
+OUT.partial/STAGE.json            what was measured when a stage ended, written last, and what it learned:
+OUT.partial/STAGE.safetensors
+OUT.partial/learning.safetensors  the stage that is being learned, after some step
+OUT/                              the model, moved here whole at the end; conversion.json in it: request and report
+OUT.lock                          while a process is at it
+
+Every file is written beside its place and moved into it, so that it is whole or not there whenever the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lln.files import write_json
+
+REQUEST, RESULT, LEARNING, MODEL = "request.json", "conversion.json", "learning.safetensors", "model"
+
+
+class Occupied(Exception):
+    """OUT holds something else. With a message of one line."""
+
+
+class Workplace:
+    def __init__(self, out: Path, request: dict[str, Any]) -> None:
+        """Occupied where OUT, or what was begun of it, is not what this request would make."""
+        self.out, self.place = out, out.with_name(out.name + ".partial")
+        self.request = json.loads(json.dumps(request))
+        if out.exists() and not out.is_dir():
+            raise Occupied(f"{out} is a file; name a folder for the converted model")
+        for folder, name in ((out, RESULT), (self.place, REQUEST)):
+            held = read_json(folder / name)
+            if held is None:
+                if folder == out and folder.exists() and any(folder.iterdir()):
+                    raise Occupied(f"{out} is not empty and holds no conversion; name another folder")
+                continue
+            held = held["request"] if name == RESULT else held
+            if changed := [key for key in sorted({*held, *self.request}) if held.get(key) != self.request.get(key)]:
+                key = changed[0]
+                raise Occupied(
+                    f"{folder} holds a conversion that was asked for differently: {key} is {held.get(key)!r} there and "
+                    f"{self.request.get(key)!r} here; name another folder or remove this one"
+                )
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """Of a conversion that is finished."""
+        return read_json(self.out / RESULT)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """One process at a time: two would write over each other. A killed process leaves no lock behind."""
+        self.place.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(str(self.out.with_name(self.out.name + ".lock")))
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise Occupied(f"{self.out} is being made by another process") from None
+        try:
+            write_json(self.place / REQUEST, self.request)
+            yield
+        finally:
+            lock.release()
+            if [path.name for path in self.place.glob("*")] == [REQUEST]:  # nothing to go on from
+                shutil.rmtree(self.place)
+            Path(lock.lock_file).unlink(missing_ok=True)
+
+    def stage(self, name: str) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """What a stage left that is over."""
+        found = read_json(self.place / f"{name}.json")
+        return None if found is None else (found, load_file(self.place / f"{name}.safetensors"))
+
+    def keep_stage(self, name: str, found: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        write_tensors(self.place / f"{name}.safetensors", tensors, {})
+        write_json(self.place / f"{name}.json", found)
+        (self.place / LEARNING).unlink(missing_ok=True)
+
+    def learning(self, stage: str) -> tuple[dict[str, str], dict[str, Tensor]] | None:
+        """What that stage had learned when it was last put away, with its notes."""
+        path = self.place / LEARNING
+        if not path.exists():
+            return None
+        with safe_open(path, "pt") as file:
+            notes = dict(file.metadata())
+            if notes["stage"] != stage:
+                return None
+            return notes, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dict
+
+    def keep_learning(self, stage: str, notes: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+        write_tensors(self.place / LEARNING, tensors, {"stage": stage, **notes})
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Move the model that was saved in `place / MODEL` to OUT."""
+        write_json(self.place / MODEL / RESULT, {"request": self.request, **result})
+        if self.out.exists():
+            self.out.rmdir()  # empty, and not every system moves a folder onto one
+        os.replace(self.place / MODEL, self.out)
+        shutil.rmtree(self.place)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: dict[str, str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    os.close(handle)
+    try:
+        # Tied weights are one tensor under two names, which safetensors refuses.
+        save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, temporary, notes)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
