@@ -148,8 +148,8 @@ def test_a_page_of_both_sections_stands_alone_and_captions_each_table(tmp_path: 
     text = write_page(tmp_path, [first, made], {"seed": 0}).read_text()
     page = Page(text)
     assert page.open == []
-    assert [link for link in page.links if not link.startswith("#")] == []
+    assert page.outside(tmp_path) == []
     assert "url(http" not in text
-    captions = re.findall("<caption>(.*?)</caption>", text)
+    captions = re.findall("<summary>(.*?)</summary>", text)
     assert ["quartiles" in caption for caption in captions] == [True, False]
     assert text.index(first.title) < text.index(made.title)

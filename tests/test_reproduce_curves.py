@@ -49,7 +49,7 @@ def test_fig1_is_a_line_a_layer_of_means_over_heads_and_seeds(tmp_path: Path, co
             heads = [
                 head(f"layer.{i}.attention", h, temperature=3.0 + h + sign * (1 + i), entropy=6.0 - i + h + 5.5 * sign,
                      spectral_gap=0.5 + 0.1 * sign)
-                for i in range(2) for h in range(2)
+                for i in range(3) for h in range(2)
             ]  # fmt: skip
             lines.append({"step": step, "heads": heads, "loss_scale": None})
         lines[0]["heads"][0]["temperature"] += 2 * job.config.seed
@@ -59,8 +59,17 @@ def test_fig1_is_a_line_a_layer_of_means_over_heads_and_seeds(tmp_path: Path, co
     assert points["layer 1", 1] == pytest.approx(3.5 + 0.5)  # two heads, two seeds
     assert points["layer 2", 101] == pytest.approx(3.5 + (-2 if cooling else 2))
     assert holds(result) == [cooling, cooling, cooling]
-    assert "temperature 3.75 to 2 " in result["verdicts"][0]["sentence"].replace(",", " ") or not cooling
+    last = 1.5 if cooling else 5.5
+    assert f"temperature 3.67 to {last}, entropy" in result["verdicts"][0]["sentence"]
     assert drawings(result) == {"-temperature-softmax", "-entropy-softmax", "-spectral_gap-softmax"}
+
+
+def test_two_layers_have_no_middle(tmp_path: Path) -> None:
+    what = asked(tmp_path, attentions=("softmax",))
+    (job,) = jobs_of("fig1", what)
+    lines = [{"step": s, "heads": [head(f"l{i}", 0) for i in range(2)]} for s in (1, 101)]
+    finish(tmp_path / job.folder, job.config, 4.0, lines=lines)
+    assert not any("middle layers" in verdict["claim"] for verdict in figure("fig1", what)["verdicts"])
 
 
 def test_fig1_says_what_was_not_recorded(tmp_path: Path) -> None:

@@ -106,6 +106,16 @@ def test_every_recipe_is_complete_and_plain(task: str, preset: str) -> None:
         assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
 
 
+def test_changes_that_go_together_may_come_in_any_order() -> None:
+    for names in (("width", "heads"), ("heads", "width")):
+        values = {"width": "35", "heads": "7"}
+        made = change(recipe("mlm", "mini"), {f"model.{name}": values[name] for name in names})
+        assert (made.model.width, made.model.heads) == (35, 7)
+    with pytest.raises(ValueError, match=r"model.width must be a multiple of model.heads; got 35 and 6"):
+        change(recipe("mlm", "mini"), {"model.width": "35"})
+    assert recipe("mlm", "mini").model.width == 384
+
+
 def test_options_are_changed_by_name() -> None:
     changes = {"optimisation.rate": "3e-4", "attention.options.matching": "entropy", "compile": "yes"}
     config = change(

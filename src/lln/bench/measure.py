@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -12,13 +13,24 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 Work = Callable[[], Any]
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """For small matrices: threads that wait for a busy core cost far more than they save."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,15 +1,25 @@
-"""What `lln inspect` does."""
+"""`lln inspect` on the command line."""
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 
+from lln.commands.common import need, need_folder, parse_device, progress_bar
+
+EPILOG = (
+    "Example: [bold]lln inspect sentence-transformers/all-MiniLM-L6-v2[/bold], then open inspected/index.html; "
+    "[bold]lln inspect ./my-model --text notes.txt --max-length 256[/bold] for a saved folder and your own lines; "
+    '[bold]lln inspect gpt2 --texts "One sentence." --texts "Another." --json[/bold].'
+)
 Bar = Callable[[int], AbstractContextManager[Callable[[str], None]]]
 
 
@@ -78,3 +88,31 @@ def run(
         return
     Console().print(layer_table(result))
     print(f"The page is {page}: open it in a browser. Charts and inspect.json are beside it.")
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(help="A folder that a model was saved to, or a Hub id.", show_default=False)],
+    text: Annotated[Path | None, typer.Option(help="A file with a text in each line; - reads stdin.")] = None,
+    texts: Annotated[list[str] | None, typer.Option(help="A text; may be given several times.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the page, its charts (SVG) and data (JSON).")] = Path(
+        "inspected"
+    ),
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens of a text at most; the rest is cut off.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts at a time.")] = 8,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...", callback=parse_device)] = "cpu",
+    seed: Annotated[int, typer.Option(min=0, help="Seed, for models that draw random numbers.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of the table.")] = False,
+) -> None:
+    """See how each head of a pretrained model attends, and what LLN would give on the same queries and keys."""
+    need("report")
+    need("hf")
+    need_folder(out)
+
+    try:
+        run(
+            model, read_texts(text, texts or []), out=out, max_length=max_length, batch_size=batch_size, device=device,
+            seed=seed, as_json=as_json, bar=functools.partial(progress_bar, transient=True),
+        )  # fmt: skip
+    except Refused as error:
+        typer.echo(f"lln inspect: {error}", err=True)
+        raise typer.Exit(2) from None

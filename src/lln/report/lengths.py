@@ -27,11 +27,13 @@ def section(result: dict[str, Any]) -> Section:
             svg(against_length(times, "ms", "forward + backward (ms)")),
             "Time of forward and backward against length, for softmax attention, LLN and LLN+Diag. "
             "Bars span the quartiles of the repeats.",
+            rows=times,
         ),
         Chart(
             "memory-against-length",
             svg(against_length(memory, "MiB", "peak extra memory (MiB)")),
             "Peak extra memory of forward and backward against length, for the same three.",
+            rows=memory,
         ),
     ]
     header = ["length", "attention", "forward ms", "forward + backward ms", "times faster", "extra MiB"]
@@ -80,6 +82,13 @@ def sentences(result: dict[str, Any]) -> list[str]:
         f"Memory there peaks at {memory['LLN']} MiB for LLN, {memory['LLN+Diag']} for LLN+Diag and {memory['softmax']} "
         "for softmax attention: torch's does not keep its matrix either, so time is the difference."
     )
+    return said + crossovers(rows)
+
+
+def crossovers(rows: list[dict[str, Any]]) -> list[str]:
+    """From which length on each is faster than softmax attention."""
+    lengths = sorted({row["length"] for row in rows})
+    said = []
     for name in ("LLN", "LLN+Diag"):
         # From here on, not merely here: a lucky short length is not a crossover.
         faster = [n for i, n in enumerate(lengths) if all(speedup(rows, name, m) > 1 for m in lengths[i:])]

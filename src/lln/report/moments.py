@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 
-from lln.bench.measure import number, provenance
+from lln.bench.measure import number, one_thread, provenance
 from lln.calibrate import draw, lln_entropy, normal, softmax_entropy
 from lln.curves import pchip, stored
 from lln.moments import MATCHINGS, PAPER_A, PAPER_B, Matching, match_moments
@@ -43,13 +43,9 @@ QUICK = Plan(sigmas=(0.25, 0.5, 1.0, 1.5, 2.0, 2.5), seeds=8, rows=64)
 def measure(plan: Plan, *, seed: int, progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """The result, ready for JSON. `progress` hears of plan.seeds steps. Always on the CPU, in float64: these numbers
     say what the equations do, not what a device does."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the matrices are small: threads that wait for a busy core cost far more than they save
-    try:
+    with one_thread():
         rows = entropies(plan, seed, progress)
         made = provenance(seed, CPU)
-    finally:
-        torch.set_num_threads(threads)
     curves = stored()
     return {
         "what": f"moment matching on Gaussian queries and keys, head dim {HEAD_DIM}, sigma_q = sigma_k, float64",
@@ -106,18 +102,21 @@ def section(result: dict[str, Any]) -> Section:
             f"Variance of log P within a row of LLN attention against s2, measured for head dims {listed(HEAD_DIMS)} "
             f"(standard errors of at most {100 * error:.1g} % are thinner than the curves), and the paper's straight "
             f"line, shaded where it is within {100 * TOLERANCE:.0f} % of the curve for head dim {HEAD_DIM}.",
+            rows=variance_points(result),
         ),
         Chart(
             "alpha-against-sigma",
             svg(lines(result["alpha"], MATCHED, sigma, alpha)),
             f"Alpha, equal to beta here, against the standard deviation sigma of queries and keys, as set by paper, "
             f"variance and entropy matching for head dim {HEAD_DIM} and {keys} keys.",
+            rows=result["alpha"],
         ),
         Chart(
             "entropy-against-sigma",
             svg(lines(result["entropy"], MATCHED, sigma, entropy, points=True)),
             "Mean entropy of the rows of P against sigma, for softmax attention and for LLN with each matching and "
             f"with none (alpha = beta = 1); bars span a standard deviation either side over {seeds} sets of draws.",
+            rows=result["entropy"],
         ),
     ]
     return Section(

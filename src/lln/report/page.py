@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +21,12 @@ class Chart:
     svg: str
     caption: str  # also what a screen reader says
     note: str = ""  # a second sentence
+    rows: Sequence[dict[str, Any]] = ()  # what it shows, for the CSV file
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """One part of the page: a question, the sentences that its data supports, charts, a table."""
+    """One part of the page: what it is about, the sentences that its data supports, charts, a table."""
 
     name: str  # of the JSON file that holds `data`
     title: str
@@ -32,6 +36,8 @@ class Section:
     table: list[list[str]]
     data: dict[str, Any]
     caption: str = "The numbers behind the charts: medians, quartiles in brackets"  # of the table
+    lead: str = ""  # what a reader must know first, no measurement
+    explorer: dict[str, Any] | None = None  # what the page's script shows, before the charts
 
 
 def template(name: str) -> jinja2.Template:
@@ -43,13 +49,28 @@ def template(name: str) -> jinja2.Template:
     return environment.get_template(name)
 
 
-def write_page(out: Path, sections: list[Section], provenance: dict[str, Any]) -> Path:
-    """Writes index.html, an SVG file for each chart and a JSON file for each section into `out`."""
-    page = template("page.html").render(sections=sections, provenance=provenance)
+def write_page(
+    out: Path, sections: list[Section], provenance: dict[str, Any], *, summary: Sequence[str] = (),
+    left_out: Sequence[str] = (),
+) -> Path:  # fmt: skip
+    """Writes index.html, an SVG file for each chart with its data as CSV, and a JSON file for each section."""
+    page = template("page.html").render(sections=sections, provenance=provenance, summary=summary, left_out=left_out)
     for section in sections:
         write_json(out / f"{section.name}.json", section.data)
         for chart in section.charts:
             write_text(out / f"{chart.name}.svg", chart.svg)
+            if chart.rows:
+                write_text(out / f"{chart.name}.csv", as_csv(chart.rows))
     path = out / "index.html"
     write_text(path, page)
     return path
+
+
+def as_csv(rows: Sequence[dict[str, Any]]) -> str:
+    """The columns that hold single values."""
+    names = list(dict.fromkeys(name for row in rows for name, x in row.items() if not isinstance(x, (list, dict))))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

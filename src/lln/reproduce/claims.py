@@ -30,14 +30,14 @@ def cools(attention: str, temperature: Ends, entropy: Ends) -> Verdict:
 
 
 def explores(attention: str, entropy: Ends) -> Verdict:
+    """Of three layers or more."""
     values = [last for _, last in entropy.values()]
-    middle = values[1:-1] or values[1:] or values
-    lowest = min(middle)
+    lowest = min(values[1:-1])
     return Verdict(
         claim=f"The first layers keep a high entropy, while that of middle layers comes near zero ({attention}).",
         holds=lowest < SOME and values[0] > lowest,
         numbers={"first_layer": values[0], "lowest_middle_layer": lowest},
-        sentence=f"In the end the entropy of layer 1 is {values[0]:.2f} bits, the lowest of the layers after it "
+        sentence=f"In the end the entropy of layer 1 is {values[0]:.2f} bits, the lowest of the middle layers "
         f"{lowest:.2f}.",
     )
 

@@ -148,10 +148,9 @@ def fig1(asked: Asked, runs: list[Found]) -> Made:
     for attention in asked.attentions:
         found = {quantity: ends(rows, f"{quantity}-{attention}") for quantity in PANELS1}
         if found["temperature"] and found["entropy"]:
-            verdicts += [
-                cools(attention, found["temperature"], found["entropy"]),
-                explores(attention, found["entropy"]),
-            ]
+            verdicts.append(cools(attention, found["temperature"], found["entropy"]))
+            if len(found["entropy"]) > 2:
+                verdicts.append(explores(attention, found["entropy"]))
         if found["spectral_gap"]:
             verdicts.append(gaps(attention, found["spectral_gap"]))
     return rows, verdicts, used, missing

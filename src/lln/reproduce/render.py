@@ -81,7 +81,7 @@ def differs(result: dict[str, Any]) -> list[str]:
     if cards:
         lines += ["", "What the data's own cards say:"]
         lines += [line for card in cards for line in ("", *(f"> {text}".rstrip() for text in card.splitlines()))]
-    units = {(c, cell["unit"]) for row in result["rows"] for c, cell in row["cells"].items() if cell["n"]}
+    units = {(c, cell["unit"]) for row in result["rows"] for c, cell in row["cells"].items() if cell["n"] > 1}
     inner = sorted(c for c, unit in units if unit.startswith("fine-tunings"))
     if inner:
         lines += ["", f"The spread of {', '.join(inner)} is over fine-tunings of one pre-trained model only."]

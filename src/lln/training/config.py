@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import typing
@@ -105,7 +106,7 @@ def change(config: Config, changes: dict[str, str]) -> Config:
     """The config with other values, given as text under names like `optimisation.rate` or `seed`."""
     for name, text in changes.items():
         config = changed(config, name.split("."), text, name)
-    return config
+    return dataclasses.replace(config)  # checked now: on the way two changes that go together need not fit
 
 
 def changed(holder: Any, path: list[str], text: str, name: str) -> Any:
@@ -126,7 +127,9 @@ def changed(holder: Any, path: list[str], text: str, name: str) -> Any:
     else:
         kind = typing.get_type_hints(type(holder))[path[0]]
         value = parsed(text, kind, name)
-    return dataclasses.replace(holder, **{path[0]: value})
+    found = copy.copy(holder)
+    object.__setattr__(found, path[0], value)
+    return found
 
 
 def loose(text: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import time
@@ -36,6 +37,7 @@ from lln.training.trainer import (
 )
 
 MODEL = "model"  # folder with the trained model
+REPORTS = ("tensorboard", "wandb", "trackio")  # modules that are packages of the same name
 
 Say = Callable[[str], None]
 Progress = Callable[[int, dict[str, float]], None]
@@ -77,6 +79,7 @@ def train(
         raise ValueError(f"model.start: {config.model.start} holds no saved model (no config.json).")
     processes, writes = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0")) == 0
     check_attention(config)
+    check_reports(report_to or [])
     if config.graph:
         check_graph(config, processes)
         if device == "cpu":
@@ -147,6 +150,14 @@ def work(
         carry_tokenizer(data, folder / MODEL)
         run.finish(result)
     return result
+
+
+def check_reports(names: list[str]) -> None:
+    for name in names:
+        if name not in REPORTS:
+            raise ValueError(f"report_to must be among {', '.join(REPORTS)}; got {name!r}.")
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"report_to: {name} is not installed; install it with: pip install {name}")
 
 
 def loss_scale(trainer: RunTrainer) -> float | None:

@@ -1,0 +1,189 @@
+"""`lln report`: its parts say what their data says, are stored one by one, and are not measured twice."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lln.cli import app
+from lln.mechanisms.simple_kernels import FEATURES
+from lln.report import build, distribution, explorer, kernels, training
+from lln.report.page import Chart, Section, as_csv, write_page
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+SMALL = explorer.Plan(length=48, dims=(16, 64), temperatures=(0.25, 1.0, 8.0), seeds=1)
+
+
+def lln(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.fixture(scope="module")
+def explored() -> dict[str, Any]:
+    return explorer.measure(SMALL, seed=0)
+
+
+def test_a_histogram_counts_every_entry_once() -> None:
+    shares = torch.tensor([0.0, 0.0, 1e-9, 1.0, 2.0, 1e9], dtype=torch.float64)
+    found = explorer.histogram(shares)
+    assert found["zero"] == pytest.approx(2 / 6)
+    assert sum(found["histogram"]) == pytest.approx(1e4 * 4 / 6, abs=3)
+    assert found["histogram"][0] == found["histogram"][-1] == round(1e4 / 6)  # beyond the ends
+
+
+def test_the_script_gets_what_was_measured(explored: dict[str, Any]) -> None:
+    given = explorer.for_script(explored)
+    for row in explored["rows"]:
+        at = SMALL.temperatures.index(row["temperature"])
+        shown = given["values"][str(row["dim"])][row["series"]][at]
+        assert shown["entropy"] == pytest.approx(row["entropy"], abs=5e-4)
+        assert shown["gap"] == pytest.approx(row["gap"], abs=5e-5)
+    names = [look["name"] for look in given["looks"]]
+    assert names[:2] == ["softmax", "LLN"]
+    assert {*names[2:], "softmax", *given["matchings"]} == set(given["values"]["16"])
+
+
+def test_what_the_explorer_says_follows_from_its_rows(explored: dict[str, Any]) -> None:
+    said = " ".join(explorer.sentences(explored))
+    rows = {(r["series"], r["temperature"]): r["entropy"] for r in explored["rows"] if r["dim"] == 64}
+    assert f"falls from {rows['softmax', 8.0]:.2f} to {rows['softmax', 0.25]:.2f} bits" in said
+    flat = [name for name in FEATURES if abs(rows[name, 8.0] - rows[name, 0.25]) < 0.05]
+    assert {"ReLU", "quadratic"} <= set(flat)
+    assert f"{' and '.join(flat)} do not feel the temperature" in said
+
+
+def test_a_normal_sample_is_called_log_normal_and_its_quantiles_are_a_line() -> None:
+    values = torch.randn(200_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 2 - 5
+    fit = {"distance": 0.001, "qq_r2": 1.0, "skewness": 0.0, "entropy": 5.0}
+    found = distribution.summary(values, [fit])
+    assert found["mean"] == pytest.approx(-5, abs=0.02)
+    assert found["deviation"] == pytest.approx(2, rel=0.01)
+    assert found["quantiles"] == pytest.approx(found["normal_quantiles"], abs=0.06)
+    width = found["log_p"][1] - found["log_p"][0]
+    assert sum(found["density"]) * width == pytest.approx(1, abs=0.002)
+    rough = fit | {"distance": 0.05, "skewness": 0.8}
+    said = distribution.sentences(fit, rough, 256)[0]
+    assert "softmax attention is close to log-normal" in said
+    assert "LLN log-normal only roughly (0.050)" in said
+    assert "heavier towards large weights" in said
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    runs = tmp_path_factory.mktemp("runs")
+    plan = training.Plan(steps=6, evaluate_every=3, record_every=3, log_every=3)
+    return runs, json.loads(json.dumps(training.measure(plan, seed=0, device="cpu", runs=runs)))
+
+
+def test_the_training_run_shows_each_layer_and_matches_its_folders(trained: tuple[Path, dict[str, Any]]) -> None:
+    runs, result = trained
+    made = training.section(result)
+    names = [chart.name for chart in made.charts]
+    panels = [f"training-{q}" for q in ("loss", "temperature", "entropy", "spectral-gap", "alpha", "beta")]
+    assert names == panels
+    for name, title in training.ATTENTIONS.items():
+        stored = json.loads((runs / name / "result.json").read_text())
+        assert result["attentions"][title]["loss"] == stored["metrics"]["loss"]
+        assert set(result["attentions"][title]["layers"]["entropy"]) == {"layer 1", "layer 2"}
+    assert not result["attentions"]["softmax"]["layers"]["alpha"]  # it has none
+    assert f"{result['attentions']['LLN']['loss']:.2f} with LLN" in made.sentences[0]
+
+
+def test_a_loss_above_guessing_is_not_called_learning(trained: tuple[Path, dict[str, Any]]) -> None:
+    result = json.loads(json.dumps(trained[1]))
+    for name, loss in (("softmax", 9.0), ("LLN", 1.0), ("LLN+Diag", 9.0)):
+        result["attentions"][name] |= {"loss": loss, "guess": 5.0}
+    assert "LLN has learned more than that" in training.sentences(result)[0]
+
+
+def test_the_kernels_of_a_gpu_are_shown_from_a_result_of_bench() -> None:
+    result = json.loads((RESULTS / "2026-11-15-h200" / "batch1" / "bench.json").read_text())
+    made = kernels.section(result)
+    assert {chart.name for chart in made.charts} == {"time-bidirectional", "speedup-bidirectional", "percent-of-floor"}
+    row = next(r for r in result["rows"] if r["attention"] == "LLN+Diag" and r["length"] == 65536)
+    assert f"LLN+Diag is {row['speedup']['training']:.3g} times as fast" in " ".join(made.sentences)
+    assert len(made.table) == len(result["rows"])
+
+
+def test_a_stopped_report_goes_on_and_measures_nothing_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def parts(fail: bool) -> list[build.Part]:
+        def measured(name: str) -> Any:
+            def measure(progress: Any) -> dict[str, Any]:
+                calls.append(name)
+                if fail and name == "second":
+                    raise KeyboardInterrupt
+                return {"value": name}
+
+            return measure
+
+        def section(result: dict[str, Any]) -> Section:
+            raise AssertionError
+
+        return [build.Part(name, 1, {"seed": 0}, measured(name), section) for name in ("first", "second")]
+
+    options = build.Options(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        build.make(options, parts(True), lambda text: None)
+    found = build.make(options, parts(False), lambda text: None)
+    assert calls == ["first", "second", "second"]
+    assert found == {"first": {"value": "first"}, "second": {"value": "second"}}
+    build.make(options, parts(False), lambda text: None, again=True)
+    assert calls[3:] == ["first", "second"]
+    (tmp_path / "second.json").write_text("{half a fi")
+    build.make(options, parts(False), lambda text: None)
+    assert calls[5:] == ["second"]
+
+
+def test_other_settings_are_measured_anew(tmp_path: Path) -> None:
+    def at(seed: int) -> str:
+        out = lln("report", "--quick", "--sections", "distribution", "--seed", str(seed), "--out", str(tmp_path))
+        assert out.exit_code == 0, out.output
+        return out.output
+
+    assert "Kept from before" not in at(0)
+    assert "Kept from before: distribution" in at(0)
+    assert "Kept from before" not in at(1)
+
+
+def test_options_that_do_not_fit_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    for arguments, words in (
+        (["--sections", "lengths,nonsense"], "got 'nonsense'"),
+        (["--sections", "kernels"], "needs a GPU"),
+        (["--lengths", "12,x"], "positive whole numbers"),
+        (["--device", "nowhere"], "torch cannot use"),
+    ):
+        found = lln("report", "--out", str(tmp_path / "page"), *arguments)
+        assert found.exit_code == 2
+        assert words in " ".join(found.output.replace("│", " ").split())
+        assert not (tmp_path / "page").exists()
+
+
+def test_text_on_the_page_is_escaped_and_charts_have_their_data(tmp_path: Path) -> None:
+    bad = "<script>alert(1)</script>"
+    rows = [{"series": bad, "x": 1.0, "all": [1, 2]}, {"series": "b,c", "y": 2.0}]
+    chart = Chart("chart", "<svg></svg>", f"caption {bad}", rows=rows)
+    made = Section(bad, bad, [bad], [chart], [bad], [[bad]], {"x": 1}, lead=bad, explorer=None)
+    path = write_page(tmp_path, [Section("name", *[getattr(made, f) for f in FIELDS])], {bad: bad}, summary=[bad])
+    assert "<script>alert" not in path.read_text()
+    read = list(csv.DictReader((tmp_path / "chart.csv").read_text().splitlines()))
+    assert read == [{"series": bad, "x": "1.0", "y": ""}, {"series": "b,c", "x": "", "y": "2.0"}]
+    assert as_csv(rows).count("\n") == 3
+
+
+FIELDS = ("title", "sentences", "charts", "header", "table", "data", "caption", "lead", "explorer")
+
+
+def test_data_of_the_explorer_cannot_end_its_script(tmp_path: Path, explored: dict[str, Any]) -> None:
+    made = explorer.section(explored)
+    assert made.explorer is not None
+    made.explorer["note"] = "</script><script>alert(1)</script>"
+    text = write_page(tmp_path, [made], {}).read_text()
+    assert "</script><script>alert" not in text
+    between = text.split('id="explorer-data">')[1].split("</script>")[0]
+    assert json.loads(between)["note"] == made.explorer["note"]

@@ -1,0 +1,120 @@
+"""Flags of a run: compiled models, TensorBoard, and what cannot be asked for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lln.cli import app
+from lln.recipes import recipe
+from lln.training import trainer
+from lln.training.config import Config, change
+from lln.training.run import train
+
+SMALL = {
+    "model.layers": "1", "model.width": "32", "model.heads": "2", "model.inner": "32", "data.length": "32",
+    "data.vocabulary": "300", "data.evaluation": "20", "optimisation.steps": "6", "optimisation.batch": "4",
+    "optimisation.warmup": "2", "log_every": "2", "save_every": "4", "evaluate_every": "6", "record_every": "0",
+}  # fmt: skip
+
+
+def config(attention: str = "lln_diag", **changes: str) -> Config:
+    return change(recipe("mlm", "tiny", attention), SMALL | changes)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("attention", ["softmax", "lln_diag"])
+def test_a_compiled_model_trains_alike_and_goes_on(
+    attention: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = trainer.TrainingArguments
+
+    def quick(**given: Any) -> Any:  # without code generation, which takes a minute on a CPU and is torch's own affair
+        return arguments(**given, torch_compile_backend="aot_eager" if given["torch_compile"] else None)
+
+    monkeypatch.setattr(trainer, "TrainingArguments", quick)
+    counters = torch._dynamo.utils.counters["stats"]
+    plain = train(config(attention), tmp_path / "plain", cache_dir=cache)
+    before = counters["unique_graphs"]
+    made = train(config(attention, compile="yes"), tmp_path / "compiled", cache_dir=cache)
+    assert counters["unique_graphs"] > before
+    assert made["metrics"] == pytest.approx(plain["metrics"], rel=1e-5)
+    for one, other in zip(metrics(tmp_path / "plain"), metrics(tmp_path / "compiled"), strict=True):
+        assert other == pytest.approx(one, rel=1e-4)
+    whole = metrics(tmp_path / "compiled")
+    for lost in ("result.json", "checkpoint-6/manifest.json"):
+        (tmp_path / "compiled" / lost).unlink()
+    said: list[str] = []
+    train(config(attention, compile="yes"), tmp_path / "compiled", cache_dir=cache, say=said.append)
+    assert "Going on from step 4." in said
+    assert metrics(tmp_path / "compiled") == whole
+
+
+def test_a_compiled_model_cannot_be_recorded() -> None:
+    with pytest.raises(ValueError, match="record_every must be 0 with compile"):
+        config(compile="yes", record_every="2")
+
+
+@pytest.mark.parametrize("graph", ["no", "yes"])
+def test_tensorboard_gets_what_is_logged_and_recorded(graph: str, tmp_path: Path, cache: Path) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    made = config(record_every="2", graph=graph)
+    train(made, tmp_path / "run", cache_dir=cache, report_to=["tensorboard"])
+    files = sorted((tmp_path / "run").rglob("events.out.tfevents.*"))  # of training, and of the evaluation at its end
+    found: dict[str, dict[int, float]] = {}
+    for event in (event for file in files for event in EventFileLoader(str(file)).Load()):
+        for value in event.summary.value:
+            if value.HasField("tensor") and value.tensor.float_val:
+                found.setdefault(value.tag, {})[event.step] = value.tensor.float_val[0]
+    wanted = [m for m in metrics(tmp_path / "run") if "heads" not in m]
+    names = 0
+    for line in wanted:
+        for name, value in line.items():
+            if name == "step":
+                continue
+            tag = f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}"
+            assert found[tag][line["step"]] == pytest.approx(value, rel=1e-6)
+            names += 1
+    assert {
+        "train/loss",
+        "eval/loss",
+        "train/grad_norm",
+        "train/attention/0/entropy",
+        "train/attention/0/alpha",
+    } <= set(found)
+    assert sorted(found["train/attention/0/temperature"]) == [1, 3, 5]
+    assert names > 20
+
+
+def test_an_unknown_report_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="report_to must be among tensorboard, wandb, trackio; got 'tensorbord'"):
+        train(config(), tmp_path / "run", report_to=["tensorbord"])
+    with pytest.raises(ValueError, match="report_to: wandb is not installed; install it with: pip install wandb"):
+        train(config(), tmp_path / "run", report_to=["wandb"])
+    result = CliRunner().invoke(app, ["train", "mlm", "--out", str(tmp_path / "run"), "--report-to", "paper"])
+    assert result.exit_code == 2
+    assert "got 'paper'" in result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_flags_of_the_command_line_reach_the_config() -> None:
+    runner = CliRunner()
+    small = [part for name, value in SMALL.items() for part in ("--set", f"{name}={value}")]
+    result = runner.invoke(app, ["train", "mlm", "--graph", "--fsdp", "--dry-run", *small])
+    assert result.exit_code == 0, result.output
+    shown = json.loads(result.output[: result.output.rindex("}") + 1])
+    assert shown["graph"] is True
+    assert shown["fsdp"] is True
