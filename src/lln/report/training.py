@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from lln.bench.measure import one_thread
 from lln.report.charts import Axis, Style, lines, svg
 from lln.report.page import Chart, Section
 
@@ -36,6 +35,7 @@ class Plan:
 QUICK = Plan(steps=60, evaluate_every=20, record_every=20)
 
 
+@one_thread()
 def measure(
     plan: Plan, *, seed: int, device: str, runs: Path, progress: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
@@ -47,7 +47,6 @@ def measure(
     from lln.training.run import train
 
     found: dict[str, Any] = {}
-    threads = torch.get_num_threads()
     for name, title in ATTENTIONS.items():
         config = recipe("mlm", "tiny", name)
         optimisation = dataclasses.replace(config.optimisation, steps=plan.steps, warmup=min(40, plan.steps // 4))
@@ -73,7 +72,6 @@ def measure(
             "notes": result["notes"],
             "config": result["config"],
         }
-    torch.set_num_threads(threads)
     return {
         "what": "a small language model that guesses masked tokens, trained with three attentions",
         "settings": dataclasses.asdict(plan),
