@@ -4,7 +4,7 @@
 
 The embedding of a passage is the mean of its last hidden states. What is measured is Spearman's rank correlation, over
 all pairs of passages, of the cosine similarities with those of the softmax model. The text is the documentation that
-Python carries with it (pydoc_data.topics), cut into passages of six blocks; whole topics are either for calibration and
+Python carries with it (pydoc_data.topics), cut into passages of five blocks; whole topics are either for calibration and
 learning or for measuring. `--text NAME=FILE` measures on another text as well: a document in each line, of which the
 first --length tokens are a passage; the first half of them is for learning. Last, what each learned part brings. The
 result also fills in the README.
@@ -139,7 +139,8 @@ class Measure:
             nonlocal began
             found["spearman"][stage] = self.likeness(model)
             found["seconds"][stage] = round(time.monotonic() - began, 1)
-            found["layers"][stage] = compare_layers(model, self.judged[:1])
+            if stage in ("data", "distilled"):
+                found["layers"][stage] = compare_layers(model, self.judged[:1])
             print(f"{kind} {stage}: {found['spearman'][stage]:.4f} ({found['seconds'][stage]:.0f} s)", flush=True)
             began = time.monotonic()
 
@@ -157,6 +158,8 @@ class Measure:
         """Spearman's correlation of LLN+Diag after distilling this much."""
         found = {}
         for name, parts in PARTS.items():
+            if name == ALL:
+                continue
             model = self.matched("lln_diag", parts)
             lln.hf.distill(model, self.batches, steps=self.args.distill, seed=self.args.seed)
             found[name] = self.likeness(model)
@@ -172,7 +175,7 @@ class Measure:
             **{
                 what: {kind: found[what] for kind, found in kinds.items()} for what in ("spearman", "seconds", "layers")
             },
-            "parts": self.parts() if self.args.parts else {},
+            "parts": self.parts() | {ALL: kinds["lln_diag"]["spearman"]["distilled"]} if self.args.parts else {},
         }
 
 
@@ -206,11 +209,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where to store the result; also updates the README")
     parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="measure on this, too")
-    parser.add_argument("--length", type=int, default=384, help="tokens of a passage")
-    parser.add_argument("--most", type=int, default=160, help="passages of a --text for learning, and for measuring")
+    parser.add_argument("--length", type=int, default=320, help="tokens of a passage")
+    parser.add_argument("--most", type=int, default=100, help="passages of a --text for learning, and for measuring")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--distill", type=int, default=400, help="steps")
-    parser.add_argument("--fine-tune", type=int, default=200, help="steps")
+    parser.add_argument("--fine-tune", type=int, default=100, help="steps")
     parser.add_argument("--parts", action="store_true", help="also measure what each learned part brings")
     parser.add_argument("--model", type=Path, help="the folder of a copy of MiniLM; default: the package's")
     parser.add_argument("--device", default="cpu")
