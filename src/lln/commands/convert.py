@@ -31,7 +31,12 @@ def convert(
     distill: Annotated[int, typer.Option(min=0, help="Steps that teach each layer softmax's outputs.")] = 0,
     fine_tune: Annotated[int, typer.Option(min=0, help="Steps that then train all weights on the whole model.")] = 0,
     learn: Annotated[str, typer.Option(help="Distilled alpha and beta: one a head or one a channel.")] = "channel",
-    mix: Annotated[str, typer.Option(help="Distilled mix of lln_diag: ratio (one a head) or scales.")] = "scales",
+    mix: Annotated[
+        str,
+        typer.Option(
+            help="Distilled mix of lln_diag: ratio (one a head), or scales (two a channel; no output_attentions)."
+        ),
+    ] = "scales",
     feature_map: Annotated[
         str | None,
         typer.Option(help="linear: a map of queries and keys, distilled for each head.", show_default="none"),
