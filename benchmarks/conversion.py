@@ -4,10 +4,10 @@
 
 The embedding of a passage is the mean of its last hidden states. What is measured is Spearman's rank correlation, over
 all pairs of passages, of the cosine similarities with those of the softmax model. The text is the documentation that
-Python carries with it (pydoc_data.topics), cut into passages of six blocks; whole topics are either for calibration and
-learning or for measuring. `--text NAME=FILE` measures on another text as well: a document in each line, of which the
-first --length tokens are a passage; the first half of them is for learning. Last, what each learned part brings. The
-result also fills in the README.
+Python carries with it (pydoc_data.topics), cut into passages of five blocks; whole topics are either for calibration
+and learning or for measuring. `--text NAME=FILE` measures on another text as well: a document in each line, of which
+the first --each passages are taken; those of the first half of the documents are for learning. `--parts`: what each
+learned part brings. The result also fills in the README.
 """
 
 from __future__ import annotations
@@ -68,30 +68,28 @@ def pydoc(tokenizer: Any, length: int) -> tuple[Passages, Passages]:
     """(for learning, for measuring): every third topic that has a passage is for measuring."""
     from lln.training.embedded import _paragraphs
 
-    before, after = special_tokens(tokenizer)
-    inside = length - len(before) - len(after)
-    cut: dict[str, Passages] = {}
+    topics: dict[str, Passages] = {}
     for topic, paragraphs in itertools.groupby(_paragraphs(), key=lambda pair: pair[0]):
-        text = "\n\n".join(text for _, text in paragraphs)
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        whole = range(0, len(ids) - inside + 1, inside)
-        found = [[*before, *ids[at : at + inside], *after] for at in whole]
-        if found:
-            cut[topic] = found
-    held = set(sorted(cut)[::3])
-    learn, judge = ([p for topic, found in cut.items() if (topic in held) == side for p in found] for side in (0, 1))
+        if found := cut(tokenizer, "\n\n".join(text for _, text in paragraphs), length):
+            topics[topic] = found
+    held = set(sorted(topics)[::3])
+    learn, judge = ([p for topic, found in topics.items() if (topic in held) == side for p in found] for side in (0, 1))
     return learn, judge
 
 
-def documents(tokenizer: Any, file: Path, length: int, most: int) -> tuple[Passages, Passages]:
-    found: Passages = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        ids = tokenizer(line, truncation=True, max_length=length)["input_ids"]
-        if len(ids) == length:
-            found.append(ids)
-        if len(found) == 2 * most:
-            break
-    return found[: len(found) // 2], found[len(found) // 2 :]
+def cut(tokenizer: Any, text: str, length: int) -> Passages:
+    """Passages of exactly so many tokens; the rest of the text is left out."""
+    before, after = special_tokens(tokenizer)
+    inside = length - len(before) - len(after)
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return [[*before, *ids[at : at + inside], *after] for at in range(0, len(ids) - inside + 1, inside)]
+
+
+def documents(tokenizer: Any, file: Path, length: int, each: int) -> tuple[Passages, Passages]:
+    lines = file.read_text(encoding="utf-8").splitlines()
+    halves = lines[: len(lines) // 2], lines[len(lines) // 2 :]
+    learn, judge = ([p for line in half for p in cut(tokenizer, line, length)[:each]] for half in halves)
+    return learn, judge
 
 
 @torch.no_grad()
@@ -139,7 +137,8 @@ class Measure:
             nonlocal began
             found["spearman"][stage] = self.likeness(model)
             found["seconds"][stage] = round(time.monotonic() - began, 1)
-            found["layers"][stage] = compare_layers(model, self.judged[:1])
+            if stage in ("data", "distilled"):
+                found["layers"][stage] = compare_layers(model, self.judged[:1])
             print(f"{kind} {stage}: {found['spearman'][stage]:.4f} ({found['seconds'][stage]:.0f} s)", flush=True)
             began = time.monotonic()
 
@@ -157,6 +156,8 @@ class Measure:
         """Spearman's correlation of LLN+Diag after distilling this much."""
         found = {}
         for name, parts in PARTS.items():
+            if name == ALL:
+                continue
             model = self.matched("lln_diag", parts)
             lln.hf.distill(model, self.batches, steps=self.args.distill, seed=self.args.seed)
             found[name] = self.likeness(model)
@@ -172,7 +173,7 @@ class Measure:
             **{
                 what: {kind: found[what] for kind, found in kinds.items()} for what in ("spearman", "seconds", "layers")
             },
-            "parts": self.parts() if self.args.parts else {},
+            "parts": self.parts() | {ALL: kinds["lln_diag"]["spearman"]["distilled"]} if self.args.parts else {},
         }
 
 
@@ -206,11 +207,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where to store the result; also updates the README")
     parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="measure on this, too")
-    parser.add_argument("--length", type=int, default=384, help="tokens of a passage")
-    parser.add_argument("--most", type=int, default=160, help="passages of a --text for learning, and for measuring")
+    parser.add_argument("--length", type=int, default=320, help="tokens of a passage")
+    parser.add_argument("--each", type=int, default=2, help="passages of a document of a --text at most")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--distill", type=int, default=400, help="steps")
-    parser.add_argument("--fine-tune", type=int, default=200, help="steps")
+    parser.add_argument("--fine-tune", type=int, default=100, help="steps")
     parser.add_argument("--parts", action="store_true", help="also measure what each learned part brings")
     parser.add_argument("--model", type=Path, help="the folder of a copy of MiniLM; default: the package's")
     parser.add_argument("--device", default="cpu")
@@ -223,7 +224,7 @@ def main() -> None:
     texts = {PYDOC: pydoc(tokenizer, args.length)}
     for given in args.text:
         name, _, file = given.partition("=")
-        texts[name] = documents(tokenizer, Path(file), args.length, args.most)
+        texts[name] = documents(tokenizer, Path(file), args.length, args.each)
     sets = {}
     for name, (learn, judge) in texts.items():
         print(f"{name}: {len(learn)} passages to learn from, {len(judge)} to measure on", flush=True)

@@ -31,7 +31,12 @@ def convert(
     distill: Annotated[int, typer.Option(min=0, help="Steps that teach each layer softmax's outputs.")] = 0,
     fine_tune: Annotated[int, typer.Option(min=0, help="Steps that then train all weights on the whole model.")] = 0,
     learn: Annotated[str, typer.Option(help="Distilled alpha and beta: one a head or one a channel.")] = "channel",
-    mix: Annotated[str, typer.Option(help="Distilled mix of lln_diag: ratio (one a head) or scales.")] = "scales",
+    mix: Annotated[
+        str,
+        typer.Option(
+            help="Distilled mix of lln_diag: ratio (one a head), or scales (two a channel; no output_attentions)."
+        ),
+    ] = "scales",
     feature_map: Annotated[
         str | None,
         typer.Option(help="linear: a map of queries and keys, distilled for each head.", show_default="none"),
@@ -47,7 +52,7 @@ def convert(
     """Convert a pretrained softmax model to LLN attention, and report how far each layer is from softmax.
 
     OUT is a checkpoint that transformers loads after `import lln.hf`, in the dtype of MODEL. The report is measured on
-    one passage in eight, which nothing is learned from; it is also in OUT/conversion.json and the model card.
+    passages that nothing is learned from, one in eight but four at most; OUT/conversion.json and the model card have it.
     """
     need("hf")
 

@@ -115,6 +115,7 @@ def convert_checkpoint(
     request = {"model": shown_name(name), **identity(name), **dataclasses.asdict(plan), "text": fingerprint(texts)}
     work = Workplace(out, request)
     if work.result is not None:
+        shutil.rmtree(work.place, ignore_errors=True)  # where the last thing before the end was a kill
         return work.result
     model, tokenizer = load(name, device, headed=True)
     if runs_ours(model.config):
@@ -128,7 +129,8 @@ def convert_checkpoint(
     found = passages(tokenizer, texts, length, plan.shortest)
     kept, learned = split(found)
     batches = [as_batches(model, tokenizer, part, plan.batch_size) for part in (kept, learned)]
-    matched = as_batches(model, tokenizer, learned[:MATCHED], plan.batch_size)
+    few = learned[:: max(1, len(learned) // MATCHED)][:MATCHED]
+    matched = as_batches(model, tokenizer, few, plan.batch_size)
     with work.alone():
         with evaluating(model):
             conversion = Conversion(work, plan, model, batches[0], progress)

@@ -29,7 +29,7 @@ from lln.hf.options import runs_lln
 
 Batch = Mapping[str, Any]
 Progress = Callable[[int, float], None]  # steps done, loss
-RATE, MAP_RATE = 0.03, 0.003  # of numbers that begin near 1; of the feature map, whose entries act together
+RATE = 0.03
 FINE_RATE, FINE_LLN_RATE = 1e-4, 1e-3
 
 
@@ -72,9 +72,7 @@ def distillation(model: PreTrainedModel, steps: int, rate: float = RATE) -> Lear
             "distill: the model's attention has nothing to learn; first call lln.hf.convert(model, ..., "
             "learnable='channel'), which makes alpha and beta parameters, with mix='ratio' or feature_map='linear'."
         )
-    factor = rate / RATE
-    rates = {name: factor * (MAP_RATE if name.endswith("map_generator") else RATE) for name in held}
-    return Learner(held, rates, steps)
+    return Learner(held, dict.fromkeys(held, rate), steps)
 
 
 def distill(
@@ -95,7 +93,7 @@ def distill(
         batches: inputs of the model, each a dict of arguments; padding does not count. The sequences should be as long
             as those that the model is for: how much lies outside a block depends on it.
         steps: a batch each.
-        rate: of Adam at its highest, for alpha, beta and the mix; a tenth of it for the feature map.
+        rate: of Adam at its highest.
         seed: of the order of the batches.
         learner: of `distillation(model, steps)`, to go on after the steps that it has done.
         progress: called after every step with the number of steps done and the loss, a mean over layers.
