@@ -24,7 +24,7 @@ SPLITS = ("train", "validation", "test")
 NOTES = {
     "embedded/prose": "Text: the help texts that come with this Python (pydoc_data.topics), without repetitions.",
     "embedded/topics": "Made from this Python's help texts: 24 words each, the label is the chapter. Not GLUE.",
-    "embedded/halves": "Made from this Python's help texts: 24 words in two halves, the label is the chapter. Not GLUE.",
+    "embedded/halves": "Made from this Python's help texts: 24 words in halves, the label is the chapter. Not GLUE.",
     "embedded/pairs": "Made from this Python's help texts: 24 words each, label 1 = the same words, mixed. Not GLUE.",
     "embedded/digits": "scikit-learn's load_digits: 1,797 images of 8 x 8 pixels, the levels 0-16 stretched to 0-255.",
 }
