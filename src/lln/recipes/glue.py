@@ -24,7 +24,7 @@ def fine_tuned(base: Config, preset: str, data: Data, optimisation: Optimisation
 
 
 def tiny(name: str) -> Config:
-    """Passages of Python's documentation: which chapter one comes from (sst2), or whether two come from the same."""
+    """Passages of Python's documentation: which chapter one comes from (sst2), or two halves of one."""
     optimisation = Optimisation(steps=200, batch=32, rate=1e-3, warmup=20, decay=0.1, clip=1.0)
     return fine_tuned(
         mlm.tiny(),

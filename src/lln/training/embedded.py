@@ -2,6 +2,7 @@
 
     embedded/prose    text                      for language models
     embedded/topics   sentence, label           which of four chapters 24 words come from (a new 24 every 8 words)
+    embedded/halves   text1, text2, label       the same, with the 24 words cut in two
     embedded/pairs    text1, text2, label       1: the second has three quarters of the first's words, mixed
     embedded/digits   image, label              8 x 8 grey digits
 
@@ -23,6 +24,7 @@ SPLITS = ("train", "validation", "test")
 NOTES = {
     "embedded/prose": "Text: the help texts that come with this Python (pydoc_data.topics), without repetitions.",
     "embedded/topics": "Made from this Python's help texts: 24 words each, the label is the chapter. Not GLUE.",
+    "embedded/halves": "Made from this Python's help texts: 24 words in halves, the label is the chapter. Not GLUE.",
     "embedded/pairs": "Made from this Python's help texts: 24 words each, label 1 = the same words, mixed. Not GLUE.",
     "embedded/digits": "scikit-learn's load_digits: 1,797 images of 8 x 8 pixels, the levels 0-16 stretched to 0-255.",
 }
@@ -40,6 +42,8 @@ def columns(name: str, split: str) -> dict[str, list[Any]]:
         return _digits(split)
     if name == "embedded/topics":
         return _topics(split)
+    if name == "embedded/halves":
+        return _halves(split)
     if name == "embedded/pairs":
         return _pairs(split)
     return {"text": [text for i, (_, text) in enumerate(_paragraphs()) if _split_of(i) == split]}
@@ -97,6 +101,13 @@ def _topics(split: str) -> dict[str, list[Any]]:
     ]
     order = permutation(len(found), "embedded/topics", split)
     return {"sentence": [found[i][0] for i in order], "label": [found[i][1] for i in order]}
+
+
+def _halves(split: str) -> dict[str, list[Any]]:
+    found = _topics(split)
+    words = [text.split() for text in found["sentence"]]
+    first, second = ([" ".join(w[part]) for w in words] for part in (slice(WORDS // 2), slice(WORDS // 2, None)))
+    return {"text1": first, "text2": second, "label": found["label"]}
 
 
 def _pairs(split: str) -> dict[str, list[Any]]:
