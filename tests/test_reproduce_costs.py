@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 
 from lln.cli import app
 from lln.reproduce import costs
-from lln.reproduce.costs import TABLES, Cell, markdown, measure, step_cost
+from lln.reproduce.costs import TABLES, Cell, Setting, markdown, measure, parse_setting, step_cost
 from lln.training.models import build
 
 CPU = torch.device("cpu")
+PLAIN = Setting()
 
 
 def small(cell: Cell) -> Cell:
@@ -26,22 +27,30 @@ def small(cell: Cell) -> Cell:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_cell_is_a_step_of_a_real_model(name: str) -> None:
-    for cell in TABLES[name].cells("tiny"):
+    for cell in TABLES[name].cells("tiny", PLAIN):
         model = build(small(cell).config, small(cell).sizes)
-        runs = model.config._attn_implementation
-        assert runs == ("sdpa" if cell.attention == "softmax" else cell.attention)
+        runs = cell.implementation or model.config._attn_implementation
+        usual = "eager" if name == "table2" else "sdpa"  # the paper's Table 2 forms the matrix
+        assert runs == {"softmax": usual, "torch": "sdpa"}.get(cell.attention, cell.attention)
     for attention in ("softmax", "lln_diag"):
-        cell = next(c for c in TABLES[name].cells("tiny") if c.attention == attention)
-        found = step_cost(small(cell), CPU, 1)
+        cell = next(c for c in TABLES[name].cells("tiny", PLAIN) if c.attention == attention)
+        found = step_cost(small(cell), CPU, 1, PLAIN)
         assert found["ms"]["median"] > 0
         assert found["bytes"] > 0
 
 
 def test_the_paper_scale_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = next(c for c in TABLES["table2"].cells("paper") if c.column == "512")
+    cell = next(c for c in TABLES["table2"].cells("paper", PLAIN) if c.column == "512")
     assert (cell.config.model.layers, cell.config.model.width, cell.batch) == (12, 768, 1)
-    assert {c.column for c in TABLES["table2"].cells("paper")} == {"512", "1024", "2048", "4096", "8192", "16384"}
-    lengths = {c.column: (c.length, c.batch) for c in TABLES["table4"].cells("paper")}
+    assert {c.column for c in TABLES["table2"].cells("paper", PLAIN)} == {
+        "512",
+        "1024",
+        "2048",
+        "4096",
+        "8192",
+        "16384",
+    }
+    lengths = {c.column: (c.length, c.batch) for c in TABLES["table4"].cells("paper", PLAIN)}
     assert lengths == {
         "text": (4000, 32), "listops": (2000, 32), "retrieval": (4000, 16), "pathfinder": (1024, 128),
         "image": (1024, 256),
@@ -49,7 +58,7 @@ def test_the_paper_scale_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_out_of_memory_and_refusals_are_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(cell: Cell, device: torch.device, repeats: int) -> dict[str, Any]:
+    def fail(cell: Cell, device: torch.device, repeats: int, setting: Setting) -> dict[str, Any]:
         if cell.attention == "softmax":
             raise torch.OutOfMemoryError("CUDA out of memory")
         if cell.attention == "reformer":
@@ -60,7 +69,7 @@ def test_out_of_memory_and_refusals_are_cells(monkeypatch: pytest.MonkeyPatch) -
     stored: list[int] = []
     table = TABLES["table4"]
     result = measure(
-        table, "tiny", device=CPU, repeats=1, seed=0, progress=lambda text: None,
+        table, table.cells("tiny", PLAIN), "tiny", PLAIN, device=CPU, repeats=1, seed=0, progress=lambda text: None,
         store=lambda found: stored.append(len(found["rows"])),
     )  # fmt: skip
     assert stored == list(range(1, 26))
@@ -72,11 +81,59 @@ def test_out_of_memory_and_refusals_are_cells(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_command_writes_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = [small(c) for c in TABLES["table2"].cells("tiny") if c.column == "256" and c.attention in ("softmax", "lln")]
-    monkeypatch.setitem(TABLES, "table2", dataclasses.replace(TABLES["table2"], cells=lambda scale: few))
+    few = [
+        small(c)
+        for c in TABLES["table2"].cells("tiny", PLAIN)
+        if c.column == "256" and c.attention in ("softmax", "lln")
+    ]
+    monkeypatch.setitem(TABLES, "table2", dataclasses.replace(TABLES["table2"], cells=lambda scale, setting: few))
     done = CliRunner().invoke(app, ["reproduce", "table2", "--quick", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "table2.json").read_text())
     assert [row["attention"] for row in result["rows"]] == ["softmax", "lln"]
     assert all(row["note"] is None for row in result["rows"])
     assert "| nystromformer | 1.8 | 1.9 | 2.6 | 4.7 | 8.8 | 16.7 |" in (tmp_path / "table2.md").read_text()
+
+
+def test_table_2_at_other_lengths_batches_and_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = parse_setting(["lengths=64,256", "tokens=128", "compile=yes", "precision=bfloat16"])
+    cells = TABLES["table2"].cells("tiny", setting)
+    assert {(c.length, c.batch) for c in cells} == {(64, 2), (256, 1)}
+    compiled: list[str] = []
+    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(type(model).__name__) or model)
+    mixed = set[torch.dtype]()
+    cell = next(c for c in cells if c.attention == "lln" and c.length == 64)
+    monkeypatch.setattr(torch.nn.functional, "linear", watched(torch.nn.functional.linear, mixed))
+    step_cost(dataclasses.replace(small(cell), batch=2), CPU, 1, setting)
+    assert compiled == ["RobertaForMaskedLM"]
+    assert mixed == {torch.bfloat16}
+    monkeypatch.setitem(TABLES, "table2", dataclasses.replace(TABLES["table2"], cells=lambda s, t: [small(cell)]))
+    asked = ["--set", "tokens=128", "--set", "compile=yes", "--attentions", "lln", "--quick", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, ["reproduce", "table2", *asked])
+    assert done.exit_code == 0, done.output
+    assert "batches of 128 tokens, float32, torch.compile" in (tmp_path / "table2-128-tokens-compiled.md").read_text()
+
+
+def watched(linear: Any, seen: set[torch.dtype]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        out = linear(*args, **kwargs)
+        seen.add(out.dtype)
+        return out
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["table2", "--set", "tokens=many"], "got 'tokens=many'"),
+        (["table2", "--set", "model.layers=2"], "of single steps these can be set"),
+        (["table2", "--attentions", "lnn"], "table2 has softmax, torch, nystromformer, lln, lln_diag; got 'lnn'"),
+        (["table4", "--set", "tokens=4096"], "go with table2"),
+        (["table2", "--tasks", "text"], "it goes with table1"),
+    ],
+)
+def test_what_single_steps_cannot_have_is_refused(arguments: list[str], words: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["reproduce", *arguments, "--out", str(tmp_path / "x")], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert words in " ".join(done.output.replace("│", " ").split())

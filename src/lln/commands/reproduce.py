@@ -13,7 +13,7 @@ from lln.commands.common import need, need_folder, parse_device, progress_bar
 
 EPILOG = (
     "Example: [bold]lln reproduce fig2 --quick[/bold] for a look in seconds; "
-    "[bold]lln reproduce table2 --scale paper --device cuda[/bold] on a GPU; "
+    "[bold]lln reproduce table2 --scale paper --device cuda --set tokens=16384 --set compile=yes[/bold] on a GPU; "
     "[bold]lln reproduce table1 --scale mini --data-root DIR --seeds 2 --attentions softmax,lln,lln:matching=entropy "
     "--set mlm.data.name=corpus/mine[/bold] to train. At scale tiny, on two cores and with no download, table1 takes "
     "about 10 minutes, table5 20, fig8 6, fig10 3, table3, fig1 and fig9 1 or 2. Stopped, the same command goes on; "
@@ -64,7 +64,7 @@ def reproduce(
         str | None, typer.Option(help="cpu or cuda.", callback=parse_device, show_default="cuda if there is one")
     ] = None,
     attentions: Annotated[
-        str | None, typer.Option(help="Of runs: names, with options like lln:alpha=2.", show_default="the paper's")
+        str | None, typer.Option(help="Names; of runs with options like lln:alpha=2.", show_default="the paper's")
     ] = None,
     tasks: Annotated[str | None, typer.Option(help="Of table1 and table5.", show_default="all")] = None,
     tunings: Annotated[
@@ -73,7 +73,9 @@ def reproduce(
     changes: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", help="An option of runs, like precision=bfloat16, or of some of them, glue.sst2.data.length=64."
+            "--set",
+            help="An option of runs, like precision=bfloat16, or of some of them, glue.sst2.data.length=64; of table2 "
+            "lengths, tokens (a batch), compile, precision.",
         ),
     ] = None,
     data_root: Annotated[
@@ -106,15 +108,18 @@ def reproduce(
             )
         )  # fmt: skip
         return
+    if name in MEASURED and not any((tasks, tunings, source, no_charts, dry_run, retry, keep)):
+        asked = attentions.split(",") if attentions else []
+        reproduce_costs(
+            name, scale.value, device, out, asked, changes or [], repeats=1 if quick else 3, seed=seed, as_json=as_json
+        )
+        return
     given = {
         "--attentions": attentions, "--tasks": tasks, "--tunings": tunings, "--set": changes, "--from": source,
         "--no-charts": no_charts, "--dry-run": dry_run, "--retry-failed": retry, "--keep-all": keep,
     }  # fmt: skip
     if foreign := [option for option, value in given.items() if value]:
         raise typer.BadParameter(f"it goes with {', '.join(TRAINED)}, not with {name}.", param_hint=foreign[0])
-    if name in MEASURED:
-        reproduce_costs(name, scale.value, device, out, repeats=1 if quick else 3, seed=seed, as_json=as_json)
-        return
     need("report")
 
     import dataclasses
@@ -141,21 +146,31 @@ def show_verdicts(title: str, verdicts: list[dict[str, Any]]) -> None:
 
 
 def reproduce_costs(
-    name: str, scale: str, device: str | None, out: Path, *, repeats: int, seed: int, as_json: bool
-) -> None:
+    name: str, scale: str, device: str | None, out: Path, attentions: list[str], changes: list[str], *, repeats: int,
+    seed: int, as_json: bool,
+) -> None:  # fmt: skip
     need("train")
 
     import torch
 
     from lln.files import write_json
-    from lln.reproduce.costs import TABLES, markdown, measure, write
+    from lln.reproduce.costs import TABLES, markdown, measure, parse_setting, write
 
     table = TABLES[name]
+    if unknown := [a for a in attentions if a not in table.attentions]:
+        raise typer.BadParameter(
+            f"{name} has {', '.join(table.attentions)}; got {unknown[0]!r}.", param_hint="--attentions"
+        )
+    try:
+        setting = parse_setting(changes)
+        cells = [c for c in table.cells(scale, setting) if not attentions or c.attention in attentions]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--set") from None
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with progress_bar(len(table.cells(scale))) as step:
+    with progress_bar(len(cells)) as step:
         result = measure(
-            table, scale, device=torch.device(device), repeats=repeats, seed=seed, progress=step,
-            store=lambda found: write_json(out / f"{name}.json", found),
+            table, cells, scale, setting, device=torch.device(device), repeats=repeats, seed=seed, progress=step,
+            store=lambda found: write_json(out / f"{name}{setting.end}.json", found),
         )  # fmt: skip
     paths = write(table, result, out)
     typer.echo(json.dumps(result, indent=1) if as_json else markdown(table, result))

@@ -45,6 +45,46 @@ PAPER4: dict[str, dict[str, dict[str, float]]] = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Setting:
+    """What can be asked for beyond the paper's: other lengths, batches of so many tokens (at least one sequence),
+    torch.compile, another precision (None: bfloat16 on a GPU, float32 elsewhere)."""
+
+    lengths: tuple[int, ...] = ()
+    tokens: int = 0
+    compile: bool = False
+    precision: str | None = None
+
+    @property
+    def end(self) -> str:
+        """Of the names of files."""
+        return (f"-{self.tokens}-tokens" if self.tokens else "") + ("-compiled" if self.compile else "")
+
+
+def parse_setting(changes: list[str]) -> Setting:
+    """ValueError, in one sentence, for what is no setting."""
+    found: dict[str, Any] = {}
+    for change in changes:
+        name, _, text = change.partition("=")
+        try:
+            if name == "lengths":
+                found[name] = tuple(int(part) for part in text.split(","))
+            elif name == "tokens":
+                found[name] = int(text)
+            elif name == "compile":
+                found[name] = {"yes": True, "no": False}[text]
+            elif name == "precision" and text in ("float32", "bfloat16"):
+                found[name] = text
+            else:
+                raise KeyError
+        except (KeyError, ValueError):
+            raise ValueError(
+                "of single steps these can be set: lengths=512,65536, tokens=16384, compile=yes, precision=float32 or "
+                f"bfloat16; got {change!r}."
+            ) from None
+    return Setting(**found)
+
+
+@dataclasses.dataclass(frozen=True)
 class Cell:
     """One training step: a model, an attention, a batch of sequences of one length."""
 
@@ -54,6 +94,7 @@ class Cell:
     sizes: Sizes
     batch: int
     length: int
+    implementation: str | None = None  # of softmax in transformers, where it is not torch's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,14 +102,17 @@ class CostTable:
     name: str
     title: str
     attentions: tuple[str, ...]
-    cells: Callable[[str], list[Cell]]  # of a scale
+    cells: Callable[[str, Setting], list[Cell]]  # of a scale
     paper: dict[str, Any]
 
 
 SCALES = ("tiny", "mini", "paper")
 
 
-def cells2(scale: str) -> list[Cell]:
+ROWS2 = ("softmax", "torch", "nystromformer", "lln", "lln_diag")  # softmax as the paper has it, and torch's own
+
+
+def cells2(scale: str, setting: Setting) -> list[Cell]:
     """RoBERTa, a batch of one."""
     model, lengths = {
         "tiny": (Model(layers=2, width=128, heads=2, inner=512), (256, 512, 1024, 2048)),
@@ -77,18 +121,21 @@ def cells2(scale: str) -> list[Cell]:
     }[scale]
     vocabulary = 50265 if scale == "paper" else 8192
     found = []
-    for name in PAPER2:
-        base = recipe("mlm", "paper", name)
-        for length in lengths:
-            config = dataclasses.replace(
-                base, model=model, data=dataclasses.replace(base.data, length=length), precision="float32"
-            )
-            found.append(Cell(str(length), name, config, Sizes(vocabulary=vocabulary, padding=1), 1, length))
+    for name in ROWS2:
+        base = recipe("mlm", "paper", "softmax" if name == "torch" else name)
+        for length in setting.lengths or lengths:
+            config = dataclasses.replace(base, model=model, data=dataclasses.replace(base.data, length=length))
+            batch = max(setting.tokens // length, 1)
+            sizes = Sizes(vocabulary=vocabulary, padding=1)
+            given = "eager" if name == "softmax" else None
+            found.append(Cell(str(length), name, config, sizes, batch, length, given))
     return found
 
 
-def cells4(scale: str) -> list[Cell]:
+def cells4(scale: str, setting: Setting) -> list[Cell]:
     """Long Range Arena's models; with the paper's batches and lengths, or a part of them."""
+    if setting.lengths or setting.tokens:
+        raise ValueError("table4 has a length and a batch for each task; lengths and tokens go with table2.")
     found = []
     for name in PAPER4:
         for task in TASKS4:
@@ -103,7 +150,7 @@ def cells4(scale: str) -> list[Cell]:
 
 
 TABLES = {
-    "table2": CostTable("table2", "a training step of RoBERTa, batch 1", tuple(PAPER2), cells2, PAPER2),
+    "table2": CostTable("table2", "a training step of RoBERTa", ROWS2, cells2, PAPER2),
     "table4": CostTable(
         "table4", "a training step of Long Range Arena's models of 2 layers", tuple(PAPER4), cells4, PAPER4
     ),
@@ -111,18 +158,20 @@ TABLES = {
 
 
 def measure(
-    table: CostTable, scale: str, *, device: torch.device, repeats: int, seed: int, progress: Progress,
-    store: Callable[[dict[str, Any]], None] = lambda result: None,
+    table: CostTable, cells: list[Cell], scale: str, setting: Setting, *, device: torch.device, repeats: int, seed: int,
+    progress: Progress, store: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Milliseconds and bytes of each cell, or why there are none; stored as they come."""
+    setting = dataclasses.replace(setting, precision=setting.precision or default_precision(device))
     result: dict[str, Any] = {
         "table": table.name,
         "what": f"time and peak memory of {table.title}: forward, backward and AdamW",
         "scale": scale,
+        "setting": dataclasses.asdict(setting),
         "provenance": provenance(seed, device),
         "rows": [],
     }
-    for cell in table.cells(scale):
+    for cell in cells:
         progress(f"{cell.attention}: {cell.column}")
         row: dict[str, Any] = {
             "attention": cell.attention, "column": cell.column, "batch": cell.batch, "length": cell.length,
@@ -130,11 +179,12 @@ def measure(
         }  # fmt: skip
         torch.manual_seed(seed)
         try:
-            row |= step_cost(cell, device, repeats)
+            row |= step_cost(cell, device, repeats, setting)
         except torch.OutOfMemoryError:
             row["note"] = "OOM"
         except ValueError as error:
             row["note"] = str(error)
+        torch.compiler.reset()
         if device.type == "cuda":
             torch.cuda.empty_cache()
         result["rows"].append(row)
@@ -142,9 +192,17 @@ def measure(
     return result
 
 
-def step_cost(cell: Cell, device: torch.device, repeats: int) -> dict[str, Any]:
+def default_precision(device: torch.device) -> str:
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
+def step_cost(cell: Cell, device: torch.device, repeats: int, setting: Setting) -> dict[str, Any]:
     model: Any = build(cell.config, cell.sizes).to(device).train()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    if cell.implementation is not None:
+        model.set_attn_implementation(cell.implementation)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
+    run = torch.compile(model) if setting.compile else model
+    mixed = (setting.precision or default_precision(device)) == "bfloat16"
     ids = torch.randint(5, cell.sizes.vocabulary, (cell.batch, cell.length), device=device)
     given = {"input_ids": ids, "labels": ids}
     if cell.config.task == "lra":
@@ -153,7 +211,9 @@ def step_cost(cell: Cell, device: torch.device, repeats: int) -> dict[str, Any]:
         given["pair_ids"] = ids.flip(0)
 
     def step() -> None:
-        model(**given).loss.backward()
+        with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
+            loss = run(**given).loss
+        loss.backward()
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
 
@@ -168,8 +228,9 @@ def markdown(table: CostTable, result: dict[str, Any]) -> str:
     p = result["provenance"]
     columns = list(dict.fromkeys(row["column"] for row in result["rows"]))
     rows = {(row["attention"], row["column"]): row for row in result["rows"]}
+    how = said_of(result["setting"])
     parts = [
-        f"# Table {table.name.removeprefix('table')}: {table.title}", "",
+        f"# Table {table.name.removeprefix('table')}: {table.title}, {how}", "",
         f"{p['device']}, scale {result['scale']}, {p['date'][:10]}, commit {p['commit']}, `{p['command']}`", "",
     ]  # fmt: skip
     for what, unit in (("ms", "ms a step"), ("bytes", "MiB")):
@@ -189,6 +250,11 @@ def markdown(table: CostTable, result: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def said_of(setting: dict[str, Any]) -> str:
+    batch = f"batches of {setting['tokens']:,} tokens" if setting["tokens"] else "the paper's batches"
+    return f"{batch}, {setting['precision']}" + (", torch.compile" if setting["compile"] else "")
+
+
 def shown(row: dict[str, Any] | None, what: str) -> str:
     if row is None:
         return ""
@@ -198,7 +264,8 @@ def shown(row: dict[str, Any] | None, what: str) -> str:
 
 
 def write(table: CostTable, result: dict[str, Any], out: Path) -> list[Path]:
-    paths = [out / f"{table.name}.json", out / f"{table.name}.md"]
+    end = Setting(**result["setting"]).end
+    paths = [out / f"{table.name}{end}.json", out / f"{table.name}{end}.md"]
     write_json(paths[0], result)
     write_text(paths[1], markdown(table, result))
     return paths
