@@ -20,6 +20,8 @@ from lln.bench.measure import provenance
 from lln.training.config import Config
 from lln.training.examples import Stream
 from lln.training.graph import GraphTrainer, check_graph
+from lln.training.guesses import Guesses
+from lln.training.masking import Masking
 from lln.training.models import build, check_attention
 from lln.training.recording import Recording
 from lln.training.runs import Run, step_of
@@ -124,6 +126,8 @@ def work(
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
+    if words:
+        trainer.guesses = Guesses(model.lm_head, Masking(**config.data.options).probability)
     if isinstance(trainer, GraphTrainer):
         trainer.record_every = config.record_every
     if config.record_every and (run is not None or config.fsdp):  # all that hold a part of a gradient have to measure

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 
 from lln.training.config import Config
 from lln.training.examples import IGNORE
+from lln.training.guesses import Guesses
 from lln.training.runs import Run, seal
 
 
@@ -24,6 +25,8 @@ class NotFinite(RuntimeError):
 
 class RunTrainer(Trainer):
     """The Trainer of a run."""
+
+    guesses: Guesses | None = None  # of masked language models
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -47,6 +50,9 @@ class RunTrainer(Trainer):
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if not model.training:
             kwargs["num_items_in_batch"] = None  # see mean_over_tokens
+        elif self.guesses is not None:
+            with self.guesses.only(inputs["labels"]) as labels:
+                return super().compute_loss(model, {**inputs, "labels": labels}, *args, **kwargs)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
