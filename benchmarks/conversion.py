@@ -5,9 +5,9 @@
 The embedding of a passage is the mean of its last hidden states. What is measured is Spearman's rank correlation, over
 all pairs of passages, of the cosine similarities with those of the softmax model. The text is the documentation that
 Python carries with it (pydoc_data.topics), cut into passages of five blocks; whole topics are either for calibration
-and learning or for measuring. `--text NAME=FILE` measures on another text as well: a document in each line, of which
-the first --each passages are taken; those of the first half of the documents are for learning. `--parts`: what each
-learned part brings. The result also fills in the README.
+and learning or for measuring. `--text NAME=FILE` measures on another text: a document in each line, of which the first
+--each passages are taken; those of the first half of the documents are for learning. `--parts`: what each learned part
+brings. A result stands beside those of other texts in the same file, and fills in the README.
 """
 
 from __future__ import annotations
@@ -179,23 +179,21 @@ class Measure:
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
-    sets, made, how = result["sets"], result["provenance"], result["how"]
+    sets = result["sets"]
     names = [f"{KINDS[kind]}, {name}" for name in sets for kind in KINDS]
     lines = [f"| `matching=` | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for stage, title in STAGES.items():
         numbers = [f"{one['spearman'][kind][stage]:.3f}" for one in sets.values() for kind in KINDS]
         lines.append(f"| {title} | {' | '.join(numbers)} |")
-    counts = ", ".join(
-        f"{one['measured_on']} passages of {name} ({one['pairs']:,} pairs) after learning on {one['learned_on']} others"
-        for name, one in sets.items()
-    )
-    lines += [
-        "",
-        f"Spearman correlation with the softmax MiniLM's cosine similarities: {counts}; {how['length']} tokens each, "
-        f"{how['distill']} steps of distillation and {how['fine_tune']} of fine-tuning with {how['batch']} passages, "
-        f"blocks of 64, seed {made['seed']}; torch {made['torch']}, transformers {made['transformers']}, "
-        f"{made['date'][:10]}, commit {made['commit']}.",
-    ]
+    lines += ["", "Spearman correlation of the cosine similarities of all pairs of passages with the softmax MiniLM's."]
+    for name, one in sets.items():
+        how, made = one["how"], one["provenance"]
+        lines.append(
+            f"{name}: measured on {one['measured_on']} passages ({one['pairs']:,} pairs) of {how['length']} tokens, "
+            f"learned on {one['learned_on']} others, {how['batch']} a step, {how['distill']} steps of distillation and "
+            f"{how['fine_tune']} of fine-tuning; blocks of 64; {made['device']}, torch {made['torch']}, transformers "
+            f"{made['transformers']}, {made['date'][:10]}, commit {made['commit']}."
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -206,11 +204,11 @@ def readme_with(text: str, readme: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where to store the result; also updates the README")
-    parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="measure on this, too")
+    parser.add_argument("--text", metavar="NAME=FILE", help="measure on this")
     parser.add_argument("--length", type=int, default=320, help="tokens of a passage")
     parser.add_argument("--each", type=int, default=2, help="passages of a document of a --text at most")
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--distill", type=int, default=400, help="steps")
+    parser.add_argument("--distill", type=int, default=800, help="steps")
     parser.add_argument("--fine-tune", type=int, default=100, help="steps")
     parser.add_argument("--parts", action="store_true", help="also measure what each learned part brings")
     parser.add_argument("--model", type=Path, help="the folder of a copy of MiniLM; default: the package's")
@@ -221,26 +219,20 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     transformers.utils.logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(args.model or minilm())
-    texts = {PYDOC: pydoc(tokenizer, args.length)}
-    for given in args.text:
-        name, _, file = given.partition("=")
-        texts[name] = documents(tokenizer, Path(file), args.length, args.each)
-    sets = {}
-    for name, (learn, judge) in texts.items():
-        print(f"{name}: {len(learn)} passages to learn from, {len(judge)} to measure on", flush=True)
-        sets[name] = Measure(learn, judge, tokenizer, args).result()
+    name, _, file = (args.text or PYDOC).partition("=")
+    if args.text:
+        learn, judge = documents(tokenizer, Path(file), args.length, args.each)
+    else:
+        learn, judge = pydoc(tokenizer, args.length)
+    print(f"{name}: {len(learn)} passages to learn from, {len(judge)} to measure on", flush=True)
+    found = Measure(learn, judge, tokenizer, args).result()
     made = provenance(args.seed, torch.device(args.device)) | {"transformers": transformers.__version__}
     # Where a machine keeps its texts is nobody's business.
-    for given in args.text:
-        made["command"] = made["command"].replace(given, given.partition("=")[0] + "=FILE")
-    names = ("length", "batch", "distill", "fine_tune")
-    result = {
-        "what": "Spearman correlation of cosine similarities of all pairs of passages with the softmax MiniLM's",
-        "how": {name: getattr(args, name) for name in names} | PARTS[ALL],
-        "provenance": made,
-        "sets": sets,
-    }
-    result = json.loads(json.dumps(result))
+    made["command"] = made["command"].replace(args.text, f"{name}=FILE") if args.text else made["command"]
+    how = {option: getattr(args, option) for option in ("length", "batch", "distill", "fine_tune")} | PARTS[ALL]
+    what = "Spearman correlation of cosine similarities of all pairs of passages with the softmax MiniLM's"
+    sets = json.loads(args.out.read_text())["sets"] if args.out and args.out.exists() else {}
+    result = json.loads(json.dumps({"what": what, "sets": sets | {name: {"how": how, "provenance": made, **found}}}))
     print(table(result))
     if args.out:
         write_json(args.out, result)

@@ -52,7 +52,7 @@ def convert(
     """Convert a pretrained softmax model to LLN attention, and report how far each layer is from softmax.
 
     OUT is a checkpoint that transformers loads after `import lln.hf`, in the dtype of MODEL. The report is measured on
-    passages that nothing is learned from, one in eight but four at most; OUT/conversion.json and the card have it.
+    passages that nothing is learned from, one in eight and four at most; OUT/conversion.json and the card have it.
     """
     need("hf")
 
