@@ -51,8 +51,9 @@ def convert(
 ) -> None:
     """Convert a pretrained softmax model to LLN attention, and report how far each layer is from softmax.
 
-    OUT is a checkpoint that transformers loads after `import lln.hf`, in the dtype of MODEL. The report is measured on
-    passages that nothing is learned from, one in eight but four at most; OUT/conversion.json and the model card have it.
+    OUT is a checkpoint that transformers loads after `import lln.hf`, in the dtype of MODEL.
+    The report is measured on passages that nothing is learned from: one in eight, four at most.
+    OUT/conversion.json and the model card have it.
     """
     need("hf")
 

@@ -108,7 +108,8 @@ def make(options: Options, parts: Sequence[Part], step: Progress, *, again: bool
 
 def write(options: Options, parts: Sequence[Part], results: dict[str, dict[str, Any]], left_out: Sequence[str]) -> Path:
     sections = [one.section(results[one.name]) for one in parts]
-    provenance = next(iter(results.values()))["provenance"]
+    # Of the times, where there are some: what else is measured takes one thread, and that would be said of them too.
+    provenance = results.get("lengths", next(iter(results.values())))["provenance"]
     return write_page(options.out, sections, provenance, summary=summary(results), left_out=left_out)
 
 
@@ -119,6 +120,6 @@ def summary(results: dict[str, dict[str, Any]]) -> list[str]:
         said += lengths.crossovers(results["lengths"]["rows"])
     if "training" in results:
         found = results["training"]["attentions"]
-        best = min(found, key=lambda name: found[name]["loss"])
-        said.append(f"In the short training run below, {best} ended with the lowest loss, {found[best]['loss']:.2f}.")
+        ended = ", ".join(f"{x['loss']:.2f} with {name}" for name, x in found.items())
+        said.append(f"The short training run below ended at a loss of {ended}: too short a run to rank them.")
     return said
