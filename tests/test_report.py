@@ -1,6 +1,7 @@
 """`lln report`: its parts say what their data says, are stored one by one, and are not measured twice."""
 
 import csv
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -174,6 +175,45 @@ def test_a_stopped_report_goes_on_and_measures_nothing_twice(tmp_path: Path, mon
     (tmp_path / "second.json").write_text("{half a fi")
     build.make(options, parts(False), lambda text: None)
     assert calls[5:] == ["second"]
+
+
+def test_a_training_run_is_begun_anew_where_that_is_asked_for_and_for_every_seed(tmp_path: Path) -> None:
+    first, other = (build.part("training", build.Options(tmp_path, quick=True, seed=seed)) for seed in (0, 1))
+    assert first.begun is not None
+    assert first.begun != other.begun  # a run with another seed cannot go on
+    assert build.part("training", build.Options(tmp_path, seed=0)).begun != first.begun
+    (first.begun / "softmax").mkdir(parents=True)
+
+    def measure(progress: Any) -> dict[str, Any]:
+        return {"begun": (tmp_path / "runs").exists() and first.begun.exists()}  # type: ignore[union-attr]
+
+    one = dataclasses.replace(first, measure=measure)
+    options = build.Options(tmp_path, quick=True)
+    assert build.make(options, [one], lambda text: None)["training"] == {"begun": True}  # goes on
+    assert build.make(options, [one], lambda text: None, again=True)["training"] == {"begun": False}
+
+
+def test_a_stopped_report_says_how_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "make", stop)
+    found = lln("report", "--sections", "distribution", "--out", str(tmp_path))
+    assert found.exit_code == 130
+    assert "the same command goes on" in found.output
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    found = lln("report", "--sections", "distribution", "--out", str(tmp_path / "file" / "page"))
+    assert found.exit_code == 2
+    assert "is a file; name a folder" in " ".join(found.output.replace("│", " ").split())
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+    found = lln("report", "--sections", "distribution", "--out", str(tmp_path / "page"))
+    assert found.exit_code == 2
+    assert "may not write to" in " ".join(found.output.replace("│", " ").split())
 
 
 def test_other_settings_are_measured_anew(tmp_path: Path) -> None:
