@@ -184,21 +184,26 @@ def fake(times: dict[str, list[float]], lengths: list[int]) -> dict:
         return {"median": ms, "low": ms, "high": ms, "repeats": 1}
 
     return {
+        "heads": 12,
+        "dim": 64,
+        "provenance": {"device": "a CPU", "threads": 2},
         "rows": [
             {"attention": name, "length": n, "forward": timing(ms), "training": timing(ms)}
             | {"forward_bytes": 2**20, "training_bytes": 2**20}
             for name, series in times.items()
             for n, ms in zip(lengths, series, strict=True)
-        ]
+        ],
     }
 
 
 def test_the_page_says_where_softmax_wins() -> None:
     lengths = [256, 512, 1024]
-    said = section(fake({"softmax": [1, 4, 16], "LLN": [2, 3, 4], "LLN+Diag": [0.5, 9, 17]}, lengths)).sentences
+    made = section(fake({"softmax": [1, 4, 16], "LLN": [2, 3, 4], "LLN+Diag": [0.5, 9, 17]}, lengths))
+    said = made.sentences
+    assert "12 heads of dim 64, float32, on a CPU with 2 threads" in made.lead
     assert "LLN trains 4 times" in said[0]
     assert said[1].startswith("Memory there peaks at 1 MiB for LLN")
-    assert said[2] == "LLN is faster from 512 tokens on; at 256 and below, softmax wins."
+    assert said[2] == "LLN trains faster from 512 tokens on; at 256 and below, softmax wins."
     assert said[3] == "LLN+Diag was not reliably faster than softmax attention at any measured length."
 
 

@@ -1,7 +1,9 @@
 """`lln report`: its parts say what their data says, are stored one by one, and are not measured twice."""
 
 import csv
+import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,8 @@ from typer.testing import CliRunner
 
 from lln.cli import app
 from lln.mechanisms.simple_kernels import FEATURES
-from lln.report import build, distribution, explorer, kernels, training
-from lln.report.page import Chart, Section, as_csv, write_page
+from lln.report import build, charts, distribution, explorer, kernels, training
+from lln.report.page import Chart, Section, as_csv, listed, write_page
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 SMALL = explorer.Plan(length=48, dims=(16, 64), temperatures=(0.25, 1.0, 8.0), seeds=1)
@@ -53,7 +55,9 @@ def test_what_the_explorer_says_follows_from_its_rows(explored: dict[str, Any]) 
     assert f"falls from {rows['softmax', 8.0]:.2f} to {rows['softmax', 0.25]:.2f} bits" in said
     flat = [name for name in FEATURES if abs(rows[name, 8.0] - rows[name, 0.25]) < 0.05]
     assert {"ReLU", "quadratic"} <= set(flat)
-    assert f"{' and '.join(flat)} do not feel the temperature" in said
+    assert f"{listed(flat)} do not feel the temperature" in said
+    gaps = {r["series"]: r["gap"] for r in explored["rows"] if (r["dim"], r["temperature"]) == (64, 0.25)}
+    assert f"at 0.25, the coldest, it is {gaps['softmax']:.2f} with softmax" in explorer.said_of_gap(explored)
 
 
 def test_a_normal_sample_is_called_log_normal_and_its_quantiles_are_a_line() -> None:
@@ -100,6 +104,39 @@ def test_a_loss_above_guessing_is_not_called_learning(trained: tuple[Path, dict[
     assert "LLN has learned more than that" in training.sentences(result)[0]
 
 
+def test_the_summary_ranks_nothing_and_the_footer_speaks_of_the_times(
+    tmp_path: Path, trained: tuple[Path, dict[str, Any]]
+) -> None:
+    result = trained[1]
+    said = build.summary({"training": result})[0]
+    assert said.startswith("The short training run below ended at a loss of")
+    assert "too short a run to rank them" in said
+    timed = {"provenance": {"threads": 7}, "heads": 1, "dim": 8, "rows": []}
+    empty = Section("name", "title", [], [], [], [], {})
+    parts = [build.Part(name, 1, {}, lambda progress: {}, lambda found: empty) for name in ("training", "lengths")]
+    page = build.write(build.Options(tmp_path), parts, {"training": result, "lengths": timed}, [])
+    assert "<dt>threads</dt><dd>7</dd>" in page.read_text()  # all else is measured with one
+
+
+def test_half_of_lln_diag_never_leaves_its_block(trained: tuple[Path, dict[str, Any]]) -> None:
+    result = json.loads(json.dumps(trained[1]))
+    assert any("never leaves its block" in text for text in training.sentences(result))
+    for points in result["attentions"]["LLN+Diag"]["layers"]["spectral_gap"].values():
+        points.update(dict.fromkeys(points, 0.2))
+    assert not any("never leaves its block" in text for text in training.sentences(result))
+
+
+@pytest.mark.parametrize(
+    "names", [["softmax"], ["a", "b", "c", "d", "e", "f"], [f"LLN+Diag, layer {i}" for i in range(6)]]
+)
+def test_a_legend_is_no_wider_than_its_chart(names: list[str]) -> None:
+    rows = [{"series": name, "x": x, "y": x} for name in names for x in (0.0, 1.0)]
+    styles = {name: charts.Style("#000000", (1, 0), "circle") for name in names}
+    drawn = charts.svg(charts.lines(rows, styles, charts.Axis("x", "x"), charts.Axis("y", "y")))
+    width = float(re.search(r'width="([0-9.]+)"', drawn)[1])  # type: ignore[index]
+    assert width < charts.WIDTH + 60
+
+
 def test_the_kernels_of_a_gpu_are_shown_from_a_result_of_bench() -> None:
     result = json.loads((RESULTS / "2026-11-15-h200" / "batch1" / "bench.json").read_text())
     made = kernels.section(result)
@@ -138,6 +175,45 @@ def test_a_stopped_report_goes_on_and_measures_nothing_twice(tmp_path: Path, mon
     (tmp_path / "second.json").write_text("{half a fi")
     build.make(options, parts(False), lambda text: None)
     assert calls[5:] == ["second"]
+
+
+def test_a_training_run_is_begun_anew_where_that_is_asked_for_and_for_every_seed(tmp_path: Path) -> None:
+    first, other = (build.part("training", build.Options(tmp_path, quick=True, seed=seed)) for seed in (0, 1))
+    assert first.begun is not None
+    assert first.begun != other.begun  # a run with another seed cannot go on
+    assert build.part("training", build.Options(tmp_path, seed=0)).begun != first.begun
+    (first.begun / "softmax").mkdir(parents=True)
+
+    def measure(progress: Any) -> dict[str, Any]:
+        return {"begun": (tmp_path / "runs").exists() and first.begun.exists()}  # type: ignore[union-attr]
+
+    one = dataclasses.replace(first, measure=measure)
+    options = build.Options(tmp_path, quick=True)
+    assert build.make(options, [one], lambda text: None)["training"] == {"begun": True}  # goes on
+    assert build.make(options, [one], lambda text: None, again=True)["training"] == {"begun": False}
+
+
+def test_a_stopped_report_says_how_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "make", stop)
+    found = lln("report", "--sections", "distribution", "--out", str(tmp_path))
+    assert found.exit_code == 130
+    assert "the same command goes on" in found.output
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    found = lln("report", "--sections", "distribution", "--out", str(tmp_path / "file" / "page"))
+    assert found.exit_code == 2
+    assert "is a file; name a folder" in " ".join(found.output.replace("│", " ").split())
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+    found = lln("report", "--sections", "distribution", "--out", str(tmp_path / "page"))
+    assert found.exit_code == 2
+    assert "may not write to" in " ".join(found.output.replace("│", " ").split())
 
 
 def test_other_settings_are_measured_anew(tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ def test_the_page_fetches_nothing_and_complains_of_nothing(browser: Any, page_pa
     page, errors, requests = opened(browser, page_path)
     page.locator("#temperature").press("ArrowRight")
     assert errors == []
+    ids = page.evaluate("[...document.querySelectorAll('[id]')].map(e => e.id)")
+    assert len(ids) == len(set(ids))
     assert [url for url in requests if not url.startswith("data:")] == []
     page.close()
 
@@ -111,4 +113,48 @@ def test_it_fits_a_phone_and_can_be_read_in_both_schemes(browser: Any, page_path
         paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
         low, high = sorted((luminance(ink), luminance(paper)))
         assert (high + 0.05) / (low + 0.05) >= 4.5, selector
+    page.close()
+
+
+def test_on_paper_it_is_light_and_every_table_is_there(browser: Any, page_path: Path) -> None:
+    page, _, _ = opened(browser, page_path, color_scheme="dark")
+    closed = page.locator("details:not([open]) table")
+    assert not closed.first.is_visible()
+    page.emulate_media(media="print", color_scheme="dark")
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert all(table.is_visible() for table in page.locator("table").all())
+    page.close()
+
+
+def test_without_a_script_the_explorer_says_so_and_leaves_no_empty_frames(browser: Any, page_path: Path) -> None:
+    page, _, _ = opened(browser, page_path, java_script_enabled=False)
+    assert page.locator(".explorer noscript").is_visible()
+    assert not page.locator("#temperature").is_visible()
+    assert not page.locator("#histogram").is_visible()
+    page.close()
+
+
+def test_nothing_jumps_while_the_slider_moves(browser: Any, page_path: Path) -> None:
+    for width in (1200, 390):
+        page, _, _ = opened(browser, page_path, viewport={"width": width, "height": 800})
+        page.locator("#temperature").focus()
+        page.keyboard.press("Home")
+        heights = set()
+        for _ in range(12):
+            heights.add(page.locator(".explorer").bounding_box()["height"])
+            page.keyboard.press("ArrowRight")
+        assert len(heights) == 1
+        page.close()
+
+
+def test_text_in_charts_can_be_read(browser: Any, page_path: Path) -> None:
+    page, _, _ = opened(browser, page_path, viewport={"width": 1200, "height": 900})
+    for selector in (".charts figure svg", ".explorer figure svg"):
+        heights = page.evaluate(
+            "selector => [...document.querySelectorAll(selector)].map("
+            "svg => 12 * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width)",
+            selector,
+        )
+        assert len(heights) >= 3
+        assert min(heights) >= 9.5, selector
     page.close()

@@ -118,3 +118,13 @@ def test_flags_of_the_command_line_reach_the_config() -> None:
     shown = json.loads(result.output[: result.output.rindex("}") + 1])
     assert shown["graph"] is True
     assert shown["fsdp"] is True
+
+
+def test_a_gpu_that_is_not_there_is_refused_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"^device: there is no CUDA device here; got 'cuda'\.$"):
+        train(config(), tmp_path / "run", device="cuda")
+    assert not (tmp_path / "run").exists()
+    found = CliRunner().invoke(app, ["train", "mlm", "--device", "cuda", "--out", str(tmp_path / "run")])
+    assert found.exit_code == 2
+    assert "there is no CUDA device here" in found.output

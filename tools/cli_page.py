@@ -21,7 +21,8 @@ from lln.cli import app
 HEAD = """# Command line
 
 Made by `make pages` from the help texts; a test compares. `lln COMMAND --help` prints the same, and
-`lln --install-completion` teaches the shell to complete commands and options.
+`lln --install-completion` teaches the shell to complete commands and options. Results go to stdout, progress and errors
+to stderr. Exit codes: 0 it worked, 1 it failed, 2 it was asked for in a wrong way, 130 it was interrupted.
 
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,8 +31,12 @@ def need(extra: str) -> None:
 
 
 def need_folder(out: Path) -> None:
-    if out.exists() and not out.is_dir():
-        raise typer.BadParameter(f"{out} is a file; name a folder.", param_hint="--out")
+    """Says at once, not after minutes of work, that nothing can be written there. Makes nothing."""
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise typer.BadParameter(f"{there} is a file; name a folder.", param_hint="--out")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise typer.BadParameter(f"{there} is a folder that you may not write to; name another.", param_hint="--out")
 
 
 @contextlib.contextmanager

@@ -65,8 +65,13 @@ def report(
     kept = [one.name for one in parts if not again and stored(options, one) is not None]
     if kept:
         typer.echo(f"Kept from before: {', '.join(kept)} (--again measures anew).", err=True)
-    with progress_bar(sum(one.steps for one in parts if one.name not in kept)) as step:
-        results = make(options, parts, step, again=again)
+    steps = sum(one.steps for one in parts if one.name not in kept)
+    try:
+        with progress_bar(steps, transient=steps == 0) as step:
+            results = make(options, parts, step, again=again)
+    except KeyboardInterrupt:
+        typer.echo(f"Stopped. What is finished is kept in {out}; the same command goes on from there.", err=True)
+        raise typer.Exit(130) from None
     page = write(options, parts, results, left_out)
     for sentence in left_out:
         typer.echo(sentence, err=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -38,13 +39,15 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """settings: with another value of these, what is stored is no longer what is asked for."""
+    """settings: with another value of these, what is stored is no longer what is asked for. begun: where a measurement
+    that was stopped goes on from."""
 
     name: str
     steps: int
     settings: dict[str, Any]
     measure: Callable[..., dict[str, Any]]  # takes progress=
     section: Callable[[dict[str, Any]], Section]
+    begun: Path | None = None
 
 
 def part(name: str, options: Options) -> Part:
@@ -66,9 +69,12 @@ def part(name: str, options: Options) -> Part:
     settings["device"] = device
     if name == "training":
         t = training.QUICK if quick else training.Plan()
-        runs = options.out / "runs" / ("quick" if quick else "full")
+        # A run goes on only with the settings it was begun with, so each setting has a folder of its own.
+        size = "quick" if quick else "full"
+        runs = options.out / "runs" / f"{size}-seed{seed}-{device.replace(':', '')}-{lln.__version__}"
         measure = partial(training.measure, t, seed=seed, device=device, runs=runs)
-        return Part(name, t.steps * len(training.ATTENTIONS), settings | asdict(t), measure, training.section)
+        steps = t.steps * len(training.ATTENTIONS)
+        return Part(name, steps, settings | asdict(t), measure, training.section, begun=runs)
     where = torch.device(device)
     if name == "lengths":
         given = {"lengths": options.lengths, "repeats": options.repeats}
@@ -98,6 +104,8 @@ def make(options: Options, parts: Sequence[Part], step: Progress, *, again: bool
     for one in parts:
         found = None if again else stored(options, one)
         if found is None:
+            if again and one.begun is not None and one.begun.exists():
+                shutil.rmtree(one.begun)
             found = one.measure(progress=step)
             found = json.loads(json.dumps(found))  # as it will be read back
             write_json(options.out / f"{one.name}.json", found)
@@ -108,7 +116,8 @@ def make(options: Options, parts: Sequence[Part], step: Progress, *, again: bool
 
 def write(options: Options, parts: Sequence[Part], results: dict[str, dict[str, Any]], left_out: Sequence[str]) -> Path:
     sections = [one.section(results[one.name]) for one in parts]
-    provenance = next(iter(results.values()))["provenance"]
+    # Of the times, where there are some: what else is measured takes one thread, and that would be said of them too.
+    provenance = results.get("lengths", next(iter(results.values())))["provenance"]
     return write_page(options.out, sections, provenance, summary=summary(results), left_out=left_out)
 
 
@@ -119,6 +128,6 @@ def summary(results: dict[str, dict[str, Any]]) -> list[str]:
         said += lengths.crossovers(results["lengths"]["rows"])
     if "training" in results:
         found = results["training"]["attentions"]
-        best = min(found, key=lambda name: found[name]["loss"])
-        said.append(f"In the short training run below, {best} ended with the lowest loss, {found[best]['loss']:.2f}.")
+        ended = ", ".join(f"{x['loss']:.2f} with {name}" for name, x in found.items())
+        said.append(f"The short training run below ended at a loss of {ended}: too short a run to rank them.")
     return said

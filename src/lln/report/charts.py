@@ -12,6 +12,7 @@ import altair as alt
 COLOURS = {"softmax": "#D55E00", "LLN": "#0072B2", "LLN+Diag": "#009E73"}
 SHAPES = {"softmax": "circle", "LLN": "square", "LLN+Diag": "triangle-up"}
 INK = "#808080"  # reads on white and on black
+WIDTH = 420  # of a drawing: small enough that its text can still be read where two stand side by side
 
 
 def against_length(rows: list[dict[str, Any]], field: str, title: str) -> alt.LayerChart:
@@ -90,7 +91,7 @@ def lines(
     look: dict[str, Any] = {"symbolSize": 250, "symbolStrokeWidth": 2.5}
     if points:
         look = {"symbolSize": 120}
-    legend = alt.Legend(title=None, orient="top", columns=5, **look)
+    legend = alt.Legend(title=None, orient="top", columns=columns(names), **look)
 
     def signs(values: list[Any], legend: alt.Legend | None = legend) -> dict[str, Any]:
         return {"scale": alt.Scale(type="ordinal", domain=names, range=values), "legend": legend}
@@ -115,6 +116,12 @@ def lines(
     if points:  # else the legend draws the points in the dashes of the lines
         chart = chart.resolve_legend(strokeDash="independent", strokeWidth="independent")
     return framed(chart)
+
+
+def columns(names: list[str]) -> int:
+    """Of a legend, so that it is no wider than the drawing: else all of the chart shrinks. Rows are equally full."""
+    fits = max(1, min(5, WIDTH // (7 * max(map(len, names)) + 32)))
+    return math.ceil(len(names) / math.ceil(len(names) / fits))
 
 
 def bars(rows: list[dict[str, Any]], styles: dict[str, Style], title: str) -> alt.LayerChart:
@@ -150,7 +157,7 @@ def axis_options(axis: Axis, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"title": axis.title, "scale": alt.Scale(type="log", nice=False), "axis": ticks}
 
 
-def framed(chart: alt.LayerChart, height: int = 300, width: int = 520) -> alt.LayerChart:
+def framed(chart: alt.LayerChart, height: int = 270, width: int = WIDTH) -> alt.LayerChart:
     """The size and look that all charts share."""
     chart = chart.properties(width=width, height=height)
     axis: dict[str, Any] = {f"{part}Color": INK for part in ("label", "title", "grid", "domain", "tick")}

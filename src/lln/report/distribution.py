@@ -155,8 +155,9 @@ def sentences(softmax: dict[str, Any], ours: dict[str, Any], length: int) -> lis
 
     bend = "heavier towards large weights" if ours["skewness"] > softmax["skewness"] else "no heavier at large weights"
     return [
-        f"On Gaussian queries and keys of spread 1, softmax attention is {verdict(softmax)} (distance of the "
-        f"distribution functions {softmax['distance']:.3f}) and LLN {verdict(ours)} ({ours['distance']:.3f}); "
+        f"On Gaussian queries and keys of spread 1, softmax attention is {verdict(softmax)} (the Kolmogorov-"
+        f"Smirnov distance of log P from a normal distribution is {softmax['distance']:.3f}; 0 would be exact) and "
+        f"LLN {verdict(ours)} ({ours['distance']:.3f}); "
         f"LLN's is {bend} (skewness {ours['skewness']:.2f} against {softmax['skewness']:.2f}).",
         f"Their rows have an entropy of {softmax['entropy']:.2f} bits for softmax and {ours['entropy']:.2f} for LLN; "
         f"attention that is even over all {length} tokens would have {math.log2(length):.0f}.",

@@ -14,7 +14,7 @@ from lln.bench.measure import one_thread, provenance
 from lln.instruments import AttentionMap, entropy, spectral_gap
 from lln.mechanisms.simple_kernels import FEATURES
 from lln.report.charts import MATCHED, Axis, lines, svg
-from lln.report.page import Chart, Section
+from lln.report.page import Chart, Section, listed
 from lln.reproduce.concentration import STYLES, make
 from lln.reproduce.figure import CPU, LLN, Rows, summary
 from lln.reproduce.figure import Plan as Draws
@@ -87,21 +87,23 @@ def section(result: dict[str, Any]) -> Section:
         lead="The temperature of attention is 1 / (sigma_q sigma_k): the wider queries and keys are spread, the colder "
         "it is, and the more softmax attention concentrates on few tokens. Entropy says over how many tokens a row is "
         "spread: b bits are like an even spread over 2^b tokens. The spectral gap, between 0 and 1, says how fast "
-        "information mixes over the whole sequence: near 1, one step is enough and every token sees the same average; "
-        "near 0, attention stays local.",
+        "information mixes over the whole sequence: near 1, one step is enough and every token gets the same mixture; "
+        "near 0, parts of the sequence keep to themselves. ReLU, quadratic and ELU are linear attentions with other "
+        "features; the matching is the rule by which LLN sets its two knobs from the spread of queries and keys.",
         sentences=sentences(result),
         charts=[
             Chart(
                 "entropy-against-temperature",
                 svg(lines(shown, STYLES, x, Axis("entropy", f"entropy (bits), {length} keys"), points=True)),
-                f"Entropy against the temperature for head dim {dim}: what follows softmax cools down with it; a flat "
-                "line does not feel the temperature at all.",
+                f"Entropy against the temperature for head dim {dim}; paper, variance, entropy and unmatched are LLN "
+                "with that matching. What follows softmax cools down with it; a flat line does not feel the "
+                "temperature at all.",
                 rows=shown,
             ),
             Chart(
                 "gap-against-temperature",
                 svg(lines(shown, STYLES, x, Axis("gap", "spectral gap"), points=True)),
-                f"Spectral gap against the temperature for head dim {dim}.",
+                said_of_gap(result),
                 rows=shown,
             ),
         ],
@@ -142,6 +144,16 @@ def for_script(result: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def said_of_gap(result: dict[str, Any]) -> str:
+    dim = START["dim"]
+    rows = [row for row in result["rows"] if row["dim"] == dim]
+    cold = min(row["temperature"] for row in rows)
+    gaps = {row["series"]: row["gap"] for row in rows if row["temperature"] == cold}
+    texts = [f"{gaps['softmax']:.2f} with softmax", f"{gaps['paper']:.2f} with LLN and paper matching"]
+    texts += [f"{gaps[name]:.2f} with {name}" for name in FEATURES]
+    return f"Spectral gap against the temperature for head dim {dim}: at {cold:g}, the coldest, it is {listed(texts)}."
+
+
 def sentences(result: dict[str, Any]) -> list[str]:
     dim = START["dim"]
     rows = [row for row in result["rows"] if row["dim"] == dim]
@@ -159,7 +171,8 @@ def sentences(result: dict[str, Any]) -> list[str]:
         f"{bits('paper', hot):.2f} to {bits('paper', cold):.2f}."
     ]
     if flat:
-        said.append(f"{' and '.join(flat)} do not feel the temperature: their attention is as broad when it is cold.")
+        do = "does" if len(flat) == 1 else "do"
+        said.append(f"{listed(flat)} {do} not feel the temperature: attention stays as broad when it is cold.")
     for name in moved:
         said.append(f"{name} moves by {abs(bits(name, cold) - bits(name, hot)):.2f} bits over the same range.")
     if near:

@@ -12,7 +12,8 @@ MIB = 2**20
 
 
 def section(result: dict[str, Any]) -> Section:
-    rows = result["rows"]
+    rows, made = result["rows"], result["provenance"]
+    threads = "" if "cuda" in made else f" with {made['threads']} thread{'s' if made['threads'] > 1 else ''}"
     times = [
         {"attention": row["attention"], "length": row["length"], "ms": row["training"]["median"]}
         | {"low": row["training"]["low"], "high": row["training"]["high"]}
@@ -36,10 +37,12 @@ def section(result: dict[str, Any]) -> Section:
             rows=memory,
         ),
     ]
-    header = ["length", "attention", "forward ms", "forward + backward ms", "times faster", "extra MiB"]
+    header = ["length", "attention", "forward ms", "forward + backward ms", "times as fast", "extra MiB"]
     return Section(
         name="lengths",
         title="Time and memory against length",
+        lead=f"One call of attention: a batch of 1, {result['heads']} heads of dim {result['dim']}, float32, on "
+        f"{made['device']}{threads}. Softmax attention is torch's own, as it chooses it here.",
         sentences=sentences(result),
         charts=charts,
         header=header,
@@ -96,7 +99,11 @@ def crossovers(rows: list[dict[str, Any]]) -> list[str]:
         if not faster:
             said.append(f"{name} was not reliably faster than softmax attention at any measured length.")
         elif slower:
-            said.append(f"{name} is faster from {faster[0]:,} tokens on; at {slower[-1]:,} and below, softmax wins.")
+            said.append(
+                f"{name} trains faster from {faster[0]:,} tokens on; at {slower[-1]:,} and below, softmax wins."
+            )
         else:
-            said.append(f"{name} is faster at every measured length, from {lengths[0]:,} tokens on.")
+            said.append(
+                f"{name} trains faster than softmax attention at every measured length, from {lengths[0]:,} tokens on."
+            )
     return said

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,7 @@ from lln.calibrate import draw, lln_entropy, normal, softmax_entropy
 from lln.curves import pchip, stored
 from lln.moments import MATCHINGS, PAPER_A, PAPER_B, Matching, match_moments
 from lln.report.charts import CURVES, MATCHED, Axis, lines, svg
-from lln.report.page import Chart, Section
+from lln.report.page import Chart, Section, listed
 
 CPU = torch.device("cpu")
 HEAD_DIMS = (16, 64, 128)  # of the variance curves that are drawn
@@ -177,11 +177,6 @@ def where_the_line_holds(result: dict[str, Any]) -> list[tuple[float, float]]:
     return [(s2[run[0]], s2[run[-1]]) for run in runs]
 
 
-def listed(parts: Sequence[object]) -> str:
-    *most, last = (str(part) for part in parts)
-    return f"{', '.join(most)} and {last}" if most else last
-
-
 def sentences(result: dict[str, Any], holds: list[tuple[float, float]]) -> list[str]:
     made = result["curves"]["provenance"]
     return [
@@ -190,9 +185,9 @@ def sentences(result: dict[str, Any], holds: list[tuple[float, float]]) -> list[
         "softmax attention is follows from the spread of queries and keys, their standard deviations sigma_q and "
         "sigma_k. Moment matching sets alpha and beta from these two, so that LLN concentrates as much.",
         "All that counts is s2 = alpha² sigma_q² + beta² sigma_k². Paper matching gives log P the variance it has in "
-        "softmax attention, taking it for a straight line in s2; variance matching does so by a curve measured for the "
-        "head dim; entropy matching gives P the same entropy instead. The curves came with the package, measured on "
-        f"{made['device']} on {made['date'][:10]}; the entropies were measured here.",
+        "softmax attention, taking it for a straight line a s2 + b; variance matching does so by a curve measured for "
+        "the head dim; entropy matching gives P the same entropy instead. The curves came with the package, measured "
+        f"on {made['device']} on {made['date'][:10]}; the entropies were measured here.",
         said_of_line(result, holds),
         said_of_floor(result),
         said_of_gaps(result),

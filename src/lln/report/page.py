@@ -74,3 +74,8 @@ def as_csv(rows: Sequence[dict[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+def listed(parts: Sequence[object]) -> str:
+    *most, last = (str(part) for part in parts)
+    return f"{', '.join(most)} and {last}" if most else last

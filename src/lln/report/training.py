@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lln.bench.measure import one_thread
+from lln.report.bench import ticks
 from lln.report.charts import Axis, Style, lines, svg
 from lln.report.page import Chart, Section
 
@@ -16,7 +17,11 @@ COLOURS = {"softmax": "#D55E00", "LLN": "#0072B2", "LLN+Diag": "#009E73"}
 SHAPES = {"softmax": "circle", "LLN": "square", "LLN+Diag": "triangle-up"}
 DASHES = ((1, 0), (6, 3), (2, 2), (10, 3, 2, 3))  # by layer
 PANELS = {
-    "temperature": ("temperature", "Temperature of each layer: it falls where queries and keys grow as they learn."),
+    "temperature": (
+        "temperature",
+        "Temperature of each layer: it falls where queries and keys grow as they "
+        "learn. For LLN it is 1 over the standard deviation of log P, which for softmax is the same.",
+    ),
     "entropy": ("entropy (bits)", "Entropy of each layer's attention: how many tokens a row is spread over."),
     "spectral_gap": ("spectral gap", "Spectral gap of each layer's attention: 1 mixes the whole sequence in one step."),
     "alpha": ("alpha", "alpha of each layer, from the spread of its queries at every step (softmax has none)."),
@@ -121,7 +126,11 @@ def section(result: dict[str, Any]) -> Section:
     ]
     for quantity, (title, caption) in PANELS.items():
         if rows := by_layer(result, quantity):
-            chart = lines(rows, styles(rows), Axis("step", "step"), Axis("value", title))
+            values = [row["value"] for row in rows]
+            vertical = Axis("value", title)
+            if quantity == "temperature":  # it falls by orders of magnitude
+                vertical = Axis("value", title, True, ticks(min(values), max(values)))
+            chart = lines(rows, styles(rows), Axis("step", "step", from_zero=True), vertical)
             drawn.append(Chart(f"training-{quantity.replace('_', '-')}", svg(chart), caption, rows=rows))
     return Section(
         name="training",
@@ -170,4 +179,10 @@ def sentences(result: dict[str, Any]) -> list[str]:
         texts = [f"{p[0]:.3g} to {p[1]:.3g} with {name}" for name, p in pairs.items() if p is not None]
         if texts:
             said.append(f"The mean {word} went from {', '.join(texts)}.")
+    gap = ends(found["LLN+Diag"], "spectral_gap")
+    if gap is not None and all(abs(x - 0.5) < 0.05 for x in gap):
+        said.append(
+            "The spectral gap of LLN+Diag stays near one half: half of its weight is softmax inside blocks, and "
+            "whatever the other half mixes, that half never leaves its block."
+        )
     return said

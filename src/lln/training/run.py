@@ -79,6 +79,8 @@ def train(
     """
     if config.model.start and not (Path(config.model.start) / "config.json").is_file():
         raise ValueError(f"model.start: {config.model.start} holds no saved model (no config.json).")
+    if device != "cpu" and not torch.cuda.is_available():  # the trainer would take the CPU and not say so
+        raise ValueError(f"device: there is no CUDA device here; got {device!r}.")
     processes, writes = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0")) == 0
     check_attention(config)
     check_reports(report_to or [])

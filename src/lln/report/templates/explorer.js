@@ -3,7 +3,7 @@
   "use strict";
   const data = JSON.parse(document.getElementById("explorer-data").textContent);
   const SVG = "http://www.w3.org/2000/svg";
-  const BOX = { left: 46, right: 10, top: 10, bottom: 40, width: 460, height: 300 };
+  const BOX = { left: 46, right: 10, top: 10, bottom: 40, width: 320, height: 240 };
   const find = (id) => document.getElementById(id);
   const slider = find("temperature"), dim = find("dim"), matching = find("matching");
 
@@ -58,7 +58,7 @@
     const most = 100 * Math.ceil(Math.max(...found.map(({ rows }) => Math.max(...rows[at].histogram))) / 100);
     const powers = [-3, -2, -1, 0, 1, 2].map((p) => Math.log(10) * p);
     const place = frame(find("histogram"),
-      { low, high, ticks: powers, title: "weight, as a multiple of an even share", name: (v) => ["1/1000", "1/100", "1/10", "1", "10", "100"][powers.indexOf(v)] },
+      { low, high, ticks: powers, title: "weight, as a multiple of an even share", name: (v) => ["0.001", "0.01", "0.1", "1", "10", "100"][powers.indexOf(v)] },
       { low: 0, high: most / 100, ticks: [0, most / 200, most / 100] });
     for (const { look, rows } of found) {
       line(find("histogram"), rows[at].histogram.map((n, i) => [place.across(low + (i + 0.5) * step), place.up(n / 100)]), look);
