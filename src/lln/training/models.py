@@ -173,7 +173,10 @@ def described(config: Config, sizes: Sizes) -> tuple[PreTrainedConfig, Any]:
         return ViTConfig(**common, num_labels=sizes.labels), ViTForImageClassification
     common |= {"vocab_size": sizes.vocabulary, "pad_token_id": sizes.padding}
     if config.task == "lra":
-        bert = BertConfig(**common, max_position_embeddings=config.data.length, type_vocab_size=1)
+        # BERT's own 0.02 is for 768 channels: with 64, attention begins so flat that Pathfinder is never learned.
+        bert = BertConfig(
+            **common, max_position_embeddings=config.data.length, type_vocab_size=1, initializer_range=m.width**-0.5
+        )
         bert.num_labels, bert.pair = sizes.labels, sizes.pair
         return bert, SequenceClassifier
     # RoBERTa's positions begin after the padding id.
