@@ -56,6 +56,9 @@ def test_what_the_explorer_says_follows_from_its_rows(explored: dict[str, Any]) 
     flat = [name for name in FEATURES if abs(rows[name, 8.0] - rows[name, 0.25]) < 0.05]
     assert {"ReLU", "quadratic"} <= set(flat)
     assert f"{listed(flat)} do not feel the temperature" in said
+    for kind in ("paper", "entropy"):
+        near = [t for t in SMALL.temperatures if abs(rows[kind, t] - rows["softmax", t]) <= 0.25]
+        assert f"LLN with {kind} matching is within a quarter of a bit of softmax at {len(near)} of 3" in said
     gaps = {r["series"]: r["gap"] for r in explored["rows"] if (r["dim"], r["temperature"]) == (64, 0.25)}
     assert f"at 0.25, the coldest, it is {gaps['softmax']:.2f} with softmax" in explorer.said_of_gap(explored)
 

@@ -164,7 +164,6 @@ def sentences(result: dict[str, Any]) -> list[str]:
 
     flat = [name for name in FEATURES if abs(bits(name, cold) - bits(name, hot)) < 0.05]
     moved = [name for name in FEATURES if name not in flat]
-    near = [t for t in sorted({r["temperature"] for r in rows}) if abs(bits("paper", t) - bits("softmax", t)) <= 0.25]
     said = [
         f"From temperature {hot:g} down to {cold:g}, the entropy of softmax attention falls from "
         f"{bits('softmax', hot):.2f} to {bits('softmax', cold):.2f} bits, that of LLN with paper matching from "
@@ -175,9 +174,12 @@ def sentences(result: dict[str, Any]) -> list[str]:
         said.append(f"{listed(flat)} {do} not feel the temperature: attention stays as broad when it is cold.")
     for name in moved:
         said.append(f"{name} moves by {abs(bits(name, cold) - bits(name, hot)):.2f} bits over the same range.")
-    if near:
+    temperatures = sorted({r["temperature"] for r in rows})
+    for kind in ("paper", "entropy"):
+        near = [t for t in temperatures if abs(bits(kind, t) - bits("softmax", t)) <= 0.25]
+        which = "all" if near == temperatures else ", ".join(f"{t:g}" for t in near) or "none"
         said.append(
-            f"LLN with paper matching is within a quarter of a bit of softmax at {len(near)} of "
-            f"{len({r['temperature'] for r in rows})} temperatures, {', '.join(f'{t:g}' for t in near)}."
+            f"LLN with {kind} matching is within a quarter of a bit of softmax at {len(near)} of {len(temperatures)} "
+            f"temperatures ({which})."
         )
     return said
