@@ -61,6 +61,10 @@ def test_what_the_explorer_says_follows_from_its_rows(explored: dict[str, Any]) 
         assert f"LLN with {kind} matching is within a quarter of a bit of softmax at {len(near)} of 3" in said
     gaps = {r["series"]: r["gap"] for r in explored["rows"] if (r["dim"], r["temperature"]) == (64, 0.25)}
     assert f"at 0.25, the coldest, it is {gaps['softmax']:.2f} with softmax" in explorer.said_of_gap(explored)
+    assert "(of one draw)" in explorer.said_of_gap(explored)
+    several = explored | {"settings": explored["settings"] | {"seeds": 8}}
+    error = max(r["gap_error"] for r in explored["rows"] if r["dim"] == 64)
+    assert f"(means over 8 draws, standard errors up to {error:.2f})" in explorer.said_of_gap(several)
 
 
 def test_a_normal_sample_is_called_log_normal_and_its_quantiles_are_a_line() -> None:
