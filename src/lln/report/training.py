@@ -183,7 +183,7 @@ def sentences(result: dict[str, Any]) -> list[str]:
     gaps = [x for points in found["LLN+Diag"]["layers"]["spectral_gap"].values() for x in points.values()]
     if gaps and max(gaps) < 0.55:
         said.append(
-            f"The spectral gap of LLN+Diag was {min(gaps):.2f} to {max(gaps):.2f}: half of its weight is softmax inside "
-            "blocks and never leaves them, so it cannot mix everything in one step, whatever the other half does."
+            f"The spectral gap of LLN+Diag was {min(gaps):.2f} to {max(gaps):.2f}: half of its weight is softmax "
+            "inside blocks and never leaves them, so it cannot mix everything in one step, whatever the other half does."
         )
     return said
