@@ -184,6 +184,6 @@ def sentences(result: dict[str, Any]) -> list[str]:
     if gaps and max(gaps) < 0.55:
         said.append(
             f"The spectral gap of LLN+Diag was {min(gaps):.2f} to {max(gaps):.2f}: half of its weight is softmax "
-            "inside blocks and never leaves them, so it cannot mix everything in one step, whatever the other half does."
+            "inside blocks and never leaves them, so it cannot mix everything in one step, whatever the rest does."
         )
     return said
