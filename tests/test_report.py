@@ -56,8 +56,15 @@ def test_what_the_explorer_says_follows_from_its_rows(explored: dict[str, Any]) 
     flat = [name for name in FEATURES if abs(rows[name, 8.0] - rows[name, 0.25]) < 0.05]
     assert {"ReLU", "quadratic"} <= set(flat)
     assert f"{listed(flat)} do not feel the temperature" in said
+    for kind in ("paper", "entropy"):
+        near = [t for t in SMALL.temperatures if abs(rows[kind, t] - rows["softmax", t]) <= 0.25]
+        assert f"LLN with {kind} matching is within a quarter of a bit of softmax at {len(near)} of 3" in said
     gaps = {r["series"]: r["gap"] for r in explored["rows"] if (r["dim"], r["temperature"]) == (64, 0.25)}
     assert f"at 0.25, the coldest, it is {gaps['softmax']:.2f} with softmax" in explorer.said_of_gap(explored)
+    assert "(of one draw)" in explorer.said_of_gap(explored)
+    several = explored | {"settings": explored["settings"] | {"seeds": 8}}
+    error = max(r["gap_error"] for r in explored["rows"] if r["dim"] == 64)
+    assert f"(means over 8 draws, standard errors up to {error:.2f})" in explorer.said_of_gap(several)
 
 
 def test_a_normal_sample_is_called_log_normal_and_its_quantiles_are_a_line() -> None:
@@ -118,12 +125,16 @@ def test_the_summary_ranks_nothing_and_the_footer_speaks_of_the_times(
     assert "<dt>threads</dt><dd>7</dd>" in page.read_text()  # all else is measured with one
 
 
-def test_half_of_lln_diag_never_leaves_its_block(trained: tuple[Path, dict[str, Any]]) -> None:
+def test_half_of_lln_diag_never_leaves_its_blocks(trained: tuple[Path, dict[str, Any]]) -> None:
     result = json.loads(json.dumps(trained[1]))
-    assert any("never leaves its block" in text for text in training.sentences(result))
-    for points in result["attentions"]["LLN+Diag"]["layers"]["spectral_gap"].values():
-        points.update(dict.fromkeys(points, 0.2))
-    assert not any("never leaves its block" in text for text in training.sentences(result))
+    layer = result["attentions"]["LLN+Diag"]["layers"]["spectral_gap"]["layer 1"]
+    for one in result["attentions"]["LLN+Diag"]["layers"]["spectral_gap"].values():
+        one.update(dict.fromkeys(one, 0.5))
+    middle = sorted(layer, key=int)[len(layer) // 2]
+    layer[middle] = 0.25  # neither the first record nor a mean
+    assert "The spectral gap of LLN+Diag was 0.25 to 0.50" in " ".join(training.sentences(result))
+    layer[middle] = 0.9
+    assert "never leaves them" not in " ".join(training.sentences(result))
 
 
 @pytest.mark.parametrize(

@@ -158,3 +158,14 @@ def test_text_in_charts_can_be_read(browser: Any, page_path: Path) -> None:
         assert len(heights) >= 3
         assert min(heights) >= 9.5, selector
     page.close()
+
+
+def test_every_file_the_page_links_to_is_beside_it(browser: Any, page_path: Path) -> None:
+    page, _, _ = opened(browser, page_path)
+    links = page.evaluate("[...document.querySelectorAll('a')].map(a => a.getAttribute('href'))")
+    files = {link for link in links if not link.startswith("#")}
+    assert {Path(name).suffix for name in files} == {".svg", ".csv", ".json"}
+    assert [name for name in files if not (page_path.parent / name).is_file()] == []
+    ids = {link[1:] for link in links if link.startswith("#")}
+    assert all(page.locator(f"[id='{name}']").count() == 1 for name in ids)
+    page.close()

@@ -192,7 +192,7 @@ def sentences(result: dict[str, Any], holds: list[tuple[float, float]]) -> list[
         said_of_floor(result),
         said_of_gaps(result),
         "This is for independent Gaussian queries and keys, for which the curves were made. Those of a trained model "
-        "are not, and a matching can be further off there; lln.moments.match_data matches on given queries and keys.",
+        "are not, and a matching can be further off there; lln.match_data matches on given queries and keys.",
     ]
 
 
