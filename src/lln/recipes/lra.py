@@ -31,12 +31,12 @@ def tiny(name: str) -> Config:
         "listops": ("generated", 64), "text": ("embedded/topics", 160), "retrieval": ("embedded/pairs", 160),
         "pathfinder": ("generated", 144), "image": ("embedded/digits", 64),
     }[name]  # fmt: skip
-    steps, batch, rate = (600, 64, 1e-3) if name == "pathfinder" else (400, 32, 2e-3)
+    steps, batch = (600, 64) if name == "pathfinder" else (400, 32)
     return Config(
         task="lra", preset="tiny", attention=Attention(options={"block_size": 16}), model=model(0.0),
         data=Data(source, name, length=length, train=8000, evaluation=500, options=EASY.get(name, {})),
         optimisation=Optimisation(
-            steps=steps, batch=batch, rate=rate, warmup=40, schedule="cosine", decay=0.0, clip=1.0
+            steps=steps, batch=batch, rate=1e-3, warmup=40, schedule="cosine", decay=0.0, clip=1.0
         ),
         log_every=10, evaluate_every=100, save_every=100, record_every=100,
     )  # fmt: skip
