@@ -70,8 +70,8 @@ def test_the_error_falls_and_nothing_else_changes(kind: str) -> None:
     [
         ({"learnable": "head"}, {"log_alpha", "log_beta"}),
         ({"mix": "ratio"}, {"mix_logit"}),
-        ({"feature_map": "linear"}, {"map_generator", "key_offset"}),
-        (ALL_OF_IT, {"log_alpha", "log_beta", "lln_scale", "block_scale", "map_generator", "key_offset"}),
+        ({"feature_map": "linear"}, {"map_q", "map_k", "key_offset"}),
+        (ALL_OF_IT, {"log_alpha", "log_beta", "lln_scale", "block_scale", "map_q", "map_k", "key_offset"}),
     ],
 )
 def test_what_is_asked_for_is_what_learns(learned: dict[str, Any], names: set[str]) -> None:
@@ -88,7 +88,7 @@ def test_layers_learn_independently_of_each_other() -> None:
     other = copy.deepcopy(model)
     first, second = (name for name, _ in attention_modules(model))
     with torch.no_grad():
-        other.get_submodule(first).lln.map_generator.add_(0.5)
+        other.get_submodule(first).lln.map_q.add_(0.5)
     for one in (model, other):
         losses_of(one, batches("bert"), steps=3)
     names = [name for name in model.state_dict() if name.startswith(f"{second}.lln")]

@@ -1,4 +1,4 @@
-"""The feature map changes LLN attention and nothing that a softmax sees."""
+"""The feature map is what its formula says, in everything that attends with it."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 import lln
 from lln.feature_map import map_features
-from lln.instruments import record
+from lln.instruments import entropy, record
 from lln.weights import dense_weights
 from reference import relative_error
 
@@ -29,43 +29,29 @@ def moved(heads: int, key_heads: int, dim: int, **options: Any) -> lln.LLNAttent
     )  # fmt: skip
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in (made.map_generator, made.key_offset):
+        for parameter in (made.map_q, made.map_k, made.key_offset):
             parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator, dtype=WIDE))
     return made
 
 
 @pytest.mark.parametrize(("heads", "key_heads", "dim"), [(3, 3, 5), (4, 2, 8), (6, 1, 7)])
-def test_softmax_attention_does_not_notice_the_map(heads: int, key_heads: int, dim: int) -> None:
+def test_attention_is_that_of_the_formula_written_out(heads: int, key_heads: int, dim: int) -> None:
+    """P_ij ~ sum_c exp(alpha q'_ic + beta k'_jc), and softmax of q' . k' inside blocks."""
     q, k, v = tensors(heads, key_heads, 13, dim)
-    module = moved(heads, key_heads, dim)
-    softmax = torch.nn.functional.scaled_dot_product_attention
-    want = softmax(q, k, v, enable_gqa=True)
-    mapped = module.features(q, k)
-    assert relative_error(mapped[0], q) > 0.1
-    assert relative_error(softmax(*mapped, v, enable_gqa=True), want) < 1e-12
-    blocks = moved(heads, key_heads, dim, block_size=4, mix=0.0)
-    plain = lln.lln_attention(q, k, v, 1.3, 0.8, block_size=4, mix=0.0)
-    assert relative_error(blocks(q, k, v), plain) < 1e-12
-
-
-def test_lln_attention_is_that_of_the_written_out_sum() -> None:
-    """P_ij ~ sum_c exp(alpha q'_ic + beta k'_jc) with maps by a series, not by torch.matrix_exp."""
-    q, k, v = tensors(4, 2, 11, 6)
-    module = moved(4, 2, 6)
-    out = module(q, k, v)
-    for head in range(4):
-        g = module.map_generator[head // 2].detach()
-        forth, back = (sum(torch.linalg.matrix_power(m, n) / factorial(n) for n in range(30)) for m in (g, -g.mT))
-        fq = (1.3 * (q[:, head] @ forth)).exp()
-        fk = (0.8 * (k[:, head // 2] @ back + module.key_offset[head // 2].detach())).exp()
-        p = fq @ fk.mT
-        want = (p / p.sum(-1, keepdim=True)) @ v[:, head // 2]
+    module = moved(heads, key_heads, dim, block_size=4, mix=0.3)
+    out, group = module(q, k, v), heads // key_heads
+    block = torch.arange(13) // 4
+    for head in range(heads):
+        own = head // group
+        fq = torch.einsum("bnd,de->bne", q[:, head], torch.eye(dim) + module.map_q[head].detach())
+        fk = torch.einsum("bnd,de->bne", k[:, own], torch.eye(dim) + module.map_k[own].detach())
+        fk = fk + module.key_offset[own].detach()
+        p = (1.3 * fq).exp() @ (0.8 * fk).exp().mT
+        p = p / p.sum(-1, keepdim=True)
+        scores = (fq @ fk.mT / dim**0.5).masked_fill(block[:, None] != block, -torch.inf)
+        want = (0.3 * p + 0.7 * scores.softmax(-1)) @ v[:, own]
         assert relative_error(out[:, head], want) < 1e-12
-    assert relative_error(out, lln.lln_attention(q, k, v, 1.3, 0.8)) > 1e-2
-
-
-def factorial(n: int) -> float:
-    return 1.0 if n == 0 else n * factorial(n - 1)
+    assert relative_error(out, lln.lln_attention(q, k, v, 1.3, 0.8, block_size=4, mix=0.3)) > 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -82,16 +68,16 @@ def test_it_starts_at_the_identity_to_the_last_bit(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradients(is_causal: bool) -> None:
     q, k, v = (t[:1] for t in tensors(2, 1, 5, 3))
-    g, b = (
-        0.3 * torch.randn(1, *shape, dtype=WIDE, generator=torch.Generator().manual_seed(3)) for shape in ((3, 3), (3,))
-    )
+    draw = torch.Generator().manual_seed(3)
+    maps = [0.3 * torch.randn(shape, dtype=WIDE, generator=draw) for shape in ((2, 3, 3), (1, 3, 3), (1, 3))]
 
-    def attend(q: Tensor, k: Tensor, g: Tensor, b: Tensor) -> Tensor:
-        return lln.lln_attention(*map_features(q, k, g, b), v, 1.1, 0.9, block_size=3, is_causal=is_causal)
+    def attend(q: Tensor, k: Tensor, *maps: Tensor) -> Tensor:
+        return lln.lln_attention(*map_features(q, k, *maps), v, 1.1, 0.9, block_size=3, is_causal=is_causal)
 
-    for t in (q, k, g, b):
+    given = (q, k, *maps)
+    for t in given:
         t.requires_grad_()
-    assert torch.autograd.gradcheck(attend, (q, k, g, b))
+    assert torch.autograd.gradcheck(attend, given)
 
 
 def test_a_split_sequence_is_the_whole_one_and_a_batch_mate_is_invisible() -> None:
@@ -115,6 +101,12 @@ def test_p_and_the_instruments_are_those_of_the_mapped_queries_and_keys() -> Non
     want = torch.special.entr(p).sum(-1).mean((0, 2)) / math.log(2)
     found = torch.tensor([row["entropy"] for row in rec.rows()], dtype=WIDE)
     assert relative_error(found, want) < 1e-9
+    with record(module, samples=1, keep=True, instruments=()) as rec:
+        module(q, k, v)
+    ((_, _, seen),) = rec.observations
+    plain = torch.softmax(q[:1] @ k[:1].repeat_interleave(2, 1).mT / 8**0.5, -1)  # what LLN is compared with
+    want = torch.special.entr(plain).sum(-1).mean(-1) / math.log(2)
+    assert relative_error(entropy(seen.softmax_map()), want) < 1e-9
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,22 @@ def test_flags_of_the_command_line_reach_the_config() -> None:
     assert shown["fsdp"] is True
 
 
+def test_the_stored_runs_of_the_tiny_presets_learned() -> None:
+    """Of benchmarks/learning.py: every task and attention beats a guess, digits by far."""
+    stored = json.loads((Path(__file__).parent.parent / "benchmarks" / "results" / "learning.json").read_text())
+    found = {(row["task"], row["name"], row["attention"]): row for row in stored["rows"]}
+    assert len(found) == 27
+    for (task, _, _), row in found.items():
+        metrics, guess = row["metrics"], row["guess"]
+        if task == "mlm":
+            assert metrics["loss"] < guess["loss"] - 0.3
+            assert row["seconds"] < 180
+        else:
+            assert metrics["accuracy"] > guess["accuracy"] + 0.05
+        if task == "image":
+            assert metrics["accuracy"] >= 0.9
+
+
 def test_a_gpu_that_is_not_there_is_refused_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"^device: there is no CUDA device here; got 'cuda'\.$"):

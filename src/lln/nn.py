@@ -47,8 +47,8 @@ class LLNAttention(nn.Module):
         block_size: LLN+Diag with blocks of so many tokens; None: LLN alone.
         mix: of the linear part and the blocks: a number; "ratio" learns one number a head; "scales" learns two factors
             (r, p) a head and value channel. All start at the average of the two.
-        feature_map: with "fixed": "linear" learns, for each key head, a linear map of queries and keys that leaves
-            their softmax as it is (see `lln.feature_map`). It starts at the identity.
+        feature_map: with "fixed": "linear" learns a linear map of the queries of each head and of the keys of each key
+            head (see `lln.feature_map`). It starts at the identity.
         dropout: probability in training.
         scale: of the softmax that is imitated, and of the one in the blocks; default 1 / sqrt(head_dim).
         decoder: the queries belong to a causal decoder (cross attention), so statistics must not look at all of them.
@@ -72,7 +72,8 @@ class LLNAttention(nn.Module):
     mix_logit: nn.Parameter
     lln_scale: nn.Parameter
     block_scale: nn.Parameter
-    map_generator: nn.Parameter
+    map_q: nn.Parameter
+    map_k: nn.Parameter
     key_offset: nn.Parameter
 
     def __init__(
@@ -124,7 +125,8 @@ class LLNAttention(nn.Module):
         self._make_mix(mix, value_dim or head_dim, factory)
         self.feature_map = feature_map
         if feature_map is not None:
-            self.map_generator = nn.Parameter(torch.zeros(self.num_key_heads, head_dim, head_dim, **factory))
+            self.map_q = nn.Parameter(torch.zeros(num_heads, head_dim, head_dim, **factory))
+            self.map_k = nn.Parameter(torch.zeros(self.num_key_heads, head_dim, head_dim, **factory))
             self.key_offset = nn.Parameter(torch.zeros(self.num_key_heads, head_dim, **factory))
 
     def _make_coefficients(
@@ -173,7 +175,7 @@ class LLNAttention(nn.Module):
         """The queries and keys that the op is given."""
         if self.feature_map is None:
             return query, key
-        return map_features(query, key, self.map_generator, self.key_offset)
+        return map_features(query, key, self.map_q, self.map_k, self.key_offset)
 
     def forward(
         self,

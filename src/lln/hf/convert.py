@@ -52,8 +52,8 @@ def convert(
         block_size, mix: of "lln_diag". mix: a number, "ratio" or "scales". Of another kernel mechanism: adds blocks to
             it, as in `lln.attention` (mix: a number).
         learnable: "head" or "channel": alpha and beta become parameters.
-        feature_map: "linear": each key head learns a linear map of its queries and keys that leaves softmax as it is
-            (see `lln.LLNAttention`); what `lln.hf.distill` can train.
+        feature_map: "linear": each head learns a linear map of its queries and keys (see `lln.LLNAttention`), which
+            starts at the identity; what `lln.hf.distill` can train.
         alpha, beta: positive numbers or tensors [heads] or [heads, dim] for all attention modules with "fixed"
             statistics, or a dict from the name of a module (as in model.named_modules()) to them; the two go together.
         length: number of keys that "entropy" matching assumes where it cannot count them.

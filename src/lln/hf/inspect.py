@@ -144,6 +144,7 @@ def compare(seen: Observation) -> dict[str, Tensor]:
     else:
         p = seen.softmax_map()
         found["softmax.entropy"], found["softmax.spectral_gap"] = entropy(p), gap(p) if seen.has_gap else nothing
+    seen = seen.unmapped()  # other matchings would not have the feature map
     batch, heads, _, dim = seen.query.shape
     for matching in COMPARED:
         here = f"lln.{matching}"

@@ -41,6 +41,7 @@ class Observation:
     beta: Tensor | None = None  # [1 or B, 1 or key heads, 1 or D]
     block_size: int | None = None
     mix: Any = 0.5
+    plain: tuple[Tensor, Tensor] | None = None  # query and key as the model has them, where a feature map changed them
 
     @property
     def masks(self) -> dict[str, Any]:
@@ -53,9 +54,10 @@ class Observation:
         return self.lln_map(self.alpha, self.beta, self.block_size, mix=self.mix)
 
     def softmax_map(self) -> AttentionMap:
-        """P of softmax attention on these queries and keys."""
+        """P of softmax attention on the model's queries and keys."""
         if self.bias is None:
-            return softmax_map(self.query, self.key, scale=self.scale, **self.masks)
+            plain = self.unmapped()
+            return softmax_map(plain.query, plain.key, scale=self.scale, **self.masks)
         p = self.scores().softmax(-1).nan_to_num(0.0)  # NaN: a row that sees nothing, which does not count
         return dense_map(p, key_mask=self.key_mask, query_mask=self.query_mask)
 
@@ -67,6 +69,12 @@ class Observation:
         alpha, beta = (c.expand(batch, h, -1) for c, h in ((alpha, heads), (beta, key_heads)))
         options = {} if block_size is None else {"mix": mix, "scale": self.scale}
         return lln_map(self.query, self.key, alpha, beta, block_size, **options, **self.masks)
+
+    def unmapped(self) -> Observation:
+        """With the model's own queries and keys."""
+        if self.plain is None:
+            return self
+        return dataclasses.replace(self, query=self.plain[0], key=self.plain[1], plain=None)
 
     def scores(self) -> Tensor:
         """scale q . k + bias, [B, H, N, M]"""

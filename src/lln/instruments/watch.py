@@ -91,7 +91,8 @@ def observe_lln(layer: str, module: LLNAttention, look: Look, args: Any, kwargs:
         )
     with torch.no_grad():
         found = module.coefficients(query, key, **masks, cu_seqlens=given["cu_seqlens"])
-        query, key = module.features(query, key)  # their softmax is that of the model's own
+        plain = None if module.feature_map is None else (query, key)
+        query, key = module.features(query, key)
     alpha, beta = (c if c.ndim else c.view(1, 1, 1) for c in found)  # "batch" statistics give one number for all
     key_mask, query_mask, is_causal = masks["key_mask"], masks["query_mask"], masks["is_causal"]
     length, keys = query.shape[2], key.shape[2]
@@ -107,11 +108,14 @@ def observe_lln(layer: str, module: LLNAttention, look: Look, args: Any, kwargs:
         names = ("query", "key", "key_mask", "query_mask", "alpha", "beta")
         batched: dict[str, Any] = {name: getattr(seen, name) for name in names}
         batched = {name: None if t is None else look.first(t) for name, t in batched.items()}
-        yield dataclasses.replace(seen, **batched)
+        first = None if plain is None else (look.first(plain[0]), look.first(plain[1]))
+        yield dataclasses.replace(seen, **batched, plain=first)
         return
+    unmapped = [] if plain is None else list(sequences(*plain, given["cu_seqlens"], look.samples))
     for index, (q, k) in enumerate(sequences(query, key, given["cu_seqlens"], look.samples)):
         own: dict[str, Any] = {"alpha": alpha, "beta": beta}
         own = {name: c[index : index + 1] if len(c) > 1 else c for name, c in own.items()}
+        own["plain"] = None if plain is None else unmapped[index]
         yield dataclasses.replace(seen, query=q, key=k, cross=cross or q.shape[2] != k.shape[2], **own)
 
 
