@@ -197,7 +197,9 @@ def default_precision(device: torch.device) -> str:
 
 
 def step_cost(cell: Cell, device: torch.device, repeats: int, setting: Setting) -> dict[str, Any]:
-    model: Any = build(cell.config, cell.sizes).to(device).train()
+    with device:  # a large model starts much sooner where its random numbers are drawn on the GPU
+        model: Any = build(cell.config, cell.sizes)
+    model = model.to(device).train()
     if cell.implementation is not None:
         model.set_attn_implementation(cell.implementation)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
