@@ -11,6 +11,7 @@ __all__ = ["Mechanism", "attention", "attention_matrix", "mechanism", "mechanism
 FILES = (  # in the order of the documentation's table
     "softmax",
     "lln_attention",
+    "convolved_softmax",
     "block_diagonal",
     "simple_kernels",
     "performer",
