@@ -11,7 +11,6 @@ __all__ = ["Mechanism", "attention", "attention_matrix", "mechanism", "mechanism
 FILES = (  # in the order of the documentation's table
     "softmax",
     "lln_attention",
-    "convolved_softmax",
     "block_diagonal",
     "simple_kernels",
     "performer",
@@ -29,6 +28,7 @@ FILES = (  # in the order of the documentation's table
     "transnormer",
     "flash",
     "tnn",
+    "convolved_softmax",
 )
 for _file in FILES:
     import_module(f"lln.mechanisms.{_file}")
