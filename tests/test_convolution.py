@@ -126,6 +126,25 @@ def test_it_rounds_as_little_as_torch(dtype: torch.dtype) -> None:
         assert relative_error(ours, want) <= 2 * relative_error(plain, want)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+@pytest.mark.parametrize("overlap", [False, True])
+def test_autocast_and_a_compiled_graph_give_the_same(overlap: bool) -> None:
+    q, k, v = (t.float() for t in tensors(4, 2, 24, 8))
+    module = moved(4, 2, 8, 5, block_size=8, overlap=overlap).float()
+    mask = torch.arange(24) < torch.tensor([[24], [17]])
+    want = module(q, k, v, key_mask=mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow = module(*(t.bfloat16() for t in (q, k, v)), key_mask=mask)
+    assert narrow.dtype == torch.bfloat16
+    assert relative_error(narrow, want) < 2e-2
+    narrow.sum().backward()
+    assert module.conv_q.grad is not None
+    assert module.conv_q.grad.dtype == torch.float32
+    torch.compiler.reset()
+    compiled: Any = torch.compile(module, backend="aot_eager", fullgraph=True)
+    assert relative_error(compiled(q, k, v, key_mask=mask), want) < 1e-6
+
+
 @pytest.mark.parametrize(("heads", "key_heads", "dim", "value_dim"), [(3, 3, 5, 5), (4, 2, 8, 3)])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_attention_is_that_of_the_convolved(
@@ -376,7 +395,7 @@ def test_what_closes_the_gap_trains_and_goes_on_where_it_was_stopped(
     attention: str, tmp_path: Path, cache: Path
 ) -> None:
     """The loop of a CUDA graph, whose steps are those without one."""
-    config = configure("mlm", "tiny", attention, 0, SMALL | {"graph": "yes"})
+    config = configure("mlm", "tiny", attention, 0, SMALL | {"graph": "yes", "precision": "bfloat16"})
     name, *options = attention.split(":")
     assert label(config.to_dict()) == ":".join([name, *sorted(options)])
     whole = train(config, tmp_path / "whole", cache_dir=cache)

@@ -105,9 +105,9 @@ def attend_windows(
 
     # [B key heads, n, queries of the group, D]: one window is one head to torch, and nothing is repeated.
     q = query.unflatten(1, (key_heads, group)).unflatten(3, (-1, rows)).transpose(2, 3).flatten(3, 4).flatten(0, 1)
-    k, v = (
-        functional.pad(t, (0, 0, *edges)).unfold(2, size, rows).transpose(-1, -2).flatten(0, 1) for t in (key, value)
-    )
+    padded = (functional.pad(t, (0, 0, *edges)) for t in (key, value))
+    # A copy: not every attention kernel takes windows that share their memory.
+    k, v = (t.unfold(2, size, rows).transpose(-1, -2).flatten(0, 1).contiguous() for t in padded)
     out = functional.scaled_dot_product_attention(q, k, v, seen, dropout_p, scale=scale)
     if alive is not None:
         out = out.masked_fill(~alive, 0.0)
