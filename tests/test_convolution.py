@@ -357,6 +357,23 @@ def test_softmax_with_the_same_convolution() -> None:
         assert relative_error(found[1, :, :9], want[1, :, :9]) < 1e-12
 
 
+def test_a_model_runs_softmax_with_it_and_keeps_it(tmp_path: Path) -> None:
+    model, given = build("bert", "sdpa"), inputs("bert")
+    before = output(model, **given)
+    lln.hf.convert(model, "convolved_softmax", convolution=3)
+    assert relative_error(output(model, **given), before) < 1e-12
+    after = output(shaken(model), **given)
+    assert relative_error(after, before) > 1e-3
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, dtype=WIDE).eval()
+    assert again.config.lln["mechanisms"] == {"convolved_softmax": {"convolution": 3}}
+    assert torch.equal(output(again, **given), after)
+    with pytest.raises(TypeError, match="elu has no option 'convolution'"):
+        lln.hf.convert(build("bert"), "elu", convolution=3)
+    with pytest.raises(ValueError, match="convolved_softmax does not support causal attention in models"):
+        output(build("gpt2", "convolved_softmax"), **inputs("gpt2"))
+
+
 # In training
 
 SMALL = {

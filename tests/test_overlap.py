@@ -19,6 +19,7 @@ from lln.training.config import change
 from lln.training.run import train
 from lln.weights import dense_weights
 from reference import lln_reference, relative_error
+from test_memory import LargestTensor
 
 WIDE = torch.float64
 OFFSETS = torch.tensor([0, 9, 9, 24, 25, 31], dtype=torch.int32)
@@ -171,6 +172,24 @@ def test_padding_packing_batch_mates_and_the_future_are_invisible() -> None:
     for length in (1, 5, 12, 20):
         prefix = causal(*(t[:, :, :length] for t in (q, k, v)), is_causal=True)
         assert relative_error(whole[:, :, :length], prefix) < 1e-13
+
+
+@pytest.mark.parametrize("how", ["plain", "masked", "causal", "packed"])
+def test_no_tensor_grows_faster_than_the_length(how: str) -> None:
+    def largest(length: int) -> int:
+        q, k, v = (t.float().requires_grad_() for t in tensors(2, 1, length, 8, batch=1))
+        where: dict[str, Any] = {"is_causal": how == "causal"}
+        if how == "masked":
+            where["key_mask"] = torch.arange(length)[None] % 7 != 0
+        if how == "packed":
+            where["cu_seqlens"] = torch.arange(0, length + 1, 256, dtype=torch.int32)
+        with LargestTensor() as seen:
+            made(2, 8, 16, num_key_heads=1, dtype=torch.float32)(q, k, v, **where).sum().backward()
+        return seen.numel
+
+    short, long = largest(1024), largest(2048)
+    assert long <= 2 * short
+    assert long < 2048 * 2 * 16 * 4  # of scores and windows; a matrix of all pairs would be 16 times that
 
 
 def test_the_mix_is_learned() -> None:

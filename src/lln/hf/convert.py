@@ -57,7 +57,8 @@ def convert(
         feature_map: "linear": each head learns a linear map of its queries and keys (see `lln.LLNAttention`), which
             starts at the identity; what `lln.hf.distill` can train.
         convolution: an odd width: each head learns a convolution over the tokens of its queries, keys and values (see
-            `lln.LLNAttention`), which starts at zero. Not for cross attention, nor with a cache.
+            `lln.LLNAttention`), which starts at zero. Not for cross attention, nor with a cache. Also of
+            "convolved_softmax".
         overlap: of "lln_diag": windows that overlap in place of blocks (see `lln.LLNAttention`).
         alpha, beta: positive numbers or tensors [heads] or [heads, dim] for all attention modules with "fixed"
             statistics, or a dict from the name of a module (as in model.named_modules()) to them; the two go together.
@@ -86,12 +87,12 @@ def convert(
         of_lln = {
             "matching": matching, "statistics": statistics, "learnable": learnable, "feature_map": feature_map,
             "alpha": alpha, "beta": beta, "length": length, "momentum": momentum, "batches": batches,
-            "convolution": convolution, "overlap": overlap,
+            "overlap": overlap,
         }  # fmt: skip
         if foreign := [name for name, value in of_lln.items() if value is not None]:
             raise ValueError(f"{foreign[0]} goes with 'lln' and 'lln_diag'; got implementation={implementation!r}.")
-        blocks = {"block_size": block_size, "mix": mix}
-        options |= {name: value for name, value in blocks.items() if value is not None}
+        shared = {"block_size": block_size, "mix": mix, "convolution": convolution}
+        options |= {name: value for name, value in shared.items() if value is not None}
         base = held or Options()
         mine = base.mechanisms.get(implementation, {}) | options
         changed: dict[str, Any] = {"implementation": implementation}
