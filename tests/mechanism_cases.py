@@ -67,7 +67,8 @@ def inputs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     m = length if key_length is None else key_length
-    value_dim = DIM if name == "transformer_ls" else VALUE_DIM  # it normalises keys and values alike
+    # transformer_ls normalises keys and values alike, and a convolution is built for the channels of the queries.
+    value_dim = DIM if name in ("transformer_ls", "convolved_softmax") else VALUE_DIM
     shapes = (batch, HEADS, length, DIM), (batch, key_heads, m, DIM), (batch, key_heads, m, value_dim)
     q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     return q, k, v

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lln.attention import Backend, Coefficient, CuSeqlens, Mix, lln_attention
 from lln.checks import check_key_mask, check_packing, check_tensors, coefficient
+from lln.convolution import check_sequence, check_value, convolve
 from lln.feature_map import map_features
 from lln.kernels.common import compute_dtype, wide_dtype
 from lln.moments import (
@@ -23,7 +24,15 @@ from lln.moments import (
     score_factor,
     sigma,
 )
-from lln.options import Statistics, check_feature_map, check_numbers, check_options
+from lln.options import (
+    Statistics,
+    check_convolution,
+    check_feature_map,
+    check_numbers,
+    check_options,
+    check_overlap,
+)
+from lln.overlap import overlapping_attention
 from lln.state import LLNState
 
 
@@ -34,7 +43,7 @@ class LLNAttention(nn.Module):
         num_heads: query heads.
         head_dim: of queries and keys.
         num_key_heads: key and value heads, where fewer (grouped-query attention).
-        value_dim: of the values, where not head_dim; only a learnable `mix` needs to know.
+        value_dim: of the values, where not head_dim; only a learnable `mix` and a convolution need to know.
         matching: "paper", "variance" or "entropy", see `lln.match_moments`.
         statistics: where sigma_q and sigma_k come from:
             "sample": each sample (packed: each sequence) and head for itself; nothing is stored, batch mates and
@@ -49,6 +58,12 @@ class LLNAttention(nn.Module):
             (r, p) a head and value channel. All start at the average of the two.
         feature_map: with "fixed": "linear" learns a linear map of the queries of each head and of the keys of each key
             head (see `lln.feature_map`). It starts at the identity.
+        convolution: an odd width: each channel of each head's queries, keys and values learns a convolution over that
+            many tokens, which is added to it before anything else, statistics included (see `lln.convolution`). The
+            window is symmetric, or reaches back alone where attention is causal. It starts at zero. What key_mask and
+            query_mask hide, and other packed sequences, are not seen. Refused: a state, and cross attention.
+        overlap: with a block_size divisible by 4: in place of blocks, windows of block_size keys around every
+            block_size / 2 queries, a quarter of it further on both sides; causal: half of it before them. No state.
         dropout: probability in training.
         scale: of the softmax that is imitated, and of the one in the blocks; default 1 / sqrt(head_dim).
         decoder: the queries belong to a causal decoder (cross attention), so statistics must not look at all of them.
@@ -75,6 +90,9 @@ class LLNAttention(nn.Module):
     map_q: nn.Parameter
     map_k: nn.Parameter
     key_offset: nn.Parameter
+    conv_q: nn.Parameter
+    conv_k: nn.Parameter
+    conv_v: nn.Parameter
 
     def __init__(
         self,
@@ -91,6 +109,8 @@ class LLNAttention(nn.Module):
         block_size: int | None = None,
         mix: float | Literal["ratio", "scales"] = 0.5,
         feature_map: Literal["linear"] | None = None,
+        convolution: int | None = None,
+        overlap: bool = False,
         dropout: float = 0.0,
         scale: float | None = None,
         decoder: bool = False,
@@ -103,9 +123,11 @@ class LLNAttention(nn.Module):
         super().__init__()
         check_options(num_heads, head_dim, num_key_heads, matching, statistics, alpha, beta, learnable, block_size, mix)
         check_feature_map(feature_map, statistics)
+        check_convolution(convolution)
+        check_overlap(overlap, block_size)
         check_numbers(dropout, momentum, length, scale, backend)
         self.num_heads, self.head_dim = num_heads, head_dim
-        self.num_key_heads = num_key_heads or num_heads
+        self.num_key_heads, self.value_dim = num_key_heads or num_heads, value_dim or head_dim
         self.matching, self.statistics = matching, statistics
         self.block_size, self.scale, self.decoder = block_size, scale, decoder
         self.length, self.momentum, self.dropout, self.backend = length, momentum, dropout, backend
@@ -122,12 +144,17 @@ class LLNAttention(nn.Module):
                 self.register_buffer(name, torch.ones(self.num_key_heads, dtype=torch.float32, device=device))
         if statistics == "fixed":
             self._make_coefficients(alpha, beta, learnable, factory)
-        self._make_mix(mix, value_dim or head_dim, factory)
+        self._make_mix(mix, factory)
         self.feature_map = feature_map
         if feature_map is not None:
             self.map_q = nn.Parameter(torch.zeros(num_heads, head_dim, head_dim, **factory))
             self.map_k = nn.Parameter(torch.zeros(self.num_key_heads, head_dim, head_dim, **factory))
             self.key_offset = nn.Parameter(torch.zeros(self.num_key_heads, head_dim, **factory))
+        self.convolution, self.overlap = convolution, overlap
+        if convolution is not None:
+            self.conv_q = nn.Parameter(torch.zeros(num_heads, head_dim, convolution, **factory))
+            self.conv_k = nn.Parameter(torch.zeros(self.num_key_heads, head_dim, convolution, **factory))
+            self.conv_v = nn.Parameter(torch.zeros(self.num_key_heads, self.value_dim, convolution, **factory))
 
     def _make_coefficients(
         self, alpha: Coefficient | None, beta: Coefficient | None, learnable: str | None, factory: dict[str, Any]
@@ -155,13 +182,14 @@ class LLNAttention(nn.Module):
             else:
                 self.numbers[name] = float(chosen)
 
-    def _make_mix(self, mix: float | str, value_dim: int, factory: dict[str, Any]) -> None:
+    def _make_mix(self, mix: float | str, factory: dict[str, Any]) -> None:
         self.mix = mix
         if mix == "ratio":
             self.mix_logit = nn.Parameter(torch.zeros(self.num_heads, **factory))
         elif mix == "scales":
             for name in ("lln_scale", "block_scale"):
-                self.register_parameter(name, nn.Parameter(torch.full((self.num_heads, value_dim), 0.5, **factory)))
+                scales = torch.full((self.num_heads, self.value_dim), 0.5, **factory)
+                self.register_parameter(name, nn.Parameter(scales))
 
     def mix_weights(self) -> Mix:
         """The `mix` of the op as it stands now."""
@@ -171,11 +199,36 @@ class LLNAttention(nn.Module):
             return self.lln_scale.unsqueeze(0), self.block_scale.unsqueeze(0)
         return float(self.mix)
 
-    def features(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """The queries and keys that the op is given."""
+    def features(self, query: Tensor, key: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
+        """The queries and keys that the op is given. where: is_causal, masks and cu_seqlens, as in forward."""
+        return self._mapped(*self._convolved(query, key, **where))
+
+    @property
+    def moves(self) -> bool:
+        """Whether `features` are others than the queries and keys that came."""
+        return self.feature_map is not None or self.convolution is not None
+
+    def _mapped(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         if self.feature_map is None:
             return query, key
         return map_features(query, key, self.map_q, self.map_k, self.key_offset)
+
+    def _convolved(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        is_causal: bool = False,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        cu_seqlens: CuSeqlens | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if self.convolution is None:
+            return query, key
+        check_sequence(query, key, is_causal, self.decoder, cu_seqlens)
+        where: dict[str, Any] = {"is_causal": is_causal, "cu_seqlens": cu_seqlens}
+        rows = key_mask if query_mask is None else query_mask
+        return convolve(query, self.conv_q, mask=rows, **where), convolve(key, self.conv_k, mask=key_mask, **where)
 
     def forward(
         self,
@@ -203,23 +256,31 @@ class LLNAttention(nn.Module):
             "query_mask": query_mask,
             "cu_seqlens": cu_seqlens,
         }
+        if self.convolution is not None:
+            check_value(value, self.value_dim, state is not None or return_state)
+            query, key = self._convolved(query, key, **where)
+            value = convolve(value, self.conv_v, is_causal=is_causal, mask=key_mask, cu_seqlens=cu_seqlens)
         new = None
         if self.statistics == "running" and self.training and not in_backward():
             self.commit()
             new = self._summed(query, key, query_mask, key_mask, cu_seqlens)
-        alpha, beta = self.coefficients(query, key, **where)
-        query, key = self.features(query, key)
-        blocks: dict[str, Any] = {}
-        if self.block_size is not None:
-            blocks = {"block_size": self.block_size, "mix": self.mix_weights(), "scale": self.scale}
+        alpha, beta = self._matched(query, key, **where)
+        query, key = self._mapped(query, key)
         p = self.dropout if dropout is None else dropout
-        result = lln_attention(
-            query, key, value, alpha, beta, **blocks, is_causal=is_causal, key_mask=key_mask, cu_seqlens=cu_seqlens,
-            dropout_p=p if self.training else 0.0, state=state, return_state=return_state, backend=self.backend,
+        result: Tensor | tuple[Tensor, LLNState] = self.attend(
+            query, key, value, alpha, beta, is_causal=is_causal, key_mask=key_mask, cu_seqlens=cu_seqlens,
+            dropout_p=p if self.training else 0.0, state=state, return_state=return_state,
         )  # fmt: skip
         if new is not None:
             self.pending.copy_(new)  # only now: a call that failed has not been seen
         return result
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, beta: Tensor, **call: Any) -> Any:
+        """The op with this module's blocks, on `features` and with `coefficients`. call: further arguments of it."""
+        if self.block_size is not None:
+            call |= {"block_size": self.block_size, "mix": self.mix_weights(), "scale": self.scale}
+        op = overlapping_attention if self.overlap else lln_attention
+        return op(query, key, value, alpha, beta, **call, backend=self.backend)
 
     def _check(
         self,
@@ -253,6 +314,25 @@ class LLNAttention(nn.Module):
         cu_seqlens: CuSeqlens | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(alpha, beta) that forward would use now, in a shape that lln_attention takes. Changes nothing."""
+        where: dict[str, Any] = {
+            "is_causal": is_causal,
+            "key_mask": key_mask,
+            "query_mask": query_mask,
+            "cu_seqlens": cu_seqlens,
+        }
+        return self._matched(*self._convolved(query, key, **where), **where)
+
+    def _matched(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        is_causal: bool,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        cu_seqlens: CuSeqlens | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`coefficients` of queries and keys that are convolved already."""
         if (is_causal or self.decoder) and self.statistics in ("sample", "batch"):
             raise ValueError(
                 f"statistics={self.statistics!r} looks at all tokens, so a causal output would depend on later ones; "
@@ -369,8 +449,10 @@ class LLNAttention(nn.Module):
     def extra_repr(self) -> str:
         groups = "" if self.num_key_heads == self.num_heads else f"/{self.num_key_heads}"
         block = "" if self.block_size is None else f", block_size={self.block_size}, mix={self.mix!r}"
+        block += ", overlap=True" if self.overlap else ""
         how = f"matching={self.matching!r}, statistics={self.statistics!r}"
         features = "" if self.feature_map is None else f", feature_map={self.feature_map!r}"
+        features += "" if self.convolution is None else f", convolution={self.convolution}"
         return f"heads={self.num_heads}{groups}, head_dim={self.head_dim}, {how}{block}{features}"
 
 

@@ -30,6 +30,20 @@ def check_feature_map(feature_map: str | None, statistics: str) -> None:
         raise ValueError(f"feature_map goes with statistics='fixed'; got statistics={statistics!r}.")
 
 
+def check_convolution(convolution: int | None) -> None:
+    if convolution is None:
+        return
+    if not isinstance(convolution, int) or isinstance(convolution, bool) or convolution < 3 or convolution % 2 == 0:
+        raise ValueError(f"convolution must be an odd int of 3 or more, or None for none; got {convolution!r}.")
+
+
+def check_overlap(overlap: bool, block_size: int | None) -> None:
+    if not isinstance(overlap, bool):
+        raise TypeError(f"overlap must be True or False; got {overlap!r}.")
+    if overlap and (block_size is None or block_size % 4):
+        raise ValueError(f"overlap needs a block_size that is a multiple of 4; got block_size={block_size!r}.")
+
+
 def check_options(
     num_heads: int,
     head_dim: int,

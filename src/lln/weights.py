@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.attention import CuSeqlens, lln_attention
+from lln.attention import CuSeqlens
 from lln.nn import LLNAttention
 
 MAX_WEIGHTS = 2**28  # elements: 1 GiB in float32
@@ -38,21 +38,14 @@ def dense_weights(
     cu_seqlens: CuSeqlens | None = None,
 ) -> Tensor:
     """P [B, H, N, M] of that module, exact, differentiable and without dropout: attention is linear in v, so the
-    identity matrix as v gives it."""
+    identity matrix as v gives it. With a convolution it is what the convolved values are multiplied by."""
     where: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
     alpha, beta = attention.coefficients(query, key, query_mask=query_mask, **where)
-    query, key = attention.features(query, key)
-    options: dict[str, Any] = {"backend": attention.backend}
-    if attention.block_size is not None:
-        options |= {
-            "block_size": attention.block_size,
-            "mix": attention.mix_weights(),
-            "scale": attention.scale,
-        }
+    query, key = attention.features(query, key, query_mask=query_mask, **where)
     columns = [query.new_empty(*query.shape[:3], 0)]
     at = torch.arange(key.shape[2], device=key.device)
     width = max(64, query.shape[2])  # of a slice of the identity: of few queries and many keys all of it dwarfs P
     for start in range(0, key.shape[2], width):
         identity = (at[:, None] == at[start : start + width]).to(key.dtype).expand(*key.shape[:2], -1, -1)
-        columns.append(lln_attention(query, key, identity, alpha, beta, **where, **options))
+        columns.append(attention.attend(query, key, identity, alpha, beta, **where))
     return torch.cat(columns, -1)

@@ -177,6 +177,10 @@ def after_cached(
 ) -> tuple[Tensor, Tensor | None]:
     """The keys of a growing cache come before the queries. Rows that nobody asked for stand in their places: exact, in
     time linear in the length, as reading a cache is."""
+    if isinstance(attention, ModelAttention) and attention.convolution is not None:
+        raise ValueError(
+            "past_key_values: the convolution reaches back to queries that no cache keeps; use use_cache=False."
+        )
     past = key.shape[2] - query.shape[2]
     query = nn.functional.pad(query, (0, 0, past, 0))
     counts = torch.arange(key.shape[2], device=key.device)[None] >= past

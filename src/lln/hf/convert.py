@@ -28,6 +28,8 @@ def convert(
     mix: float | str | None = None,
     learnable: str | None = None,
     feature_map: str | None = None,
+    convolution: int | None = None,
+    overlap: bool | None = None,
     alpha: Coefficients | None = None,
     beta: Coefficients | None = None,
     length: int | None = None,
@@ -54,6 +56,10 @@ def convert(
         learnable: "head" or "channel": alpha and beta become parameters.
         feature_map: "linear": each head learns a linear map of its queries and keys (see `lln.LLNAttention`), which
             starts at the identity; what `lln.hf.distill` can train.
+        convolution: an odd width: each head learns a convolution over the tokens of its queries, keys and values (see
+            `lln.LLNAttention`), which starts at zero. Not for cross attention, nor with a cache. Also of
+            "convolved_softmax".
+        overlap: of "lln_diag": windows that overlap in place of blocks (see `lln.LLNAttention`).
         alpha, beta: positive numbers or tensors [heads] or [heads, dim] for all attention modules with "fixed"
             statistics, or a dict from the name of a module (as in model.named_modules()) to them; the two go together.
         length: number of keys that "entropy" matching assumes where it cannot count them.
@@ -81,11 +87,12 @@ def convert(
         of_lln = {
             "matching": matching, "statistics": statistics, "learnable": learnable, "feature_map": feature_map,
             "alpha": alpha, "beta": beta, "length": length, "momentum": momentum, "batches": batches,
+            "overlap": overlap,
         }  # fmt: skip
         if foreign := [name for name, value in of_lln.items() if value is not None]:
             raise ValueError(f"{foreign[0]} goes with 'lln' and 'lln_diag'; got implementation={implementation!r}.")
-        blocks = {"block_size": block_size, "mix": mix}
-        options |= {name: value for name, value in blocks.items() if value is not None}
+        shared = {"block_size": block_size, "mix": mix, "convolution": convolution}
+        options |= {name: value for name, value in shared.items() if value is not None}
         base = held or Options()
         mine = base.mechanisms.get(implementation, {}) | options
         changed: dict[str, Any] = {"implementation": implementation}
@@ -98,13 +105,16 @@ def convert(
         raise ValueError(f"block_size goes with implementation='lln_diag'; got {block_size!r}.")
     if implementation == "lln" and mix not in (None, 0.5):
         raise ValueError(f"mix goes with implementation='lln_diag'; got {mix!r}.")
+    if implementation == "lln" and overlap:
+        raise ValueError(f"overlap goes with implementation='lln_diag'; got {overlap!r}.")
     if (alpha is None) != (beta is None):
         raise ValueError("alpha and beta go together; give both or neither.")
     if matching == "data" and alpha is None and batches is None:
         raise ValueError("matching='data' needs batches to find alpha and beta on, or alpha and beta themselves.")
     asked = {
         "matching": matching, "statistics": statistics, "block_size": block_size, "mix": mix, "learnable": learnable,
-        "feature_map": feature_map, "length": length, "momentum": momentum,
+        "feature_map": feature_map, "convolution": convolution, "overlap": overlap, "length": length,
+        "momentum": momentum,
     }  # fmt: skip
     changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     fixes = alpha is not None or learnable is not None or feature_map is not None

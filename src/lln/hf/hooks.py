@@ -164,11 +164,12 @@ def give_cache(
 
 
 def decodes_with_lln(model: PreTrainedModel) -> bool:
-    """Whether all that a cache is for is LLN attention."""
+    """Whether all that a cache is for is LLN attention with a state, which overlapping blocks have not."""
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ["full_attention"]
     found = [module for _, module in attention_modules(model) if getattr(module, "is_causal", False)]
-    mine = [isinstance(getattr(module, "lln", None), ModelAttention) and runs_lln(module.config) for module in found]
-    return bool(mine) and all(mine) and set(kinds) == {"full_attention"}
+    held = [getattr(module, "lln", None) for module in found if runs_lln(module.config)]
+    mine = [lln for lln in held if isinstance(lln, ModelAttention) and not lln.overlap]
+    return bool(mine) and len(mine) == len(found) and set(kinds) == {"full_attention"}
 
 
 HOOKS: dict[str, Callable[..., Any]] = {

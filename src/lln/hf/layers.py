@@ -39,10 +39,10 @@ class Witness:
         scale = default_scale(call.query) if call.scale is None else call.scale
         softmax = Observation(self.name, "softmax", call.query, call.key, scale, **call.where, cross=lln.cross)
         alpha, beta = lln.coefficients(call.query, call.key, **call.where)
-        mapped = lln.features(call.query, call.key)
+        mapped = lln.features(call.query, call.key, **call.where)
         ours = Observation(
             self.name, lln.implementation, *mapped, scale, **call.where, cross=lln.cross, alpha=alpha, beta=beta,
-            block_size=lln.block_size, mix=mix_of(lln),
+            block_size=lln.block_size, mix=mix_of(lln), overlap=lln.overlap,
         )  # fmt: skip
         for kind, seen in (("softmax", softmax), ("lln", ours)):
             for name, values in measure(seen, MEASURED).items():

@@ -45,13 +45,14 @@ class ModelAttention(LLNAttention):
             "learnable": options.learnable if statistics == "fixed" else None,
             "feature_map": options.feature_map if statistics == "fixed" else None,
             "block_size": None if self.cross else options.blocks,
+            "convolution": None if self.cross else options.convolution,
             "scale": scale,
             "decoder": self.kind == "decoder",
             "length": options.length,
             "momentum": options.momentum,
         }
         if made["block_size"] is not None:
-            made["mix"] = options.mix
+            made |= {"mix": options.mix, "overlap": options.overlap}
         self.made_from = made, options.coefficients if statistics == "fixed" else None
         like = next((p for p in host.parameters() if p.is_floating_point()), torch.empty(0))
         with torch.device("cpu"):  # whatever device (`meta`, while a model is loaded) is the default now
@@ -216,6 +217,11 @@ def attach_one(module: Any, name: str, options: Options, fresh: bool) -> bool:
             raise ValueError(
                 f"attn_implementation={options.implementation!r}: the learned mix={old.mix!r} of {name} would be lost; "
                 f"lln.hf.convert(model, {options.implementation!r}, mix=0.5) drops it."
+            )
+        if old.convolution is not None and options.convolution != old.convolution:
+            raise ValueError(
+                f"convolution={options.convolution!r}: what {name} has learned with a width of {old.convolution} would "
+                "be lost; load or build the model anew."
             )
     new = ModelAttention(module, name, options)
     if isinstance(old, ModelAttention):

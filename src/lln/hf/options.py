@@ -7,7 +7,14 @@ from typing import Any
 
 from lln.hf.peers import LLN, PEERS, check_peer
 from lln.moments import LENGTH, MATCHINGS
-from lln.options import STATISTICS, check_feature_map, check_numbers, check_options
+from lln.options import (
+    STATISTICS,
+    check_convolution,
+    check_feature_map,
+    check_numbers,
+    check_options,
+    check_overlap,
+)
 
 IMPLEMENTATIONS = (*LLN, *PEERS)
 BLOCK_SIZE = 64
@@ -32,6 +39,9 @@ class Options:
             "fixed" statistics.
         feature_map: None, or "linear": a learned map of queries and keys, see `lln.LLNAttention`. With "fixed"
             statistics.
+        convolution: None, or the odd width of a learned convolution over the tokens of queries, keys and values, see
+            `lln.LLNAttention`. Cross attention has none.
+        overlap: of "lln_diag": windows that overlap in place of blocks, see `lln.LLNAttention`.
         length: number of keys that "entropy" matching assumes where it does not see them all.
         momentum: weight of a new batch in "running" statistics.
         mechanisms: of the other implementations, by name: {"performer": {"features": 64}}. What a mechanism takes is in
@@ -47,6 +57,8 @@ class Options:
     learnable: str | None = None
     coefficients: str | None = None
     feature_map: str | None = None
+    convolution: int | None = None
+    overlap: bool = False
     length: int = LENGTH
     momentum: float = 0.1
     mechanisms: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
@@ -85,6 +97,8 @@ class Options:
             )
         check_options(1, 1, None, "paper", "fixed", None, None, self.learnable, self.block_size, self.mix)
         check_feature_map(self.feature_map, "fixed")
+        check_convolution(self.convolution)
+        check_overlap(self.overlap, self.block_size)
         check_numbers(0.0, self.momentum, self.length, None, "auto")
         if not isinstance(self.mechanisms, dict):
             raise TypeError(f"lln: mechanisms must be a dict from names to their options; got {self.mechanisms!r}.")
@@ -107,7 +121,7 @@ class Options:
         """Whether anything of it lives among the weights."""
         parts = {self.statistics_of(kind) for kind in KINDS}
         mixes = isinstance(self.mix, str) and self.implementation != "lln"
-        learned = (self.learnable, self.coefficients, self.feature_map)
+        learned = (self.learnable, self.coefficients, self.feature_map, self.convolution)
         return "running" in parts or any(one is not None for one in learned) or mixes
 
 

@@ -35,6 +35,7 @@ PEERS = free_names()
 IN_MODELS = {
     ("cosformer", "cross"): "the position of a query in its sequence does not reach the attention",
     ("cosformer", "causal"): "weights depend on the length, so on how many tokens follow, unless max_length is given",
+    ("convolved_softmax", "causal"): "the convolution reaches back to queries that no cache keeps",
 }
 
 

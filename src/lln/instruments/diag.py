@@ -12,11 +12,16 @@ from lln.kernels.common import finite
 
 
 class DiagHeads(Heads):
-    """LLN+Diag: r P_LLN + p P_blocks, softmax attention inside blocks; r and p [G, 1, 1]."""
+    """LLN+Diag: r P_LLN + p P_blocks, softmax attention inside blocks; r and p [G, 1, 1].
 
-    def __init__(self, lln: LLNHeads, q: Tensor, k: Tensor, block: Tensor, size: int, r: Tensor, p: Tensor) -> None:
+    place [G, N]: of a token; a row attends to the `size` places from its `start` [G, N] on, which are less than `size`
+    away from its own."""
+
+    def __init__(
+        self, lln: LLNHeads, q: Tensor, k: Tensor, place: Tensor, start: Tensor, size: int, r: Tensor, p: Tensor
+    ) -> None:
         super().__init__(lln.live, lln.seen, lln.is_causal)
-        self.lln, self.q, self.k, self.block, self.size = lln, q, k, block, size  # block [G, N]: the block of a token
+        self.lln, self.q, self.k, self.place, self.start_at, self.size = lln, q, k, place, start, size
         self.r, self.p, self.dtype = r, p, q.dtype
 
     def block_rows(self, rows: Rows) -> tuple[Tensor, slice]:
@@ -25,8 +30,8 @@ class DiagHeads(Heads):
         if isinstance(rows, slice):
             near = slice(max(rows.start - self.size + 1, 0), min(rows.stop + self.size - 1, self.keys))
         scores = take(self.q, rows) @ self.k[:, near].transpose(1, 2)
-        hidden = take(self.block, rows).unsqueeze(-1) != self.block[:, None, near]
-        hidden |= ~self.seen[:, None, near]
+        inside = self.place[:, None, near] - take(self.start_at, rows).unsqueeze(-1)
+        hidden = (inside < 0) | (inside >= self.size) | ~self.seen[:, None, near]
         if self.is_causal:
             hidden |= self.later(rows, near.stop)[..., near.start :]
         scores.masked_fill_(hidden, -torch.inf)

@@ -29,6 +29,8 @@ from lln.instruments.heads import (
     span_elements,
 )
 from lln.kernels.common import wide_dtype
+from lln.options import check_overlap
+from lln.overlap import window
 
 
 class AttentionMap(abc.ABC):
@@ -141,7 +143,7 @@ class LLNMap(AttentionMap):
     """P_ij of eq. (9), and with blocks r P + p P_blocks."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, alpha: Tensor, beta: Tensor, block_size: int | None,
+        self, q: Tensor, k: Tensor, alpha: Tensor, beta: Tensor, block_size: int | None, overlap: bool,
         weights: tuple[Tensor | None, Tensor | None], scale: float, *masks: Any,
     ) -> None:  # fmt: skip
         super().__init__((*q.shape[:3], k.shape[2]), q.device, *masks)
@@ -149,6 +151,10 @@ class LLNMap(AttentionMap):
         self.alpha = alpha.detach().expand(self.batch, self.heads, -1)
         self.beta = beta.detach().expand(self.batch, k.shape[1], -1)
         self.block_size, self.factored = block_size, block_size is None and not self.is_causal
+        # (tokens that share their keys, how far these begin before them)
+        self.window = (0 if block_size is None else block_size, 0)
+        if overlap and block_size is not None:
+            self.window = window(block_size, self.is_causal)
         self.weights = [w.detach().expand(self.batch, self.heads, 1) for w in weights if w is not None]
 
     def of(self, sample: Tensor, head: Tensor) -> Heads:
@@ -159,11 +165,13 @@ class LLNMap(AttentionMap):
         if self.block_size is None:
             return LLNHeads(q.mul_(alpha), k.mul_(beta), live, seen, self.is_causal)
         lln = LLNHeads(q * alpha, k * beta, live, seen, self.is_causal)
-        position = torch.arange(self.rows, device=self.device)
         first = (seen.cumsum(1) == 0).sum(1, keepdim=True)  # blocks count from the first valid token
-        block = (position - first).div(self.block_size, rounding_mode="floor")
+        place = torch.arange(self.rows, device=self.device) - first
+        rows, before = self.window
+        start = place.div(rows, rounding_mode="floor").mul(rows) - before
+        start = start.masked_fill(place < 0, -2 * self.block_size)  # before the first valid token no key is near
         r, p = (w[sample, head].unsqueeze(-1) for w in self.weights)
-        return DiagHeads(lln, q.mul_(self.scale), k, block, self.block_size, r, p)
+        return DiagHeads(lln, q.mul_(self.scale), k, place, start, self.block_size, r, p)
 
 
 class KernelMap(AttentionMap):
@@ -229,6 +237,7 @@ def lln_map(
     block_size: int | None = None,
     *,
     mix: Any = 0.5,
+    overlap: bool = False,
     scale: float | None = None,
     is_causal: bool = False,
     key_mask: Tensor | None = None,
@@ -242,6 +251,7 @@ def lln_map(
         block_size: softmax attention inside consecutive blocks of so many tokens, counted from the first valid one.
         mix: P = mix P_lln + (1 - mix) P_blocks; a pair (r, p) gives r P_lln + p P_blocks. Numbers, or tensors [heads]
             or [batch, heads].
+        overlap: windows in place of blocks, as in `lln.LLNAttention`.
         scale: of the softmax in the blocks, default 1 / sqrt(dim).
 
     Raises:
@@ -250,13 +260,14 @@ def lln_map(
     check_pair(q, k)
     check_masks(q, k, key_mask, query_mask, is_causal, ("q", "k"))
     check_block_size(block_size, is_causal, q.shape[2] != k.shape[2], False)
+    check_overlap(overlap, block_size)
     batch, heads, _, dim = q.shape
     dtype = wide_dtype(q.device)
     first = coefficient("alpha", alpha, (batch, heads, dim), dtype, q.device)
     second = coefficient("beta", beta, (batch, k.shape[1], dim), dtype, q.device)
     weights = mix_weights(mix, block_size, (batch, heads, 1), dtype, q.device)
     scale = dim**-0.5 if scale is None else check_number("scale", scale)
-    return LLNMap(q, k, first, second, block_size, weights, scale, is_causal, query_mask, key_mask)
+    return LLNMap(q, k, first, second, block_size, overlap, weights, scale, is_causal, query_mask, key_mask)
 
 
 def kernel_map(

@@ -41,7 +41,8 @@ class Observation:
     beta: Tensor | None = None  # [1 or B, 1 or key heads, 1 or D]
     block_size: int | None = None
     mix: Any = 0.5
-    plain: tuple[Tensor, Tensor] | None = None  # query and key as the model has them, where a feature map changed them
+    plain: tuple[Tensor, Tensor] | None = None  # query and key as the model has them, where LLN attends with others
+    overlap: bool = False
 
     @property
     def masks(self) -> dict[str, Any]:
@@ -67,7 +68,7 @@ class Observation:
             raise ValueError(f"{self.layer}: masks and biases of single query-key pairs cannot exist in LLN attention.")
         batch, heads, key_heads = len(self.query), self.query.shape[1], self.key.shape[1]
         alpha, beta = (c.expand(batch, h, -1) for c, h in ((alpha, heads), (beta, key_heads)))
-        options = {} if block_size is None else {"mix": mix, "scale": self.scale}
+        options = {} if block_size is None else {"mix": mix, "scale": self.scale, "overlap": self.overlap}
         return lln_map(self.query, self.key, alpha, beta, block_size, **options, **self.masks)
 
     def unmapped(self) -> Observation:

@@ -91,8 +91,8 @@ def observe_lln(layer: str, module: LLNAttention, look: Look, args: Any, kwargs:
         )
     with torch.no_grad():
         found = module.coefficients(query, key, **masks, cu_seqlens=given["cu_seqlens"])
-        plain = None if module.feature_map is None else (query, key)
-        query, key = module.features(query, key)
+        plain = (query, key) if module.moves else None
+        query, key = module.features(query, key, **masks, cu_seqlens=given["cu_seqlens"])
     alpha, beta = (c if c.ndim else c.view(1, 1, 1) for c in found)  # "batch" statistics give one number for all
     key_mask, query_mask, is_causal = masks["key_mask"], masks["query_mask"], masks["is_causal"]
     length, keys = query.shape[2], key.shape[2]
@@ -102,7 +102,7 @@ def observe_lln(layer: str, module: LLNAttention, look: Look, args: Any, kwargs:
     cross = getattr(module, "cross", False) or length != keys or (apart and not is_causal)
     seen = Observation(
         layer, kind, query, key, scale, is_causal, key_mask, query_mask, None, cross, alpha, beta, module.block_size,
-        mix_of(module),
+        mix_of(module), overlap=module.overlap,
     )  # fmt: skip
     if given["cu_seqlens"] is None:
         names = ("query", "key", "key_mask", "query_mask", "alpha", "beta")

@@ -28,6 +28,7 @@ FILES = (  # in the order of the documentation's table
     "transnormer",
     "flash",
     "tnn",
+    "convolved_softmax",
 )
 for _file in FILES:
     import_module(f"lln.mechanisms.{_file}")

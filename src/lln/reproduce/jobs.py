@@ -67,7 +67,8 @@ def label(config: dict[str, Any]) -> str:
         and with_blocks.options.get("block_size") == options.get("block_size")
     ):
         shown, usual = name + DIAG, with_blocks.options  # elu with blocks is elu_diag
-    changed = [f"{k}={v}" for k, v in sorted(options.items()) if usual.get(k) != v]
+    texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in sorted(options.items()) if usual.get(k) != v}
+    changed = [f"{k}={text}" for k, text in texts.items()]
     return ":".join([shown, *changed])
 
 

@@ -29,7 +29,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 import lln.hf  # registers the attentions
 from lln.training.config import Config
 
-SOFTMAX = "sdpa"
+SOFTMAX, CONVOLVED = "sdpa", "convolved_softmax"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,9 @@ def build(config: Config, sizes: Sizes) -> PreTrainedModel:
     kind: Any
     settings, kind = described(config, sizes)
     settings.lln, given = without_coefficients(held_options(config))
-    implementation = SOFTMAX if config.attention.name == "softmax" else config.attention.name
+    implementation = config.attention.name
+    if implementation == "softmax":
+        implementation = CONVOLVED if config.attention.options else SOFTMAX
     if config.model.start:
         keep_positions(settings, config)
         model = kind.from_pretrained(config.model.start, config=settings, attn_implementation=implementation)
@@ -129,7 +131,7 @@ def held_options(config: Config) -> dict[str, Any] | None:
     """config.lln of the model."""
     name, options = config.attention.name, copy.deepcopy(config.attention.options)
     if name == "softmax":
-        return None
+        return {"implementation": CONVOLVED, "mechanisms": {CONVOLVED: options}} if options else None
     if name in ("lln", "lln_diag"):
         return {"implementation": name, **options}
     return {"implementation": name, "mechanisms": {name: options}}
@@ -147,8 +149,11 @@ def check_attention(config: Config) -> None:
         )
     if name not in known:
         raise ValueError(f"attention.name must be one of {', '.join(known)}; got {name!r}.")
-    if name == "softmax" and config.attention.options:
-        raise ValueError(f"attention.options: softmax takes none; got {', '.join(config.attention.options)}.")
+    foreign = sorted(set(config.attention.options) - {"convolution"}) if name == "softmax" else []
+    if foreign:
+        raise ValueError(f"attention.options: softmax takes convolution alone; got {', '.join(foreign)}.")
+    if name == "lln" and (foreign := [o for o in ("block_size", "mix", "overlap") if o in config.attention.options]):
+        raise ValueError(f"attention.options: {foreign[0]} goes with lln_diag; got it with lln.")
     held, _ = without_coefficients(held_options(config))
     if held is not None:
         unknown = sorted(set(held) - {field.name for field in dataclasses.fields(lln.hf.Options)})

@@ -18,6 +18,9 @@ from lln.training.examples import IGNORE
 from lln.training.guesses import Guesses
 from lln.training.runs import Run, seal
 
+# Gains, shares and offsets of LLN attention; its maps and convolutions decay as other weights do, to the identity.
+UNDECAYED = ("log_alpha", "log_beta", "mix_logit", "lln_scale", "block_scale", "key_offset")
+
 
 class NotFinite(RuntimeError):
     """The loss is NaN or infinite."""
@@ -37,6 +40,9 @@ class RunTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        return [name for name in super().get_decay_parameter_names(model) if name.split(".")[-1] not in UNDECAYED]
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)
