@@ -93,6 +93,31 @@ def test_the_command_writes_the_table(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [row["attention"] for row in result["rows"]] == ["softmax", "lln"]
     assert all(row["note"] is None for row in result["rows"])
     assert "| nystromformer | 1.8 | 1.9 | 2.6 | 4.7 | 8.8 | 16.7 |" in (tmp_path / "table2.md").read_text()
+    again = tmp_path / "again"
+    done = CliRunner().invoke(app, ["reproduce", "table2", "--from", str(tmp_path), "--out", str(again)])
+    assert done.exit_code == 0, done.output
+    for name in ("table2.json", "table2.md", "table2-time.svg", "table2-memory.svg"):
+        assert (again / name).read_text() == (tmp_path / name).read_text()
+    assert "lln" in (again / "table2-time.svg").read_text()
+    done = CliRunner().invoke(
+        app, ["reproduce", "table2", "--from", str(tmp_path), "--no-charts", "--out", str(tmp_path / "b")]
+    )
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["table2.json", "table2.md"]
+
+
+def test_charts_leave_out_what_did_not_fit() -> None:
+    from lln.report.costs import charts_of
+
+    step = {"median": 2.0, "low": 1.0, "high": 3.0}
+    rows = [
+        {"attention": "torch", "length": 512, "ms": step, "bytes": 2**20},
+        {"attention": "softmax", "length": 512, "ms": None, "bytes": None},
+    ]
+    assert set(charts_of({"table": "table2", "rows": rows})) == {"-time", "-memory"}
+    assert "softmax" not in charts_of({"table": "table2", "rows": rows})["-time"]
+    assert charts_of({"table": "table2", "rows": rows[1:]}) == {}
+    assert charts_of({"table": "table4", "rows": rows}) == {}
 
 
 def test_table_2_at_other_lengths_batches_and_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +156,7 @@ def watched(linear: Any, seen: set[torch.dtype]) -> Any:
         (["table2", "--attentions", "lnn"], "table2 has softmax, torch, nystromformer, lln, lln_diag; got 'lnn'"),
         (["table4", "--set", "tokens=4096"], "go with table2"),
         (["table2", "--tasks", "text"], "it goes with table1"),
+        (["table2", "--from", "."], "holds no table2.json"),
     ],
 )
 def test_what_single_steps_cannot_have_is_refused(arguments: list[str], words: str, tmp_path: Path) -> None:

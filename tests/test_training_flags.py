@@ -1,5 +1,6 @@
 """Flags of a run: compiled models, TensorBoard, and what cannot be asked for."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from lln.cli import app
 from lln.recipes import recipe
 from lln.training import trainer
 from lln.training.config import Config, change
+from lln.training.models import Sizes, build
 from lln.training.run import train
 
 SMALL = {
@@ -144,3 +146,14 @@ def test_a_gpu_that_is_not_there_is_refused_not_replaced(tmp_path: Path, monkeyp
     found = CliRunner().invoke(app, ["train", "mlm", "--device", "cuda", "--out", str(tmp_path / "run")])
     assert found.exit_code == 2
     assert "there is no CUDA device here" in found.output
+
+
+@pytest.mark.parametrize(("task", "usual"), [("mlm", 0.02), ("glue", 0.02), ("lra", 64**-0.5), ("image", 0.02)])
+def test_the_spread_of_first_weights_can_be_set(task: str, usual: float) -> None:
+    config = recipe(task, "tiny", "softmax")
+    sizes = Sizes(vocabulary=300, padding=1, labels=2, channels=1)
+    for given, want in ((0.0, usual), (0.3, 0.3)):
+        model = dataclasses.replace(config.model, width=64, heads=2, initial=given)
+        built = build(dataclasses.replace(config, model=model), sizes)
+        weights = next(w for name, w in built.named_parameters() if ".0." in name and w.ndim == 2)  # of the first layer
+        assert float(weights.detach().std()) == pytest.approx(want, rel=0.05)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lln.commands.common import need, need_folder, parse_device, progress_bar
+from lln.commands.common import missing, need, need_folder, parse_device, progress_bar
 
 EPILOG = (
     "Example: [bold]lln reproduce fig2 --quick[/bold] for a look in seconds; "
@@ -108,11 +108,12 @@ def reproduce(
             )
         )  # fmt: skip
         return
-    if name in MEASURED and not any((tasks, tunings, source, no_charts, dry_run, retry, keep)):
+    if name in MEASURED and not any((tasks, tunings, dry_run, retry, keep)):
         asked = attentions.split(",") if attentions else []
         reproduce_costs(
-            name, scale.value, device, out, asked, changes or [], repeats=1 if quick else 3, seed=seed, as_json=as_json
-        )
+            name, scale.value, device, out, asked, changes or [], repeats=1 if quick else 3, seed=seed, source=source,
+            draw=not no_charts, as_json=as_json,
+        )  # fmt: skip
         return
     given = {
         "--attentions": attentions, "--tasks": tasks, "--tunings": tunings, "--set": changes, "--from": source,
@@ -147,13 +148,18 @@ def show_verdicts(title: str, verdicts: list[dict[str, Any]]) -> None:
 
 def reproduce_costs(
     name: str, scale: str, device: str | None, out: Path, attentions: list[str], changes: list[str], *, repeats: int,
-    seed: int, as_json: bool,
+    seed: int, source: Path | None, draw: bool, as_json: bool,
 ) -> None:  # fmt: skip
     need("train")
+    if draw and name == "table2" and (names := missing("report")):
+        raise typer.BadParameter(
+            f"charts need {', '.join(names)} (pip install 'lln-attention[report]'); --no-charts measures without, and "
+            "--from draws later."
+        )
 
     import torch
 
-    from lln.files import write_json
+    from lln.files import write_json, write_text
     from lln.reproduce.costs import TABLES, markdown, measure, parse_setting, write
 
     table = TABLES[name]
@@ -166,12 +172,24 @@ def reproduce_costs(
         cells = [c for c in table.cells(scale, setting) if not attentions or c.attention in attentions]
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--set") from None
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with progress_bar(len(cells)) as step:
-        result = measure(
-            table, cells, scale, setting, device=torch.device(device), repeats=repeats, seed=seed, progress=step,
-            store=lambda found: write_json(out / f"{name}{setting.end}.json", found),
-        )  # fmt: skip
+    file = f"{name}{setting.end}.json"
+    if source is not None:
+        if not (source / file).exists():
+            raise typer.BadParameter(f"{source} holds no {file}.", param_hint="--from")
+        result = json.loads((source / file).read_text(encoding="utf-8"))
+    else:
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        with progress_bar(len(cells)) as step:
+            result = measure(
+                table, cells, scale, setting, device=torch.device(device), repeats=repeats, seed=seed, progress=step,
+                store=lambda found: write_json(out / file, found),
+            )  # fmt: skip
     paths = write(table, result, out)
+    if draw and name == "table2":
+        from lln.report.costs import charts_of
+
+        for end, text in charts_of(result).items():
+            paths.append(out / f"{name}{setting.end}{end}.svg")
+            write_text(paths[-1], text)
     typer.echo(json.dumps(result, indent=1) if as_json else markdown(table, result))
     typer.echo(f"Written: {', '.join(map(str, paths))}.", err=True)

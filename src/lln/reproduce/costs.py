@@ -109,7 +109,8 @@ class CostTable:
 SCALES = ("tiny", "mini", "paper")
 
 
-ROWS2 = ("softmax", "torch", "nystromformer", "lln", "lln_diag")  # softmax as the paper has it, and torch's own
+TORCH, OURS = "torch", ("lln", "lln_diag")
+ROWS2 = ("softmax", TORCH, "nystromformer", "lln", "lln_diag")  # softmax as the paper has it, and torch's own
 
 
 def cells2(scale: str, setting: Setting) -> list[Cell]:
@@ -228,28 +229,47 @@ def step_cost(cell: Cell, device: torch.device, repeats: int, setting: Setting) 
 def markdown(table: CostTable, result: dict[str, Any]) -> str:
     """Ours beside the paper's, which were measured on another device: what can be compared is how they grow."""
     p = result["provenance"]
-    columns = list(dict.fromkeys(row["column"] for row in result["rows"]))
-    rows = {(row["attention"], row["column"]): row for row in result["rows"]}
-    how = said_of(result["setting"])
-    parts = [
-        f"# Table {table.name.removeprefix('table')}: {table.title}, {how}", "",
+    head = [
+        f"# Table {table.name.removeprefix('table')}: {table.title}, {said_of(result['setting'])}", "",
         f"{p['device']}, scale {result['scale']}, {p['date'][:10]}, commit {p['commit']}, `{p['command']}`", "",
     ]  # fmt: skip
+    theirs = ["The paper's, on an A100 of 40 GB (its scale, not this one's unless they are the same):", ""]
+    return "\n".join([*head, *measured(table, result), *theirs, *published(table)])
+
+
+def measured(table: CostTable, result: dict[str, Any]) -> list[str]:
+    columns = list(dict.fromkeys(row["column"] for row in result["rows"]))
+    rows = {(row["attention"], row["column"]): row for row in result["rows"]}
+    there = [name for name in table.attentions if any((name, column) in rows for column in columns)]
+    parts = []
     for what, unit in (("ms", "ms a step"), ("bytes", "MiB")):
         parts += [f"| {unit} | " + " | ".join(columns) + " |", "|---" + "|---:" * len(columns) + "|"]
-        for name in table.attentions:
+        for name in there:
             texts = [shown(rows.get((name, column)), what) for column in columns]
             parts.append(f"| {name} | " + " | ".join(texts) + " |")
+        for name in (n for n in there if n in OURS and TORCH in there and what == "ms"):
+            texts = [faster(rows.get((TORCH, column)), rows.get((name, column))) for column in columns]
+            parts.append(f"| {name}, times as fast as {TORCH} | " + " | ".join(texts) + " |")
         parts.append("")
-    parts += ["The paper's, on an A100 of 40 GB (its scale, not this one's unless they are the same):", ""]
+    return parts
+
+
+def faster(base: dict[str, Any] | None, row: dict[str, Any] | None) -> str:
+    if base is None or row is None or base["ms"] is None or row["ms"] is None:
+        return ""
+    return f"{base['ms']['median'] / row['ms']['median']:.2f}"
+
+
+def published(table: CostTable) -> list[str]:
+    parts = []
     for unit in next(iter(table.paper.values())):
         known = list(next(iter(table.paper.values()))[unit])
-        parts += [f"| {unit} | " + " | ".join(map(str, known)) + " |", "|---" + "|---:" * len(known) + "|"]
+        parts += [f"| {unit}, the paper's | " + " | ".join(map(str, known)) + " |", "|---" + "|---:" * len(known) + "|"]
         for name, values in table.paper.items():
             texts = ["OOM" if values[unit][column] is None else f"{values[unit][column]:g}" for column in known]
             parts.append(f"| {name} | " + " | ".join(texts) + " |")
         parts.append("")
-    return "\n".join(parts)
+    return parts
 
 
 def said_of(setting: dict[str, Any]) -> str:

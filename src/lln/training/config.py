@@ -27,6 +27,7 @@ class Model:
     dropout: float = 0.1
     attention_dropout: float = 0.1
     patch: int = 0  # of images
+    initial: float = 0.0  # standard deviation of the first weights; 0: the architecture's own
     start: str = ""  # folder with a trained model to begin from: for fine-tuning
 
 

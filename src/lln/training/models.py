@@ -173,15 +173,15 @@ def described(config: Config, sizes: Sizes) -> tuple[PreTrainedConfig, Any]:
         "hidden_dropout_prob": m.dropout,
         "attention_probs_dropout_prob": m.attention_dropout,
     }
+    if m.initial or config.task == "lra":
+        # BERT's own 0.02 is for 768 channels: with 64, attention begins so flat that Pathfinder is never learned.
+        common["initializer_range"] = m.initial or m.width**-0.5
     if config.task == "image":
         common |= {"image_size": config.data.length, "patch_size": m.patch, "num_channels": sizes.channels}
         return ViTConfig(**common, num_labels=sizes.labels), ViTForImageClassification
     common |= {"vocab_size": sizes.vocabulary, "pad_token_id": sizes.padding}
     if config.task == "lra":
-        # BERT's own 0.02 is for 768 channels: with 64, attention begins so flat that Pathfinder is never learned.
-        bert = BertConfig(
-            **common, max_position_embeddings=config.data.length, type_vocab_size=1, initializer_range=m.width**-0.5
-        )
+        bert = BertConfig(**common, max_position_embeddings=config.data.length, type_vocab_size=1)
         bert.num_labels, bert.pair = sizes.labels, sizes.pair
         return bert, SequenceClassifier
     # RoBERTa's positions begin after the padding id.
