@@ -67,7 +67,7 @@ ITEMS = (
         "of which LLN has more: torch's attention wins there, and LLN from 8,192 tokens on. With 16k tokens a batch, "
         "LLN+Diag is level with torch's attention at 1,024 tokens and faster from 2,048 on; its memory is the same but "
         "for a part in a hundred: slightly above at 2,048 and below, under it from 4,096 on. Under torch.compile, "
-        "torch's attention with dropout ran out of memory here where eagerly it does not; why has not been looked into. "
+        "torch's attention with dropout ran out of memory here where eagerly it does not; why was not looked into. "
         "What single attention calls take on an H200 is under [Benchmarks](benchmarks.md).",
     ),
     Item(
