@@ -27,9 +27,10 @@ from transformers import (
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import lln.hf  # registers the attentions
-from lln.training.config import Config
+from lln.training.config import LEARNED, NONE, Config
 
 SOFTMAX = "sdpa"
+SLOWEST = 10_000.0  # the longest wave of sinusoidal positions, over 2 pi
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +106,22 @@ def keep_positions(settings: Any, config: Config) -> None:
     settings.max_position_embeddings = known
 
 
+def fix_positions(embedding: nn.Embedding, settings: Any, kind: str) -> None:
+    """Positions that are not learned: of tens of thousands each would be seen too rarely. Sines and cosines have the
+    spread that learned ones begin with."""
+    places, width = embedding.weight.shape
+    if kind == NONE:
+        table = torch.zeros(places, width)
+    else:
+        rates = SLOWEST ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)  # [width / 2]
+        angles = torch.arange(places, dtype=torch.float64)[:, None] * rates
+        waves = torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :width]
+        table = (waves * settings.initializer_range * 2**0.5).float()
+    with torch.no_grad():
+        embedding.weight.copy_(table)
+    embedding.weight.requires_grad_(False)
+
+
 def build(config: Config, sizes: Sizes) -> PreTrainedModel:
     """A new model, or the one in the folder `model.start` with a new head."""
     kind: Any
@@ -117,6 +134,8 @@ def build(config: Config, sizes: Sizes) -> PreTrainedModel:
     else:
         settings._attn_implementation = implementation
         model = kind(settings)
+    if config.model.positions != LEARNED:
+        fix_positions(model.base_model.embeddings.position_embeddings, settings, config.model.positions)
     if given:
         lln.hf.convert(model, implementation, alpha=given["alpha"], beta=given["beta"])
     if config.checkpointing:
@@ -181,6 +200,8 @@ def described(config: Config, sizes: Sizes) -> tuple[PreTrainedConfig, Any]:
         return bert, SequenceClassifier
     # RoBERTa's positions begin after the padding id.
     common |= {"max_position_embeddings": config.data.length + sizes.padding + 1, "type_vocab_size": 1}
+    if config.task == "needles":
+        common["initializer_range"] = m.width**-0.5
     kinds = {
         (False, "mlm"): RobertaForMaskedLM,
         (True, "mlm"): RobertaPreLayerNormForMaskedLM,
@@ -191,4 +212,4 @@ def described(config: Config, sizes: Sizes) -> tuple[PreTrainedConfig, Any]:
     roberta = holder(**common)
     if config.task == "glue":
         roberta.num_labels = sizes.labels
-    return roberta, kinds[m.pre_norm, config.task]
+    return roberta, kinds[m.pre_norm, "glue" if config.task == "glue" else "mlm"]

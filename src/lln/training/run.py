@@ -21,8 +21,8 @@ from lln.training.config import Config
 from lln.training.examples import Stream
 from lln.training.graph import GraphTrainer, check_graph
 from lln.training.guesses import Guesses
-from lln.training.masking import Masking
 from lln.training.models import build, check_attention
+from lln.training.needles import Needles, answers, by_distance
 from lln.training.recording import Recording
 from lln.training.runs import Run, step_of
 from lln.training.shard import ShardedTrainer, check_shards
@@ -114,7 +114,7 @@ def work(
     callbacks: list[Any] = [Follow(progress)]
     if run is not None:
         callbacks.append(Metrics(run))
-    words = config.task == "mlm"
+    metrics, pick = scoring(config, data)
     kind = GraphTrainer if config.graph else ShardedTrainer if config.fsdp else RunTrainer
     trainer = kind(
         model=model,
@@ -122,14 +122,14 @@ def work(
         train_dataset=Stream(data.train, seed=config.seed, length=examples),
         eval_dataset=data.evaluations if len(data.evaluations) > 1 else next(iter(data.evaluations.values())),
         data_collator=data.collate,
-        compute_metrics=mean_loss if words else accuracy,
-        preprocess_logits_for_metrics=sequence_losses if words else None,
-        compute_loss_func=mean_over_tokens if words else None,
+        compute_metrics=metrics,
+        preprocess_logits_for_metrics=pick,
+        compute_loss_func=mean_over_tokens if data.guessed is not None else None,
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
-    if words:
-        trainer.guesses = Guesses(model.lm_head, Masking(**config.data.options).probability)
+    if data.guessed is not None:
+        trainer.guesses = Guesses(model.lm_head, data.guessed)
     if isinstance(trainer, GraphTrainer):
         trainer.record_every = config.record_every
     if config.record_every and (run is not None or config.fsdp):  # all that hold a part of a gradient have to measure
@@ -156,6 +156,16 @@ def work(
         carry_tokenizer(data, folder / MODEL)
         run.finish(result)
     return result
+
+
+def scoring(config: Config, data: TaskData) -> tuple[Callable[[Any], dict[str, float]], Callable[..., Any] | None]:
+    """(what an evaluation tells, what of a batch's logits it needs for that; None: all)"""
+    if config.task == "needles":
+        evaluation = next(iter(data.evaluations.values()))
+        assert isinstance(evaluation, Needles)
+        distances = evaluation.distances()
+        return lambda prediction: by_distance(prediction.predictions, distances), answers
+    return (accuracy, None) if data.guessed is None else (mean_loss, sequence_losses)
 
 
 def check_reports(names: list[str]) -> None:
