@@ -1,4 +1,4 @@
-"""Which runs the paper's tables and figures need, at each scale."""
+"""Which runs the paper's tables and figures need, and needles against length, at each scale."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import lln.hf
 from lln.mechanisms import mechanisms
 from lln.recipes import NAMES
+from lln.recipes.needles import at_length
 from lln.reproduce import published
 from lln.reproduce.jobs import DEIT, Job, configure, folder_name
 from lln.training.models import check_attention
@@ -19,6 +20,7 @@ from lln.training.run import MODEL
 ALPHAS = (1, 1.5, 2, 3, 4)  # alpha = beta of Fig. 10a
 SCALED = (2, 4)  # of Fig. 10b
 FLOAT16 = "float16"
+LENGTHS = {"tiny": (128, 512), "mini": (512, 2048, 8192, 32768)}  # of needles in text
 
 # Table 1: the paper's, and what else tells apart where accuracy comes from.
 ALL1 = (
@@ -39,6 +41,7 @@ class Asked:
     runs: Path
     device: str
     first: int = 0  # seed
+    lengths: tuple[int, ...] = ()  # of `lengths`; none: those of the scale
 
     @property
     def numbers(self) -> range:
@@ -135,6 +138,18 @@ def jobs10(asked: Asked) -> list[Job]:
     return found
 
 
+def jobs_lengths(asked: Asked) -> list[Job]:
+    """From short to long, so that whole columns are there soon."""
+    found = []
+    for seed in asked.numbers:
+        for length in asked.lengths or LENGTHS[asked.scale]:
+            for attention in asked.attentions:
+                config = at_length(configure("needles", asked.scale, attention, seed, asked.changes), length)
+                folder = folder_name(config, None).replace("needles-", f"needles-{length}-", 1)
+                found.append(Job(folder, config))
+    return found
+
+
 def on_gpu(asked: Asked) -> bool:
     return torch.device(asked.device).type == "cuda"
 
@@ -173,6 +188,10 @@ EXPERIMENTS = {
         Experiment(
             "fig10", "Accuracy and loss scale with fixed alpha = beta and with moment matching", "image", one("lln"),
             jobs10, "3 min",
+        ),
+        Experiment(
+            "lengths", "Needles in text against length", "needles",
+            one("softmax", "lln", "lln_diag", "block_diagonal"), jobs_lengths, "3 min",
         ),
     )
 }  # fmt: skip

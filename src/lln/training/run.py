@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -56,6 +57,32 @@ class Follow(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.progress(state.global_step, self.last)
+
+
+class Pace(TrainerCallback):
+    """Seconds a step, between one look at the loss and the next, which waits for a GPU: what lies between two such looks
+    with no evaluation, checkpoint or record is steps alone. The first such stretch warms up and does not count."""
+
+    def __init__(self) -> None:
+        self.paces: list[float] = []
+        self.last: tuple[int, float] | None = None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if "loss" not in (logs or {}):
+            return
+        now = time.perf_counter()
+        if self.last is not None and state.global_step > self.last[0]:
+            self.paces.append((now - self.last[1]) / (state.global_step - self.last[0]))
+        self.last = state.global_step, now
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.last = None
+
+    on_save = on_evaluate
+
+    def median(self) -> float | None:
+        kept = self.paces[1:]
+        return statistics.median(kept) if kept else None
 
 
 def train(
@@ -128,6 +155,8 @@ def work(
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
+    pace = Pace()
+    trainer.add_callback(pace)
     if data.guessed is not None:
         trainer.guesses = Guesses(model.lm_head, data.guessed)
     if isinstance(trainer, GraphTrainer):
@@ -151,6 +180,7 @@ def work(
         measured = trainer.evaluate(metric_key_prefix="final")
     whole = trainer.whole_state() if isinstance(trainer, ShardedTrainer) else None
     result = outcome(config, data, model, measured, settings.device, time.monotonic() - start)
+    result["step_seconds"] = pace.median()
     if run is not None:
         model.save_pretrained(folder / MODEL, state_dict=whole)
         carry_tokenizer(data, folder / MODEL)
