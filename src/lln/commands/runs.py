@@ -112,16 +112,14 @@ def understand(experiment: Experiment, request: Request) -> tuple[Asked, dict[st
         attentions = tuple(dict.fromkeys(label(configure(task, scale, name, 0, {}).to_dict()) for name in given))
         unavailable = {}
     changes = dict(map(pair, request.changes))
-    chosen = (
-        lengths.parse_lengths(changes.pop("lengths")) if experiment.name == LENGTHS and "lengths" in changes else ()
-    )
+    given_lengths = changes.pop("lengths", "") if experiment.name == LENGTHS else ""
     if not attentions:
         raise Refused(f"--attentions: there is none to run; got {request.attentions!r}.")
     asked = Asked(
         scale=scale, attentions=attentions, tasks=chosen_tasks(experiment, request), seeds=request.seeds,
         tunings=request.tunings or (1 if scale == "tiny" else 3), changes=changes,
         runs=request.out / "runs", device=request.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        first=request.first, lengths=chosen,
+        first=request.first, lengths=lengths.parse_lengths(given_lengths),
     )  # fmt: skip
     return asked, unavailable
 

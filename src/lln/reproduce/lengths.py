@@ -20,11 +20,13 @@ WITH, WITHOUT = "lln_diag", "block_diagonal"  # what the linear part adds is the
 BAND = re.compile(r"to_(\d+)_accuracy")
 CHART = "accuracy-against-length"
 MIB = 2**20
+FARTHER = "Accuracy (%) on questions that stand so many tokens from their needle, and farther than the column before."
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
+    """Of `--set lengths=512,2048`; of no text none."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdigit() and int(part) for part in parts):
+    if not all(part.isdigit() and int(part) for part in parts):
         raise ValueError(f"lengths must be numbers of tokens, like 512,2048; got {text!r}.")
     return tuple(sorted({int(part) for part in parts}))
 
@@ -181,11 +183,9 @@ def distances(result: dict[str, Any]) -> list[str]:
     bands = sorted({int(b) for c in result["cells"] for b in c["by_distance"]})
     if not bands:
         return []
-    lines = [
-        "## By distance", "",
-        "Accuracy (%) on questions that stand so many tokens from their needle, and farther than the column before.", "",
-        "| length | attention | " + " | ".join(f"to {b:,}" for b in bands) + " |", "|---:|---" + "|---:" * len(bands) + "|",
-    ]  # fmt: skip
+    lines = ["## By distance", "", FARTHER, ""]
+    lines.append("| length | attention | " + " | ".join(f"to {b:,}" for b in bands) + " |")
+    lines.append("|---:|---" + "|---:" * len(bands) + "|")
     for c in result["cells"]:
         found = [c["by_distance"].get(str(b)) for b in bands]
         texts = ["" if value is None else f"{value:.1f}" for value in found]
@@ -208,9 +208,8 @@ def linear(result: dict[str, Any]) -> list[str]:
 def budget(result: dict[str, Any]) -> list[str]:
     lines = ["## What was run", ""]
     for length, s in result["settings"].items():
-        lines.append(
-            f"- {int(length):,} tokens: {s['steps']:,} steps of {s['batch']} sequences, judged on {s['sequences']} others."
-        )
+        made = f"{s['steps']:,} steps of {s['batch']} sequences, judged on {s['sequences']} others"
+        lines.append(f"- {int(length):,} tokens: {made}.")
     return [*lines, *(f"- {note}" for note in result["notes"]), *(f"- {text}" for text in result["remarks"]), ""]
 
 

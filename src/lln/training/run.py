@@ -60,8 +60,8 @@ class Follow(TrainerCallback):
 
 
 class Pace(TrainerCallback):
-    """Seconds a step, between one look at the loss and the next, which waits for a GPU: what lies between two such looks
-    with no evaluation, checkpoint or record is steps alone. The first such stretch warms up and does not count."""
+    """Seconds a step, between one look at the loss and the next, which waits for a GPU: what lies between two such
+    looks with no evaluation and no checkpoint is steps alone. The first stretch warms up and does not count."""
 
     def __init__(self) -> None:
         self.paces: list[float] = []
