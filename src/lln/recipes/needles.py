@@ -1,5 +1,8 @@
-"""Needles in text, at any length: does attention find one pair of tokens among tens of thousands? No task of the paper,
-so there is no preset of that name."""
+"""Needles in text, at any length: does attention find one token among tens of thousands? No task of the paper, so there
+is no preset of that name.
+
+No positions: a needle is found by its key alone. A model that is new to the task learns it in short sequences and goes
+on from there (`longer`): with one in ten thousand tokens to look at, a new model has nothing to begin with."""
 
 from __future__ import annotations
 
@@ -52,4 +55,18 @@ def at_length(config: Config, length: int) -> Config:
         config,
         data=dataclasses.replace(d, length=length, evaluation=max(d.evaluation * d.length // length, 1)),
         optimisation=dataclasses.replace(o, batch=batch),
+    )
+
+
+SHARE = 3  # of the steps that a new model takes, a model that goes on takes one in so many
+
+
+def longer(config: Config, length: int, start: str) -> Config:
+    """Going on from the model in the folder `start`, which learned the task in shorter sequences."""
+    found, o = at_length(config, length), config.optimisation
+    steps = max(o.steps // SHARE, 1)
+    return dataclasses.replace(
+        found,
+        model=dataclasses.replace(found.model, start=start),
+        optimisation=dataclasses.replace(found.optimisation, steps=steps, warmup=min(o.warmup, steps // 5)),
     )

@@ -11,7 +11,7 @@ import torch
 import lln.hf
 from lln.mechanisms import mechanisms
 from lln.recipes import NAMES
-from lln.recipes.needles import at_length
+from lln.recipes.needles import at_length, longer
 from lln.reproduce import published
 from lln.reproduce.jobs import DEIT, Job, configure, folder_name
 from lln.training.models import check_attention
@@ -139,14 +139,20 @@ def jobs10(asked: Asked) -> list[Job]:
 
 
 def jobs_lengths(asked: Asked) -> list[Job]:
-    """From short to long, so that whole columns are there soon."""
+    """From short to long: a model goes on from the one that learned the task at the length before."""
     found = []
     for seed in asked.numbers:
+        before: dict[str, Job] = {}
         for length in asked.lengths or LENGTHS[asked.scale]:
             for attention in asked.attentions:
-                config = at_length(configure("needles", asked.scale, attention, seed, asked.changes), length)
-                folder = folder_name(config, None).replace("needles-", f"needles-{length}-", 1)
-                found.append(Job(folder, config))
+                config, last = configure("needles", asked.scale, attention, seed, asked.changes), before.get(attention)
+                name, now = f"needles-{length}", at_length(config, length)
+                if last is not None:
+                    name += f"-after-{last.config.data.length}"
+                    now = longer(config, length, str(asked.runs / last.folder / MODEL))
+                folder = folder_name(config, None).replace("needles", name, 1)
+                before[attention] = Job(folder, now, None if last is None else last.folder)
+                found.append(before[attention])
     return found
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import re
 import statistics
+from pathlib import Path
 from typing import Any
 
 from lln.bench.measure import number
-from lln.recipes.needles import at_length
+from lln.recipes.needles import at_length, longer
 from lln.reproduce.experiments import Asked, Experiment
 from lln.reproduce.found import Found, alike
 from lln.reproduce.jobs import configure, shape
@@ -38,7 +40,10 @@ def assemble(experiment: Experiment, asked: Asked, runs: list[Found], unavailabl
     groups, left = {}, []
     for length in lengths:
         here = [run for run in mine if run.config["data"]["length"] == length]
-        groups[length], others = alike(here, wanted(asked, length))
+        begun = collections.Counter(began(run.config) for run in here).most_common(1)[0][0]
+        same = [run for run in here if began(run.config) == begun]
+        left += [f"{run.folder} is left out: it began from another length." for run in here if run not in same]
+        groups[length], others = alike(same, wanted(asked, length, begun))
         left += others
     used = [run for group in groups.values() for run in group]
     names = [a for a in asked.attentions if any(run.attention == a for run in used)]
@@ -70,9 +75,17 @@ def assemble(experiment: Experiment, asked: Asked, runs: list[Found], unavailabl
     }  # fmt: skip
 
 
-def wanted(asked: Asked, length: int) -> dict[str, Any] | None:
+def began(config: dict[str, Any]) -> int | None:
+    """The length that the model learned before; None: it was new."""
+    start = config["model"]["start"]
+    known = re.search(rf"^{TASK}-(\d+)-", Path(start).parent.name)
+    return int(known[1]) if known else None
+
+
+def wanted(asked: Asked, length: int, begun: int | None) -> dict[str, Any] | None:
+    config = configure(TASK, asked.scale, "softmax", 0, asked.changes)
     try:
-        config = at_length(configure(TASK, asked.scale, "softmax", 0, asked.changes), length)
+        config = at_length(config, length) if begun is None else longer(config, length, "")
     except ValueError:  # runs of a length that does not go with these settings
         return None
     return shape(config.to_dict())
@@ -85,7 +98,7 @@ def guess(runs: list[Found]) -> float | None:
 
 def setting(config: dict[str, Any]) -> dict[str, Any]:
     o = config["optimisation"]
-    return {"steps": o["steps"], "batch": o["batch"], "sequences": config["data"]["evaluation"]}
+    return {"steps": o["steps"], "batch": o["batch"], "sequences": config["data"]["evaluation"], "after": began(config)}
 
 
 def cell(attention: str, length: int, runs: list[Found]) -> dict[str, Any] | None:
@@ -209,7 +222,8 @@ def budget(result: dict[str, Any]) -> list[str]:
     lines = ["## What was run", ""]
     for length, s in result["settings"].items():
         made = f"{s['steps']:,} steps of {s['batch']} sequences, judged on {s['sequences']} others"
-        lines.append(f"- {int(length):,} tokens: {made}.")
+        start = "" if s["after"] is None else f", going on from the model of {s['after']:,} tokens"
+        lines.append(f"- {int(length):,} tokens: {made}{start}.")
     return [*lines, *(f"- {note}" for note in result["notes"]), *(f"- {text}" for text in result["remarks"]), ""]
 
 

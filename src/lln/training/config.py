@@ -103,9 +103,7 @@ class Config:
         if self.model.positions not in POSITIONS:
             raise ValueError(f"model.positions must be one of {', '.join(POSITIONS)}; got {self.model.positions!r}.")
         if self.model.positions != LEARNED and self.task in ("image", "lra"):
-            raise ValueError(
-                f"model.positions: the models of {self.task} have learned ones; got {self.model.positions!r}."
-            )
+            raise ValueError(f"model.positions must be learned in models of {self.task}; got {self.model.positions!r}.")
         if self.model.width % self.model.heads:
             raise ValueError(
                 f"model.width must be a multiple of model.heads; got {self.model.width} and {self.model.heads}."

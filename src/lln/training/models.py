@@ -129,8 +129,15 @@ def build(config: Config, sizes: Sizes) -> PreTrainedModel:
     settings.lln, given = without_coefficients(held_options(config))
     implementation = SOFTMAX if config.attention.name == "softmax" else config.attention.name
     if config.model.start:
-        keep_positions(settings, config)
-        model = kind.from_pretrained(config.model.start, config=settings, attn_implementation=implementation)
+        learned = config.model.positions == LEARNED
+        if learned:
+            keep_positions(settings, config)
+        model = kind.from_pretrained(
+            config.model.start,
+            config=settings,
+            attn_implementation=implementation,
+            ignore_mismatched_sizes=not learned,  # a table of fixed positions is made anew, for any length
+        )
     else:
         settings._attn_implementation = implementation
         model = kind(settings)
