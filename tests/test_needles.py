@@ -153,6 +153,11 @@ def test_accuracy_is_told_by_distance() -> None:
         logits[row, place, labels[row, place] if known else 5] = 9.0
     found = answers(logits, labels).numpy()
     assert found.shape == (50, 40, 2)
+    guesses = Guesses(torch.nn.Identity(), data.questions / 400)  # a head that saw the questions alone says the same
+    with guesses.only(labels):
+        (few,) = guesses.pick(guesses, (logits,)) or ()  # type: ignore[arg-type]
+    assert few.shape[1] < 60
+    np.testing.assert_array_equal(answers(few, labels).numpy(), found)
     scores = by_distance(found, distances)
     assert scores["to_64_accuracy"] == 1.0
     assert scores["to_256_accuracy"] == scores["to_1024_accuracy"] == 0.0

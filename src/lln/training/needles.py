@@ -175,10 +175,13 @@ def load_needles(
 
 
 def answers(logits: Tensor, labels: Tensor) -> Tensor:
-    """[B, questions, 2]: of each question, in the order of places, its loss and 1 where the guess is right. Sequences
-    hold equally many questions."""
+    """[B, questions, 2]: of each question, in the order of places, its loss and 1 where the guess is right. logits
+    [B, places, vocabulary]: of all places, or as `Guesses` gives them, of the questions first. Sequences hold equally
+    many questions."""
     asked = labels != IGNORE  # [B, N]
-    picked, right = logits[asked].float(), labels[asked]  # [B questions, vocabulary], [B questions]
+    right = labels[asked].view(len(labels), -1)  # [B, questions]
+    picked = logits[asked] if logits.shape[1] == labels.shape[1] else logits[:, : right.shape[1]].flatten(0, 1)
+    picked, right = picked.float(), right.flatten()  # [B questions, vocabulary], [B questions]
     loss = torch.nn.functional.cross_entropy(picked, right, reduction="none")
     hit = (picked.argmax(-1) == right).float()
     return torch.stack([loss, hit], -1).view(len(labels), -1, 2)

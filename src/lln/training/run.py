@@ -158,7 +158,7 @@ def work(
     pace = Pace()
     trainer.add_callback(pace)
     if data.guessed is not None:
-        trainer.guesses = Guesses(model.lm_head, data.guessed)
+        trainer.guesses = Guesses(model.lm_head, data.guessed, evaluated=pick is answers)
     if isinstance(trainer, GraphTrainer):
         trainer.record_every = config.record_every
     if config.record_every and (run is not None or config.fsdp):  # all that hold a part of a gradient have to measure
