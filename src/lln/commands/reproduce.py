@@ -16,7 +16,7 @@ EPILOG = (
     "[bold]lln reproduce table2 --scale paper --device cuda --set tokens=16384 --set compile=yes[/bold] on a GPU; "
     "[bold]lln reproduce table1 --scale mini --data-root DIR --seeds 2 --attentions softmax,lln,lln:matching=entropy "
     "--set mlm.data.name=corpus/mine[/bold] to train. At scale tiny, on two cores and with no download, table1 takes "
-    "about 10 minutes, table5 20, fig8 6, fig10 and lengths 3, table3, fig1 and fig9 1 or 2. Stopped, the same command "
+    "about 10 minutes, table5 20, fig8 6, fig10 3, table3, fig1, fig9 and lengths 1 or 2. Stopped, the same command "
     "goes on; [bold]lln reproduce fig8 --from DIR[/bold] draws from runs that exist."
 )
 

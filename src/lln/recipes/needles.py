@@ -38,10 +38,10 @@ def mini() -> Config:
         ),
         data=Data(
             "embedded/prose", length=512, vocabulary=2048, evaluation=2048,
-            options={"needles_every": 64, "questions_every": 16, "keys": 512},
+            options={"needles_every": 64, "questions_every": 8, "keys": 512},
         ),
-        optimisation=Optimisation(steps=1500, batch=64, rate=1e-3, warmup=150, schedule="cosine", clip=1.0),
-        precision="bfloat16", graph=True, log_every=50, evaluate_every=500, save_every=1500,
+        optimisation=Optimisation(steps=1500, batch=64, rate=2e-3, warmup=150, schedule="cosine", clip=1.0),
+        precision="bfloat16", graph=True, log_every=50, evaluate_every=1500, save_every=1500,
     )  # fmt: skip
 
 
