@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fake_runs import asked, jobs_of, result_of
-from lln.recipes import recipe
+from lln.recipes import RECIPES, recipe
 from lln.reproduce import jobs as driver
 from lln.reproduce.estimate import estimate, minutes
 from lln.reproduce.experiments import EXPERIMENTS, refused
@@ -257,8 +257,8 @@ def test_an_estimate_is_what_runs_like_it_took(tmp_path: Path, trainer: Trainer)
     assert [minutes(s) for s in (0.1, 20, 600, 9000)] == ["1 s", "20 s", "10 min", "2.5 h"]
 
 
-def test_every_experiment_has_runs_at_every_scale(tmp_path: Path) -> None:
+def test_every_experiment_has_runs_at_every_scale_of_its_task(tmp_path: Path) -> None:
     for name, experiment in EXPERIMENTS.items():
-        for scale in ("tiny", "mini", "paper"):
+        for scale in RECIPES[experiment.task]:
             what = asked(tmp_path, scale=scale, attentions=experiment.attentions(scale), tasks=experiment.tasks(scale))
             assert jobs_of(name, what), (name, scale)

@@ -16,8 +16,8 @@ EPILOG = (
     "[bold]lln reproduce table2 --scale paper --device cuda --set tokens=16384 --set compile=yes[/bold] on a GPU; "
     "[bold]lln reproduce table1 --scale mini --data-root DIR --seeds 2 --attentions softmax,lln,lln:matching=entropy "
     "--set mlm.data.name=corpus/mine[/bold] to train. At scale tiny, on two cores and with no download, table1 takes "
-    "about 10 minutes, table5 20, fig8 6, fig10 3, table3, fig1 and fig9 1 or 2. Stopped, the same command goes on; "
-    "[bold]lln reproduce fig8 --from DIR[/bold] draws from runs that exist."
+    "about 10 minutes, table5 20, fig8 6, fig10 3, table3, fig1, fig9 and lengths 1 or 2. Stopped, the same command "
+    "goes on; [bold]lln reproduce fig8 --from DIR[/bold] draws from runs that exist."
 )
 
 
@@ -37,9 +37,10 @@ class FigureName(enum.StrEnum):
     fig8 = "fig8"
     fig9 = "fig9"
     fig10 = "fig10"
+    lengths = "lengths"
 
 
-TRAINED = ("table1", "table3", "table5", "fig1", "fig8", "fig9", "fig10")  # from training runs
+TRAINED = ("table1", "table3", "table5", "fig1", "fig8", "fig9", "fig10", "lengths")  # from training runs
 MEASURED = ("table2", "table4")  # of single training steps
 
 
@@ -50,7 +51,7 @@ class Scale(enum.StrEnum):
 
 
 def reproduce(
-    figure: Annotated[FigureName, typer.Argument(help="A figure or table of the paper.")],
+    figure: Annotated[FigureName, typer.Argument(help="A figure or table of the paper, or lengths: needles in text.")],
     out: Annotated[
         Path, typer.Option(help="Folder for data (JSON, CSV), tables (Markdown), charts (SVG) and runs.")
     ] = Path("reproduced"),
@@ -74,8 +75,8 @@ def reproduce(
         list[str] | None,
         typer.Option(
             "--set",
-            help="An option of runs, like precision=bfloat16, or of some of them, glue.sst2.data.length=64; of table2 "
-            "lengths, tokens (a batch), compile, precision.",
+            help="An option of runs, like precision=bfloat16, or of some of them, glue.sst2.data.length=64; of lengths "
+            "lengths, like 512,2048; of table2 lengths, tokens (a batch), compile, precision.",
         ),
     ] = None,
     data_root: Annotated[

@@ -20,7 +20,7 @@ from lln.commands.reproduce import show_verdicts
 from lln.commands.train import pair
 from lln.files import write_json, write_text
 from lln.recipes import NAMES
-from lln.reproduce import curves, render, tables
+from lln.reproduce import curves, lengths, render, tables
 from lln.reproduce.estimate import estimate, minutes
 from lln.reproduce.experiments import EXPERIMENTS, Asked, Experiment, refused
 from lln.reproduce.found import find, read
@@ -29,6 +29,8 @@ from lln.training.config import Config
 from lln.training.errors import DataError
 from lln.training.glue import tasks as glue_tasks
 from lln.training.sources import splits
+
+LENGTHS = "lengths"  # the one experiment that is not the paper's: a table and a chart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,13 +111,15 @@ def understand(experiment: Experiment, request: Request) -> tuple[Asked, dict[st
         # Written as labels are, whatever the order of options.
         attentions = tuple(dict.fromkeys(label(configure(task, scale, name, 0, {}).to_dict()) for name in given))
         unavailable = {}
+    changes = dict(map(pair, request.changes))
+    given_lengths = changes.pop("lengths", "") if experiment.name == LENGTHS else ""
     if not attentions:
         raise Refused(f"--attentions: there is none to run; got {request.attentions!r}.")
     asked = Asked(
         scale=scale, attentions=attentions, tasks=chosen_tasks(experiment, request), seeds=request.seeds,
-        tunings=request.tunings or (1 if scale == "tiny" else 3), changes=dict(map(pair, request.changes)),
+        tunings=request.tunings or (1 if scale == "tiny" else 3), changes=changes,
         runs=request.out / "runs", device=request.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-        first=request.first,
+        first=request.first, lengths=lengths.parse_lengths(given_lengths),
     )  # fmt: skip
     return asked, unavailable
 
@@ -159,7 +163,7 @@ def data_of(config: Config) -> tuple[str, str | None] | None:
     if config.task == "glue":
         task = glue_tasks()[data.subset]
         return task.name, task.config
-    return data.name, (data.subset or None) if config.task in ("mlm", "image") else None
+    return data.name, (data.subset or None) if config.task in ("mlm", "image", "needles") else None
 
 
 def plan(
@@ -233,6 +237,7 @@ def run(
 
 def assemble(experiment: Experiment, asked: Asked, runs: Path, unavailable: dict[str, str]) -> dict[str, Any]:
     make = curves.assemble if experiment.paper is None else tables.assemble
+    make = lengths.assemble if experiment.name == LENGTHS else make
     return make(experiment, asked, find(runs), unavailable)
 
 
@@ -261,6 +266,9 @@ def write_data(experiment: Experiment, result: dict[str, Any], out: Path) -> lis
     paths = [out / f"{experiment.name}.json", out / f"{experiment.name}.csv"]
     write_json(paths[0], result)
     write_text(paths[1], as_csv(result["rows"]))
+    if experiment.name == LENGTHS:
+        paths.append(out / f"{experiment.name}.md")
+        write_text(paths[-1], lengths.markdown(result))
     return paths
 
 
@@ -285,6 +293,8 @@ def publish(experiment: Experiment, request: Request, result: dict[str, Any], wh
         typer.echo(json.dumps(result, indent=1))
     elif experiment.paper is not None:
         typer.echo(render.markdown(result))
+    elif experiment.name == LENGTHS:
+        typer.echo(lengths.markdown(result))
     else:
         show_verdicts(f"{experiment.name}: {experiment.title}", result["verdicts"])
         for text in (*result["differs"], *result["missing"]):

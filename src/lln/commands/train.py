@@ -20,7 +20,7 @@ EPILOG = (
 
 
 def train(
-    task: Annotated[str, typer.Argument(help="mlm, glue, image or lra.")],
+    task: Annotated[str, typer.Argument(help="mlm, glue, image, lra or needles.")],
     attention: Annotated[str, typer.Option(help="softmax, lln, lln_diag, or another mechanism.")] = "lln_diag",
     preset: Annotated[str, typer.Option(help="tiny, mini or paper.")] = "tiny",
     name: Annotated[str | None, typer.Option(help="Which GLUE or LRA task.", show_default="the first")] = None,

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from lln.mechanisms import mechanisms
-from lln.recipes import glue, image, lra, mlm
+from lln.recipes import glue, image, lra, mlm, needles
 from lln.training.config import Attention, Config
 
 PRESETS = ("tiny", "mini", "paper")
 RECIPES: dict[str, dict[str, Callable[..., Config]]] = {
-    task.__name__.rpartition(".")[2]: {preset: getattr(task, preset) for preset in PRESETS}
-    for task in (mlm, glue, image, lra)
+    task.__name__.rpartition(".")[2]: {preset: getattr(task, preset) for preset in PRESETS if hasattr(task, preset)}
+    for task in (mlm, glue, image, lra, needles)
 }
 BLOCK_SIZE = 64  # of kernels with blocks, where a preset says nothing
 NAMES: dict[str, list[str]] = {"glue": list(glue.TASKS), "lra": list(lra.TASKS)}  # tasks that come in several
@@ -25,6 +25,8 @@ def recipe(task: str, preset: str = "tiny", attention: str = "lln_diag", name: s
         raise ValueError(f"task must be one of {', '.join(RECIPES)}; got {task!r}.")
     if preset not in PRESETS:
         raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}.")
+    if preset not in RECIPES[task]:
+        raise ValueError(f"{task} has the presets {', '.join(RECIPES[task])}; got {preset!r}.")
     names = NAMES.get(task)
     if names is None and name is not None:
         raise ValueError(f"{task} is one task and takes no name; got {name!r}.")

@@ -40,7 +40,7 @@ def charts_of(result: dict[str, Any]) -> dict[str, str]:
     for chart in dict.fromkeys(row["chart"] for row in rows):
         mine = [row for row in rows if row["chart"] == chart]
         # A line needs two points.
-        if len({row.get("step", row.get("alpha")) for row in mine}) > 1:
+        if len({row.get("step", row.get("alpha", row.get("length"))) for row in mine}) > 1:
             drawn[f"-{chart}".replace(":", "-").replace("=", "-")] = draw(chart, mine)
     return drawn
 
@@ -53,6 +53,9 @@ def draw(chart: str, rows: Rows) -> str:
                 rows, accuracy_styles(rows), Axis("alpha", "alpha = beta"), Axis("value", "accuracy (%)"), points=True
             )
         )
+    if chart == "accuracy-against-length":
+        x = Axis("length", "length (tokens)", True, tuple(sorted({row["length"] for row in rows})))
+        return svg(lines(rows, styles(rows), x, Axis("value", "accuracy (%)"), points=True))
     if chart.startswith("b-loss-scale"):
         return svg(lines(rows, styles(rows), step, Axis("power", "1 / loss scale, as a power of 2")))
     if chart.startswith("a-"):

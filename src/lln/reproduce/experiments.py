@@ -1,4 +1,4 @@
-"""Which runs the paper's tables and figures need, at each scale."""
+"""Which runs the paper's tables and figures need, and needles against length, at each scale."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import lln.hf
 from lln.mechanisms import mechanisms
 from lln.recipes import NAMES
+from lln.recipes.needles import at_length, longer
 from lln.reproduce import published
 from lln.reproduce.jobs import DEIT, Job, configure, folder_name
 from lln.training.models import check_attention
@@ -19,6 +20,7 @@ from lln.training.run import MODEL
 ALPHAS = (1, 1.5, 2, 3, 4)  # alpha = beta of Fig. 10a
 SCALED = (2, 4)  # of Fig. 10b
 FLOAT16 = "float16"
+LENGTHS = {"tiny": (128, 512), "mini": (256, 512, 2048, 8192, 32768)}  # of needles in text
 
 # Table 1: the paper's, and what else tells apart where accuracy comes from.
 ALL1 = (
@@ -39,6 +41,7 @@ class Asked:
     runs: Path
     device: str
     first: int = 0  # seed
+    lengths: tuple[int, ...] = ()  # of `lengths`; none: those of the scale
 
     @property
     def numbers(self) -> range:
@@ -135,6 +138,24 @@ def jobs10(asked: Asked) -> list[Job]:
     return found
 
 
+def jobs_lengths(asked: Asked) -> list[Job]:
+    """From short to long: a model goes on from the one that learned the task at the length before."""
+    found = []
+    for seed in asked.numbers:
+        before: dict[str, Job] = {}
+        for length in asked.lengths or LENGTHS[asked.scale]:
+            for attention in asked.attentions:
+                config, last = configure("needles", asked.scale, attention, seed, asked.changes), before.get(attention)
+                name, now = f"needles-{length}", at_length(config, length)
+                if last is not None:
+                    name += f"-after-{last.config.data.length}"
+                    now = longer(config, length, str(asked.runs / last.folder / MODEL))
+                folder = folder_name(config, None).replace("needles", name, 1)
+                before[attention] = Job(folder, now, None if last is None else last.folder)
+                found.append(before[attention])
+    return found
+
+
 def on_gpu(asked: Asked) -> bool:
     return torch.device(asked.device).type == "cuda"
 
@@ -173,6 +194,10 @@ EXPERIMENTS = {
         Experiment(
             "fig10", "Accuracy and loss scale with fixed alpha = beta and with moment matching", "image", one("lln"),
             jobs10, "3 min",
+        ),
+        Experiment(
+            "lengths", "Needles in text against length", "needles",
+            one("softmax", "lln", "lln_diag", "block_diagonal"), jobs_lengths, "2 min",
         ),
     )
 }  # fmt: skip

@@ -9,6 +9,7 @@ asked.
     text         load_text -> PackedText                   sequences of one length, masked by `masking.Masking`
     glue         load_glue -> Sequences                    mnli, qnli, qqp, sst2; embedded: topics, pairs
     images       load_images -> Images                     Dogs vs Cats, CIFAR-10; embedded: digits
+    needles      load_needles -> Needles                   text of any length with planted needles, drawn anew
     listops      load_listops -> Sequences                 generated
     pathfinder   load_pathfinder -> Sequences              generated
     lra          load_byte_text, load_retrieval, load_pixels -> Sequences

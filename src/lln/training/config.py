@@ -8,7 +8,8 @@ import json
 import typing
 from typing import Any
 
-TASKS = ("mlm", "glue", "image", "lra")
+TASKS = ("mlm", "glue", "image", "lra", "needles")
+LEARNED, SINUSOIDAL, NONE = POSITIONS = ("learned", "sinusoidal", "none")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Model:
     attention_dropout: float = 0.1
     patch: int = 0  # of images
     initial: float = 0.0  # standard deviation of the first weights; 0: the architecture's own
+    positions: str = LEARNED  # or, of language models, "sinusoidal" or "none"
     start: str = ""  # folder with a trained model to begin from: for fine-tuning
 
 
@@ -77,6 +79,8 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        if self.model.positions == LEARNED:  # left out: runs from before there was a choice are the same runs
+            del found["model"]["positions"]
         return found
 
     def __post_init__(self) -> None:
@@ -97,6 +101,10 @@ class Config:
             )
         if o.schedule not in ("linear", "cosine", "constant"):
             raise ValueError(f"schedule must be linear, cosine or constant; got {o.schedule!r}.")
+        if self.model.positions not in POSITIONS:
+            raise ValueError(f"model.positions must be one of {', '.join(POSITIONS)}; got {self.model.positions!r}.")
+        if self.model.positions != LEARNED and self.task in ("image", "lra"):
+            raise ValueError(f"model.positions must be learned in models of {self.task}; got {self.model.positions!r}.")
         if self.model.width % self.model.heads:
             raise ValueError(
                 f"model.width must be a multiple of model.heads; got {self.model.width} and {self.model.heads}."

@@ -18,10 +18,11 @@ class Guesses:
     """Lets a model's head see the places that are to be guessed alone, while `only` is open.
 
     Masking takes an exact share of each sequence, so there is a number of places that always suffices: shapes do not
-    depend on the data, and the step can be captured in a graph."""
+    depend on the data, and the step can be captured in a graph. evaluated: in evaluations, too, whose scores then know
+    what to do with logits of these places alone."""
 
-    def __init__(self, head: nn.Module, probability: float) -> None:
-        self.probability = probability
+    def __init__(self, head: nn.Module, probability: float, *, evaluated: bool = False) -> None:
+        self.probability, self.evaluated = probability, evaluated
         self.places: Tensor | None = None  # [B, most]
         head.register_forward_pre_hook(self.pick)
 

@@ -27,9 +27,10 @@ from transformers import (
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import lln.hf  # registers the attentions
-from lln.training.config import Config
+from lln.training.config import LEARNED, NONE, Config
 
 SOFTMAX, CONVOLVED = "sdpa", "convolved_softmax"
+SLOWEST = 10_000.0  # the longest wave of sinusoidal positions, over 2 pi
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +106,22 @@ def keep_positions(settings: Any, config: Config) -> None:
     settings.max_position_embeddings = known
 
 
+def fix_positions(embedding: nn.Embedding, settings: Any, kind: str) -> None:
+    """Positions that are not learned: of tens of thousands each would be seen too rarely. Sines and cosines have the
+    spread that learned ones begin with."""
+    places, width = embedding.weight.shape
+    if kind == NONE:
+        table = torch.zeros(places, width)
+    else:
+        rates = SLOWEST ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)  # [width / 2]
+        angles = torch.arange(places, dtype=torch.float64)[:, None] * rates
+        waves = torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :width]
+        table = (waves * settings.initializer_range * 2**0.5).float()
+    with torch.no_grad():
+        embedding.weight.copy_(table)
+    embedding.weight.requires_grad_(False)
+
+
 def build(config: Config, sizes: Sizes) -> PreTrainedModel:
     """A new model, or the one in the folder `model.start` with a new head."""
     kind: Any
@@ -114,11 +131,20 @@ def build(config: Config, sizes: Sizes) -> PreTrainedModel:
     if implementation == "softmax":
         implementation = CONVOLVED if config.attention.options else SOFTMAX
     if config.model.start:
-        keep_positions(settings, config)
-        model = kind.from_pretrained(config.model.start, config=settings, attn_implementation=implementation)
+        learned = config.model.positions == LEARNED
+        if learned:
+            keep_positions(settings, config)
+        model = kind.from_pretrained(
+            config.model.start,
+            config=settings,
+            attn_implementation=implementation,
+            ignore_mismatched_sizes=not learned,  # a table of fixed positions is made anew, for any length
+        )
     else:
         settings._attn_implementation = implementation
         model = kind(settings)
+    if config.model.positions != LEARNED:
+        fix_positions(model.base_model.embeddings.position_embeddings, settings, config.model.positions)
     if given:
         lln.hf.convert(model, implementation, alpha=given["alpha"], beta=given["beta"])
     if config.checkpointing:
@@ -173,7 +199,7 @@ def described(config: Config, sizes: Sizes) -> tuple[PreTrainedConfig, Any]:
         "hidden_dropout_prob": m.dropout,
         "attention_probs_dropout_prob": m.attention_dropout,
     }
-    if m.initial or config.task == "lra":
+    if m.initial or config.task in ("lra", "needles"):
         # BERT's own 0.02 is for 768 channels: with 64, attention begins so flat that Pathfinder is never learned.
         common["initializer_range"] = m.initial or m.width**-0.5
     if config.task == "image":
@@ -196,4 +222,4 @@ def described(config: Config, sizes: Sizes) -> tuple[PreTrainedConfig, Any]:
     roberta = holder(**common)
     if config.task == "glue":
         roberta.num_labels = sizes.labels
-    return roberta, kinds[m.pre_norm, config.task]
+    return roberta, kinds[m.pre_norm, "glue" if config.task == "glue" else "mlm"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -21,8 +22,8 @@ from lln.training.config import Config
 from lln.training.examples import Stream
 from lln.training.graph import GraphTrainer, check_graph
 from lln.training.guesses import Guesses
-from lln.training.masking import Masking
 from lln.training.models import build, check_attention
+from lln.training.needles import Needles, answers, by_distance
 from lln.training.recording import Recording
 from lln.training.runs import Run, step_of
 from lln.training.shard import ShardedTrainer, check_shards
@@ -56,6 +57,32 @@ class Follow(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.progress(state.global_step, self.last)
+
+
+class Pace(TrainerCallback):
+    """Seconds a step, between one look at the loss and the next, which waits for a GPU: what lies between two such
+    looks with no evaluation and no checkpoint is steps alone. The first stretch warms up and does not count."""
+
+    def __init__(self) -> None:
+        self.paces: list[float] = []
+        self.last: tuple[int, float] | None = None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if "loss" not in (logs or {}):
+            return
+        now = time.perf_counter()
+        if self.last is not None and state.global_step > self.last[0]:
+            self.paces.append((now - self.last[1]) / (state.global_step - self.last[0]))
+        self.last = state.global_step, now
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.last = None
+
+    on_save = on_evaluate
+
+    def median(self) -> float | None:
+        kept = self.paces[1:]
+        return statistics.median(kept) if kept else None
 
 
 def train(
@@ -114,7 +141,7 @@ def work(
     callbacks: list[Any] = [Follow(progress)]
     if run is not None:
         callbacks.append(Metrics(run))
-    words = config.task == "mlm"
+    metrics, pick = scoring(config, data)
     kind = GraphTrainer if config.graph else ShardedTrainer if config.fsdp else RunTrainer
     trainer = kind(
         model=model,
@@ -122,14 +149,16 @@ def work(
         train_dataset=Stream(data.train, seed=config.seed, length=examples),
         eval_dataset=data.evaluations if len(data.evaluations) > 1 else next(iter(data.evaluations.values())),
         data_collator=data.collate,
-        compute_metrics=mean_loss if words else accuracy,
-        preprocess_logits_for_metrics=sequence_losses if words else None,
-        compute_loss_func=mean_over_tokens if words else None,
+        compute_metrics=metrics,
+        preprocess_logits_for_metrics=pick,
+        compute_loss_func=mean_over_tokens if data.guessed is not None else None,
         callbacks=callbacks,
     )
     trainer.remove_callback(PrinterCallback)
-    if words:
-        trainer.guesses = Guesses(model.lm_head, Masking(**config.data.options).probability)
+    pace = Pace()
+    trainer.add_callback(pace)
+    if data.guessed is not None:
+        trainer.guesses = Guesses(model.lm_head, data.guessed, evaluated=pick is answers)
     if isinstance(trainer, GraphTrainer):
         trainer.record_every = config.record_every
     if config.record_every and (run is not None or config.fsdp):  # all that hold a part of a gradient have to measure
@@ -151,11 +180,22 @@ def work(
         measured = trainer.evaluate(metric_key_prefix="final")
     whole = trainer.whole_state() if isinstance(trainer, ShardedTrainer) else None
     result = outcome(config, data, model, measured, settings.device, time.monotonic() - start)
+    result["step_seconds"] = pace.median()
     if run is not None:
         model.save_pretrained(folder / MODEL, state_dict=whole)
         carry_tokenizer(data, folder / MODEL)
         run.finish(result)
     return result
+
+
+def scoring(config: Config, data: TaskData) -> tuple[Callable[[Any], dict[str, float]], Callable[..., Any] | None]:
+    """(what an evaluation tells, what of a batch's logits it needs for that; None: all)"""
+    if config.task == "needles":
+        evaluation = next(iter(data.evaluations.values()))
+        assert isinstance(evaluation, Needles)
+        distances = evaluation.distances()
+        return lambda prediction: by_distance(prediction.predictions, distances), answers
+    return (accuracy, None) if data.guessed is None else (mean_loss, sequence_losses)
 
 
 def check_reports(names: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from lln.training.listops import Grammar, load_listops
 from lln.training.lra import load_byte_text, load_pixels, load_retrieval
 from lln.training.masking import Masking
 from lln.training.models import Sizes
+from lln.training.needles import Needles, Planting, load_needles
 from lln.training.pathfinder import DIFFICULTY, Scene, load_pathfinder
 from lln.training.sources import read, splits
 from lln.training.text import load_text
@@ -27,6 +29,7 @@ Place = str | os.PathLike[str] | None
 Collate = Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
 HOLD_OUT = 0.1  # of the training split, for sets without a validation split
 GENERATED = {"train": 96_000, "validation": 2_000, "test": 2_000}  # examples of ListOps and Pathfinder
+NEEDLES = {"train": 2**16, "validation": 256}  # sequences; each epoch draws new ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,7 @@ class TaskData:
     sizes: Sizes
     guess: dict[str, float]  # what a model scores that looks at nothing: a loss, or an accuracy
     tokenizer: TextTokenizer | None = None
+    guessed: float | None = None  # of language models: the share of tokens that are to be guessed
 
     @property
     def notes(self) -> list[str]:
@@ -50,7 +54,9 @@ class TaskData:
 
 
 def load(config: Config, data_root: Place = None, cache_dir: Place = None) -> TaskData:
-    return {"mlm": mlm, "glue": glue, "image": image, "lra": lra}[config.task](config, data_root, cache_dir)
+    return {"mlm": mlm, "glue": glue, "image": image, "lra": lra, "needles": needles}[config.task](
+        config, data_root, cache_dir
+    )
 
 
 def limits(config: Config) -> dict[str, int | None]:
@@ -92,7 +98,27 @@ def mlm(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
 
     train, evaluation = part("train"), part(split)
     sizes = Sizes(vocabulary=tokenizer.vocab_size, padding=tokenizer.pad_id)
-    return TaskData(train, {split: evaluation}, Stack(), sizes, {"loss": evaluation.unigram_entropy()}, tokenizer)
+    guess = {"loss": evaluation.unigram_entropy()}
+    return TaskData(train, {split: evaluation}, Stack(), sizes, guess, tokenizer, train.masking.probability)
+
+
+def needles(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
+    d, subset = config.data, config.data.subset or None
+    tokenizer = tokenizer_of(config, d.name, subset, data_root, cache_dir)
+    split, hold_out = pieces(d.name, subset, data_root)
+    counts = {"train": d.train or NEEDLES["train"], split: d.evaluation or NEEDLES["validation"]}
+
+    def part(which: str) -> Needles:
+        return load_needles(
+            d.name, which, tokenizer, length=d.length, count=counts[which], planting=Planting(**d.options),
+            seed=config.seed, config=subset, data_root=data_root, hold_out=hold_out, cache_dir=cache_dir,
+        )  # fmt: skip
+
+    train, evaluation = part("train"), part(split)
+    sizes = Sizes(vocabulary=train.vocab_size, padding=tokenizer.pad_id)
+    guess = {"accuracy": train.planting.guess(d.length), "loss": math.log(train.planting.values)}
+    share = train.questions / d.length
+    return TaskData(train, {split: evaluation}, Stack(), sizes, guess, tokenizer, share)
 
 
 def glue(config: Config, data_root: Place, cache_dir: Place) -> TaskData:

@@ -56,7 +56,7 @@ class RunTrainer(Trainer):
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if not model.training:
             kwargs["num_items_in_batch"] = None  # see mean_over_tokens
-        elif self.guesses is not None:
+        if self.guesses is not None and (model.training or self.guesses.evaluated):
             with self.guesses.only(inputs["labels"]) as labels:
                 return super().compute_loss(model, {**inputs, "labels": labels}, *args, **kwargs)
         return super().compute_loss(model, inputs, *args, **kwargs)
