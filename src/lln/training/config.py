@@ -79,8 +79,9 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        if self.model.positions == LEARNED:  # left out: runs from before there was a choice are the same runs
-            del found["model"]["positions"]
+        for name, usual in (("positions", LEARNED), ("initial", 0.0)):
+            if found["model"][name] == usual:  # left out: runs from before there was a choice are the same runs
+                del found["model"][name]
         return found
 
     def __post_init__(self) -> None:
@@ -101,6 +102,8 @@ class Config:
             )
         if o.schedule not in ("linear", "cosine", "constant"):
             raise ValueError(f"schedule must be linear, cosine or constant; got {o.schedule!r}.")
+        if self.model.initial < 0:
+            raise ValueError(f"model.initial must be positive, or 0 for the usual; got {self.model.initial}.")
         if self.model.positions not in POSITIONS:
             raise ValueError(f"model.positions must be one of {', '.join(POSITIONS)}; got {self.model.positions!r}.")
         if self.model.positions != LEARNED and self.task in ("image", "lra"):
