@@ -211,7 +211,7 @@ def test_a_module_finds_the_alpha_and_beta_of_plain_torch(statistics: str, match
     plain.backend = "eager"
     if statistics == "running":
         for t in (attention, plain):
-            t.pending.copy_(t._summed(query, key, None, mask, None))
+            t.pending.copy_(t.summed(query, key, None, mask, None))
             t.eval()
         torch.testing.assert_close(attention.running_variance_q, plain.running_variance_q, rtol=1e-6, atol=0)
     got, want = (t.coefficients(query.requires_grad_(), key, key_mask=mask) for t in (attention, plain))

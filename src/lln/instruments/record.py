@@ -13,7 +13,7 @@ from lln.instruments.checks import check_count
 from lln.instruments.observation import MEASURED, Observation, measure
 from lln.instruments.probe import watch_linear
 from lln.instruments.watch import Look, Remove, replace_forward, watch_lln, watch_multihead
-from lln.nn import in_backward
+from lln.matched import in_backward
 
 if TYPE_CHECKING:
     import pandas

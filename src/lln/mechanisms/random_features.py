@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln.matched import in_backward
 from lln.mechanisms.modules import AttentionModule
 from lln.mechanisms.pieces import gaussian
 from lln.mechanisms.registry import Mechanism, positive_int
-from lln.nn import in_backward
 
 
 class RandomFeatures(AttentionModule):
