@@ -10,6 +10,7 @@ already, in --runs, is not run again.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--runs", type=Path, default=Path("runs") / "learning")
-    parser.add_argument("--only", help="a task, or task/name")
+    parser.add_argument("--only", help="a task, or task/name; other rows of --out stay as they are")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     rows = []
+    held = json.loads(arguments.out.read_text())["rows"] if arguments.only and arguments.out.exists() else []
     for task, name in TASKS:
         if arguments.only not in (None, task, f"{task}/{name}"):
+            rows += [r for r in held if (r["task"], r["name"]) == (task, name)]
             continue
         for attention in ATTENTIONS:
             rows.append(row(task, name, attention, arguments.runs))

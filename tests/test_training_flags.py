@@ -157,3 +157,16 @@ def test_the_spread_of_first_weights_can_be_set(task: str, usual: float) -> None
         built = build(dataclasses.replace(config, model=model), sizes)
         weights = next(w for name, w in built.named_parameters() if ".0." in name and w.ndim == 2)  # of the first layer
         assert float(weights.detach().std()) == pytest.approx(want, rel=0.05)
+
+
+@pytest.mark.parametrize("pre_norm", [False, True])
+@pytest.mark.parametrize("task", ["mlm", "lra", "image"])
+def test_matrices_decay_whatever_their_module_is_called(task: str, pre_norm: bool) -> None:
+    config = recipe(task, "tiny", "lln_diag")
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, pre_norm=pre_norm))
+    model = build(config, Sizes(vocabulary=300, padding=1, labels=2, channels=1))
+    decaying = set(trainer.RunTrainer.get_decay_parameter_names(None, model))
+    norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.LayerNorm)}
+    biases = {name for name, _ in model.named_parameters() if name.endswith("bias")}
+    assert norms
+    assert decaying == {name for name, _ in model.named_parameters()} - norms - biases

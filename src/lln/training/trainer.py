@@ -42,7 +42,10 @@ class RunTrainer(Trainer):
         return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        return [name for name in super().get_decay_parameter_names(model) if name.split(".")[-1] not in UNDECAYED]
+        """Matrices: not biases, nor gains of norms. transformers goes by names, and would take all of a pre-norm
+        RoBERTa, which is called roberta_prelayernorm, for a norm."""
+        found = ((name, weight.ndim, name.split(".")[-1]) for name, weight in model.named_parameters())
+        return [name for name, ndim, last in found if ndim > 1 and last not in UNDECAYED]
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)
