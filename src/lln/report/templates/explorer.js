@@ -55,7 +55,9 @@
 
   function histogram(found, at) {
     const { low, high, count } = data.bins, step = (high - low) / count;
-    const most = 100 * Math.ceil(Math.max(...found.map(({ rows }) => Math.max(...rows[at].histogram))) / 100);
+    const peak = Math.max(...found.map(({ rows }) => Math.max(...rows[at].histogram)));
+    const whole = peak > 1000 ? 1000 : 200; // an axis to a round number of percent
+    const most = whole * Math.ceil(peak / whole);
     const powers = [-3, -2, -1, 0, 1, 2].map((p) => Math.log(10) * p);
     const place = frame(find("histogram"),
       { low, high, ticks: powers, title: "weight, as a multiple of an even share", name: (v) => ["0.001", "0.01", "0.1", "1", "10", "100"][powers.indexOf(v)] },
