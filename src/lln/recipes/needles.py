@@ -53,7 +53,9 @@ def at_length(config: Config, length: int) -> Config:
         raise ValueError(f"lengths must divide the {o.batch * d.length} tokens of a step; got {length}.")
     return dataclasses.replace(
         config,
-        data=dataclasses.replace(d, length=length, evaluation=max(d.evaluation * d.length // length, 1)),
+        data=dataclasses.replace(
+            d, length=length, evaluation=d.evaluation and max(d.evaluation * d.length // length, 1)
+        ),
         optimisation=dataclasses.replace(o, batch=batch),
     )
 

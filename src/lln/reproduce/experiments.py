@@ -14,7 +14,9 @@ from lln.recipes import NAMES
 from lln.recipes.needles import at_length, longer
 from lln.reproduce import published
 from lln.reproduce.jobs import DEIT, Job, configure, folder_name
+from lln.training.config import LEARNED
 from lln.training.models import check_attention
+from lln.training.needles import Planting
 from lln.training.run import MODEL
 
 ALPHAS = (1, 1.5, 2, 3, 4)  # alpha = beta of Fig. 10a
@@ -140,10 +142,18 @@ def jobs10(asked: Asked) -> list[Job]:
 
 def jobs_lengths(asked: Asked) -> list[Job]:
     """From short to long: a model goes on from the one that learned the task at the length before."""
-    found = []
+    found, lengths = [], asked.lengths or LENGTHS[asked.scale]
+    usual = configure("needles", asked.scale, "softmax", 0, asked.changes)
+    for length in lengths:
+        Planting.of(usual.data.options).check(length)
+    if usual.model.positions == LEARNED and len(lengths) > 1:
+        raise ValueError(
+            "model.positions: a model that goes on with longer sequences has not learned their positions; use none or "
+            "sinusoidal, or one of the lengths alone."
+        )
     for seed in asked.numbers:
         before: dict[str, Job] = {}
-        for length in asked.lengths or LENGTHS[asked.scale]:
+        for length in lengths:
             for attention in asked.attentions:
                 config, last = configure("needles", asked.scale, attention, seed, asked.changes), before.get(attention)
                 name, now = f"needles-{length}", at_length(config, length)

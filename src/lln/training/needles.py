@@ -3,8 +3,8 @@
 A needle is one token that stands for a key with a value. Needles are planted in text at random places; elsewhere,
 before or behind, questions are planted: tokens that name a key alone. In the place of a question the model must guess
 the needle with that key. Which keys a sequence has, their values and all places are drawn anew for each sequence, so
-neither the text nor the weights tell a value: only the needle does, wherever it stands. Values are dealt out evenly, so
-that to know which of them occur tells nothing either.
+neither the text nor the weights tell a value: only the needle does, wherever it stands. Values are independent of each
+other, so other needles tell nothing either.
 
 Key and value are one token, so that one layer of attention suffices: what is asked is how far attention reaches, not
 whether two layers learn in a short run to work together (one that brings a key to the value behind it, one that looks).
@@ -12,9 +12,8 @@ whether two layers learn in a short run to work together (one that brings a key 
 
 from __future__ import annotations
 
-import math
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -46,11 +45,22 @@ class Planting:
     values: int = 4
 
     def __post_init__(self) -> None:
+        for name, number in asdict(self).items():
+            if not isinstance(number, int) or isinstance(number, bool):
+                raise ValueError(f"{name} must be a whole number; got {number!r}.")
         if self.values < 2:
             raise ValueError(f"values must be at least 2, or there is nothing to guess; got {self.values}.")
         for name in ("needles_every", "questions_every", "keys"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}.")
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> Planting:
+        """From a config's data.options; ValueError for names that are none."""
+        known = [field.name for field in fields(cls)]
+        if unknown := [name for name in options if name not in known]:
+            raise ValueError(f"data.options: needles have {', '.join(known)}; got {unknown[0]!r}.")
+        return cls(**options)
 
     def needles(self, length: int) -> int:
         return min(length // self.needles_every, self.keys)
@@ -65,10 +75,6 @@ class Planting:
                 f"length must have room for a needle, a question and the start token; got {length} with {needles} "
                 f"needles and {questions} questions."
             )
-
-    def guess(self, length: int) -> float:
-        """The accuracy of naming the value that most needles of a sequence have."""
-        return math.ceil(self.needles(length) / self.values) / self.needles(length)
 
 
 class Needles(Examples):
@@ -118,7 +124,7 @@ class Needles(Examples):
         return {
             "start": unit(start[:, 0]) * len(self.tokens) // UNIT,
             "keys": keys.argsort(1)[:, : self.needles],
-            "values": values.argsort(1) % self.planting.values,
+            "values": unit(values) * self.planting.values // UNIT,
             "needles": order[:, : self.needles],
             "questions": order[:, self.needles : self.needles + self.questions],
         }

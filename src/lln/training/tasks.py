@@ -110,13 +110,13 @@ def needles(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
 
     def part(which: str) -> Needles:
         return load_needles(
-            d.name, which, tokenizer, length=d.length, count=counts[which], planting=Planting(**d.options),
+            d.name, which, tokenizer, length=d.length, count=counts[which], planting=Planting.of(d.options),
             seed=config.seed, config=subset, data_root=data_root, hold_out=hold_out, cache_dir=cache_dir,
         )  # fmt: skip
 
     train, evaluation = part("train"), part(split)
     sizes = Sizes(vocabulary=train.vocab_size, padding=tokenizer.pad_id)
-    guess = {"accuracy": train.planting.guess(d.length), "loss": math.log(train.planting.values)}
+    guess = {"accuracy": 1 / train.planting.values, "loss": math.log(train.planting.values)}
     share = train.questions / d.length
     return TaskData(train, {split: evaluation}, Stack(), sizes, guess, tokenizer, share)
 
