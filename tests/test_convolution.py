@@ -222,6 +222,29 @@ def test_running_statistics_are_those_of_the_convolved() -> None:
     assert torch.allclose(module.running_variance_k.double(), want, rtol=1e-5)
 
 
+def test_batches_measure_the_convolved_and_data_matching_refuses_them() -> None:
+    batch = {"input_ids": tokens(0)}
+    model = build("llama", "sdpa")
+    lln.hf.convert(model, "lln", statistics="running", convolution=5, momentum=1.0, batches=[batch])
+    first = next(m.lln for m in model.modules() if hasattr(m, "lln"))
+    assert not first.moved()
+    with torch.no_grad():
+        for name in ("conv_q", "conv_k"):
+            getattr(first, name).fill_(0.5)
+    assert first.moved()
+    before = first.running_variance_k.clone()
+    lln.hf.convert(model, batches=[batch])
+    measured = first.running_variance_q.clone(), first.running_variance_k.clone()
+    assert (measured[1] / before > 1.5).all()
+    model.train()
+    model(**batch, use_cache=False)  # with a momentum of 1 its averages are those of this batch
+    model.eval()
+    assert torch.allclose(first.running_variance_q, measured[0], rtol=1e-4)
+    assert torch.allclose(first.running_variance_k, measured[1], rtol=1e-4)
+    with pytest.raises(ValueError, match="matching='data': the model's convolution or feature map has learned"):
+        lln.hf.convert(model, matching="data", batches=[batch])
+
+
 def test_p_and_the_instruments_are_those_of_the_convolved() -> None:
     q, k, v = tensors(4, 2, 12, 8)
     module = moved(4, 2, 8, 5, block_size=4)

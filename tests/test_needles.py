@@ -463,3 +463,18 @@ def test_a_length_that_fails_is_told_and_the_rest_goes_on(tmp_path: Path, monkey
 def test_lengths_are_read_from_text() -> None:
     assert parse_lengths("2048, 512,512") == (512, 2048)
     assert parse_lengths("") == ()
+
+
+def test_a_model_to_begin_from_must_be_there_and_have_the_same_shape(tmp_path: Path) -> None:
+    asked = ["train", "needles", "--set", "optimisation.steps=2", "--set", "data.evaluation=4", "--out"]
+    done = CliRunner().invoke(app, [*asked, str(tmp_path / "a")])
+    assert done.exit_code == 0, done.output
+    start = ["--start", str(tmp_path / "a" / "model")]
+    other = ["--set", "data.options.keys=8"]
+    done = CliRunner().invoke(app, [*asked, str(tmp_path / "b"), *start, *other])
+    assert done.exit_code == 2
+    assert "has a vocab_size of 592; got settings (model, data.options) with 552." in done.output
+    for more in ([], ["--dry-run"]):
+        done = CliRunner().invoke(app, [*asked, str(tmp_path / "c"), "--start", str(tmp_path / "none"), *more])
+        assert done.exit_code == 2
+        assert "none holds no saved model (no config.json)." in done.output

@@ -147,19 +147,24 @@ class LLNAttention(Matched):
 
     def features(self, query: Tensor, key: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
         """The queries and keys that the op is given. where: is_causal, masks and cu_seqlens, as in forward."""
-        return self._mapped(*self._convolved(query, key, **where))
+        return self._mapped(*self.convolved(query, key, **where))
 
     @property
     def moves(self) -> bool:
         """Whether `features` are others than the queries and keys that came."""
         return self.feature_map is not None or self.convolution is not None
 
+    def moved(self) -> bool:
+        """Whether they have become others: maps and convolutions start at the identity. Reads values on the host."""
+        names = ("map_q", "map_k", "key_offset", "conv_q", "conv_k", "conv_v")
+        return any(bool(held.any()) for name in names if (held := self._parameters.get(name)) is not None)
+
     def _mapped(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         if self.feature_map is None:
             return query, key
         return map_features(query, key, self.map_q, self.map_k, self.key_offset)
 
-    def _convolved(
+    def convolved(
         self,
         query: Tensor,
         key: Tensor,
@@ -204,7 +209,7 @@ class LLNAttention(Matched):
         }
         if self.convolution is not None:
             check_value(value, self.value_dim, state is not None or return_state)
-            query, key = self._convolved(query, key, **where)
+            query, key = self.convolved(query, key, **where)
             value = convolve(value, self.conv_v, is_causal=is_causal, mask=key_mask, cu_seqlens=cu_seqlens)
         new = None
         if self.statistics == "running" and self.training and not in_backward():
@@ -266,7 +271,7 @@ class LLNAttention(Matched):
             "query_mask": query_mask,
             "cu_seqlens": cu_seqlens,
         }
-        return self.matched(*self._convolved(query, key, **where), **where)
+        return self.matched(*self.convolved(query, key, **where), **where)
 
     def extra_repr(self) -> str:
         groups = "" if self.num_key_heads == self.num_heads else f"/{self.num_key_heads}"

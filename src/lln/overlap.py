@@ -3,9 +3,9 @@
     bidirectional: queries of a block of b / 2 tokens see it and b / 4 tokens on both sides of it
     causal:        they see it and the b / 2 tokens before it, as far as these are not later
 
-So no query sits at the edge of what it sees, at the cost of disjoint blocks of b. Windows count from a sequence's first
-valid token. Rows are laid into *slots*, of which each sequence has a whole number of blocks; all of it is index
-arithmetic on the device. Memory is linear in the length.
+So no query sits at the edge of what it sees, with as many products as disjoint blocks of b. Windows count from a
+sequence's first valid token. Rows are laid into *slots*, of which each sequence has a whole number of blocks; all of it
+is index arithmetic on the device. Memory is linear in the length.
 """
 
 from __future__ import annotations

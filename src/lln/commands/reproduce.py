@@ -121,7 +121,8 @@ def reproduce(
         "--no-charts": no_charts, "--dry-run": dry_run, "--retry-failed": retry, "--keep-all": keep,
     }  # fmt: skip
     if foreign := [option for option, value in given.items() if value]:
-        raise typer.BadParameter(f"it goes with {', '.join(TRAINED)}, not with {name}.", param_hint=foreign[0])
+        also = MEASURED if foreign[0] in ("--attentions", "--set", "--from", "--no-charts") else ()
+        raise typer.BadParameter(f"it goes with {', '.join(TRAINED + also)}, not with {name}.", param_hint=foreign[0])
     need("report")
 
     import dataclasses
@@ -175,6 +176,8 @@ def reproduce_costs(
         raise typer.BadParameter(str(error), param_hint="--set") from None
     file = f"{name}{setting.end}.json"
     if source is not None:
+        if attentions:
+            raise typer.BadParameter("a result is drawn as it is; leave it out with --from.", param_hint="--attentions")
         if not (source / file).exists():
             raise typer.BadParameter(f"{source} holds no {file}.", param_hint="--from")
         result = json.loads((source / file).read_text(encoding="utf-8"))

@@ -143,9 +143,8 @@ def show(result: dict[str, Any], folder: Path) -> None:
     from rich.table import Table
 
     config = result["config"]
-    table = Table(
-        title=f"{config['task']} {config['data']['subset']}, {config['attention']['name']}", show_header=False
-    )
+    what = " ".join(filter(None, (config["task"], config["data"]["subset"])))
+    table = Table(title=f"{what}, {config['attention']['name']}", show_header=False)
     for name, value in result["metrics"].items():
         table.add_row(name, f"{value:.4f}")
     for name, value in result["guess"].items():

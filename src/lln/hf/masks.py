@@ -91,7 +91,7 @@ def query_positions(kv_length: int, attention_mask: Tensor | None, kwargs: dict[
     if not bidirectional and (not isinstance(first, int) or first + length != kv_length):
         raise ValueError(
             "past_key_values: a cache with places for tokens to come (StaticCache) cannot be read by linear attention; "
-            "use LLNCache(static=True) for 'lln' and 'lln_diag', or DynamicCache."
+            "use DynamicCache, or LLNCache(static=True) for 'lln' and 'lln_diag' without overlap."
         )
     return length, device
 

@@ -35,6 +35,7 @@ class SoftmaxCall:
     key_mask: Tensor | None  # [B, M]
     query_mask: Tensor | None  # [B, N], rows that are no padding; None: all
     mask: Tensor | None  # [B, 1, N, M], which pairs attended
+    learned: ModelAttention | None  # LLN attention that the module has from before
 
     @property
     def where(self) -> dict[str, Any]:
@@ -59,8 +60,15 @@ class Seen:
 
     def look(self, call: SoftmaxCall) -> None:
         query, key = call.query, call.key
+        if call.learned is not None:  # statistics are of what the module has learned to make of them
+            query, key = call.learned.convolved(query, key, **call.where)
         self.moments = self.moments + both_moments(query, key, key.shape[1], call.query_mask, call.key_mask).sum(2)
         if self.data:
+            if call.learned is not None and call.learned.moved():
+                raise ValueError(
+                    "matching='data': the model's convolution or feature map has learned something, and data matching "
+                    "would set alpha and beta as if it had not; leave out matching and batches."
+                )
             alpha, beta = match_data(query, key, **call.where, scale=call.scale, rows=ROWS)
             self.log_alpha = self.log_alpha + alpha.log().sum(0)
             self.log_beta = self.log_beta + beta.log().sum(0)
@@ -106,10 +114,11 @@ def softmax(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_ma
         query_mask = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
     scale = sizes(module)[4]
     query = in_units(query, scale, kwargs.get("scaling")).detach()
+    held = getattr(module, "lln", None)
     seen.look(
         SoftmaxCall(
             query, key.detach(), value.detach(), result[0].detach(), scale, is_causal, key_mask, query_mask,
-            attention_mask,
+            attention_mask, held if isinstance(held, ModelAttention) else None,
         )
     )  # fmt: skip
     return result

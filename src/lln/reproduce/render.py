@@ -9,7 +9,7 @@ from lln.bench.measure import number
 from lln.files import write_json, write_text
 from lln.reproduce.costs import PAPER4
 from lln.reproduce.estimate import minutes
-from lln.reproduce.tables import LOSS
+from lln.reproduce.tables import LOSS, TUNINGS
 
 MARK = "†"
 BASE, OURS = "softmax", "lln_diag"  # what others are compared with in words
@@ -100,7 +100,10 @@ def noise(result: dict[str, Any]) -> list[str]:
         between = round(sign * d["difference"], digits) + 0.0  # no -0.0
         bound = "" if d["noise"] is None else f" (noise {d['noise']:.{digits}f})"
         groups[d["beyond"]].append(f"{d['column']}: {first} - {second} = {between:+.{digits}f}{bound}")
-    for known, title in ((True, "Beyond the noise"), (False, "Within the noise"), (None, "One seed, nothing to say")):
+    once = any(c.get("unit") == TUNINGS for row in result["rows"] for c in row["cells"].values())
+    of = " of fine-tuning, with one pre-training each" if once else ""
+    titles = {True: f"Beyond the noise{of}", False: f"Within the noise{of}", None: "One seed, nothing to say"}
+    for known, title in titles.items():
         if groups[known]:
             lines += [f"{title}:", "", *(f"- {text}" for text in groups[known]), ""]
     return lines if any(groups.values()) else [*lines[:2], "There are no two attentions to compare yet.", ""]

@@ -15,6 +15,7 @@ from lln.reproduce.spread import RULE, difference, spread
 
 LOSS = "MLM loss"
 CARD = "Card of "
+TUNINGS = "fine-tunings of one pre-training"
 
 
 def assemble(experiment: Experiment, asked: Asked, runs: list[Found], unavailable: dict[str, str]) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def cell(runs: list[Found]) -> dict[str, Any] | None:
         unit = "pre-trainings"
         values = {name: statistics.fmean(scores(group)) for name, group in by_origin.items()}
     else:
-        unit = "seeds" if "" in by_origin else "fine-tunings of one pre-training"
+        unit = "seeds" if "" in by_origin else TUNINGS
         values = {f"seed {run.seed}": run.score for run in finished if run.score is not None}
     costs = [run.cost() for run in finished]
     seconds = [c["seconds"] for c in costs if c["seconds"] is not None]

@@ -94,10 +94,32 @@ def without_coefficients(held: dict[str, Any] | None) -> tuple[dict[str, Any] | 
     return kept | {"statistics": "fixed", "coefficients": "head"}, given
 
 
+SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+
+
+def saved(start: str) -> dict[str, Any]:
+    """The config of a saved model."""
+    file = Path(start) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"model.start: {start} holds no saved model (no config.json).")
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def check_start(settings: Any, config: Config) -> None:
+    """A model of another shape would begin anew in part, and say nothing of it."""
+    before = saved(config.model.start)
+    for name in SHAPE:
+        if name in before and before[name] != getattr(settings, name):
+            raise ValueError(
+                f"model.start: {config.model.start} has a {name} of {before[name]}; got settings (model, data.options) "
+                f"with {getattr(settings, name)}."
+            )
+
+
 def keep_positions(settings: Any, config: Config) -> None:
     """A model that goes on with shorter sequences keeps the positions that it has learned."""
-    before = json.loads((Path(config.model.start) / "config.json").read_text(encoding="utf-8"))
-    known = before.get("max_position_embeddings")
+    known = saved(config.model.start).get("max_position_embeddings")
     if known is None:
         return
     if settings.max_position_embeddings > known:
@@ -131,6 +153,7 @@ def build(config: Config, sizes: Sizes) -> PreTrainedModel:
     if implementation == "softmax":
         implementation = CONVOLVED if config.attention.options else SOFTMAX
     if config.model.start:
+        check_start(settings, config)
         learned = config.model.positions == LEARNED
         if learned:
             keep_positions(settings, config)

@@ -22,7 +22,7 @@ from lln.training.config import Config
 from lln.training.examples import Stream
 from lln.training.graph import GraphTrainer, check_graph
 from lln.training.guesses import Guesses
-from lln.training.models import build, check_attention
+from lln.training.models import build, check_attention, saved
 from lln.training.needles import Needles, answers, by_distance
 from lln.training.recording import Recording
 from lln.training.runs import Run, step_of
@@ -104,8 +104,8 @@ def train(
         DataError: data that are not there or not as they should be.
         NotFinite: a loss that is NaN or infinite.
     """
-    if config.model.start and not (Path(config.model.start) / "config.json").is_file():
-        raise ValueError(f"model.start: {config.model.start} holds no saved model (no config.json).")
+    if config.model.start:
+        saved(config.model.start)
     if device != "cpu" and not torch.cuda.is_available():  # the trainer would take the CPU and not say so
         raise ValueError(f"device: there is no CUDA device here; got {device!r}.")
     processes, writes = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0")) == 0

@@ -18,7 +18,7 @@ from lln.training.images import load_images
 from lln.training.listops import Grammar, load_listops
 from lln.training.lra import load_byte_text, load_pixels, load_retrieval
 from lln.training.masking import Masking
-from lln.training.models import Sizes
+from lln.training.models import Sizes, saved
 from lln.training.needles import Needles, Planting, load_needles
 from lln.training.pathfinder import DIFFICULTY, Scene, load_pathfinder
 from lln.training.sources import read, splits
@@ -77,6 +77,7 @@ def pieces(name: str, subset: str | None, data_root: Place) -> tuple[str, float]
 def tokenizer_of(config: Config, name: str, subset: str | None, data_root: Place, cache_dir: Place) -> TextTokenizer:
     """The one that `model.start` was trained with; else one trained on this data."""
     if config.model.start:
+        saved(config.model.start)
         return load_tokenizer(config.model.start)
     known = splits(name, config=subset, data_root=data_root)
     source = read(name, "train" if "train" in known else known[0], config=subset, data_root=data_root)
