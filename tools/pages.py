@@ -12,6 +12,7 @@ from pathlib import Path
 import badges
 import benchmarks_page
 import cli_page
+import found_page
 import paper_page
 import picture
 import quoted
@@ -26,6 +27,7 @@ def pages() -> dict[Path, str]:
         DOCS / "mechanisms.md": table.markdown(),
         DOCS / "cli.md": cli_page.markdown(),
         DOCS / "benchmarks.md": benchmarks_page.markdown(),
+        DOCS / "found.md": found_page.markdown(),
         DOCS / "paper.md": paper_page.markdown(),
         **quoted.pages(),
         **picture.pictures(),

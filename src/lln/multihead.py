@@ -26,7 +26,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     Inside torch.nn.TransformerEncoderLayer and its kin it runs in eval as in training: it declares itself unfit for
     torch's fused softmax path, which is why torch.nn.TransformerEncoder(enable_nested_tensor=True) warns that it does
     not use nested tensors. Causal attention needs statistics="running" or "fixed", attention to an encoder's memory
-    decoder=True with one of these.
+    decoder=True with one of these. `feature_map`, `convolution` and `overlap` are options of `lln.LLNAttention` alone.
 
     Args:
         dropout: on the softmax over channels and on the blocks' P (see `lln.lln_attention`), in training only.

@@ -1,0 +1,152 @@
+"""docs/found.md: what the stored results say about the paper's claims, and what to use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS, BENCH = ROOT / "results" / "paper", ROOT / "benchmarks" / "results"
+
+HEAD = """# What we found
+
+Made by `make pages` from stored results; a test compares. Every number here is in a file under `results/` or
+`benchmarks/results/`, with its command, commit, machine and seeds, and [Reproducing the paper](paper.md) shows the
+tables and figures themselves.
+
+"""
+
+USE = """## What to use
+
+- **LLN+Diag, not LLN alone.** Its blocks draw the local patterns that a matrix of rank 64 cannot.
+- **From about 1,000 tokens on**, if batches are large; below that, or in batches of one under 8,192 tokens, torch's
+  softmax attention is as fast or faster, and exact.
+- **`matching="entropy"`** where alpha and beta should make LLN as concentrated as softmax is; `"paper"` is the paper's,
+  and the better trained choice is not settled (see what is missing).
+- **A pretrained softmax model**: `lln convert` with distillation. Matching alone is not enough.
+
+"""
+
+MISSING = """## What is missing
+
+What has not been measured at a scale that separates mechanisms: which matching and which statistics train best; Table 1
+with several pre-trainings, and with the other mechanisms; the loss scale under float16; Tables 3, 4 and 5 beyond the
+tiny scale; what a convolution, overlapping blocks or learned alpha and beta bring to LLN alone; needles in long texts
+beyond the tiny scale.
+"""
+
+
+def load(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def verdicts(title: str, *names: str) -> list[str]:
+    """The claims of these figures, and what the numbers say."""
+    lines = [f"## {title}", "", "| | the paper's claim | holds | the numbers |", "|---|---|---|---|"]
+    for name in names:
+        for v in load(RESULTS / f"{name}.json")["verdicts"]:
+            figure = "Fig. " + name.split("/")[-1].removeprefix("fig")
+            lines.append(f"| {figure} | {v['claim']} | {'yes' if v['holds'] else '**no**'} | {v['sentence']} |")
+    return [*lines, ""]
+
+
+def speed() -> list[str]:
+    result = load(RESULTS / "paper" / "table2-16384-tokens.json")
+    ms = {(r["attention"], r["length"]): r["ms"]["median"] for r in result["rows"] if r["ms"]}
+    lengths = sorted({length for _, length in ms})
+    ratio = {n: ms["torch", n] / ms["lln_diag", n] for n in lengths}
+    wins = next(n for i, n in enumerate(lengths) if all(ratio[m] >= 1 for m in lengths[i:]))
+    one = load(RESULTS / "paper" / "table2.json")
+    alone = {(r["attention"], r["length"]): r["ms"]["median"] for r in one["rows"] if r["ms"]}
+    faster = next(
+        n for i, n in enumerate(lengths) if all(alone["torch", m] > alone["lln_diag", m] for m in lengths[i:])
+    )
+    largest = max(length for name, length in ms if name == "softmax")
+    return [
+        "## Speed and memory", "",
+        "- **Linear time holds.** A training step of RoBERTa-base with LLN+Diag on an "
+        f"{result['provenance']['device']} with 16k tokens a batch is not slower than with torch's attention from "
+        f"{wins:,} tokens on, and "
+        + ", ".join(f"{ratio[n]:.1f} times as fast at {n:,}" for n in lengths if n >= 16384)
+        + f". In a batch of one it is slower below {faster:,} tokens.",
+        "- **Memory is no reason any more.** The paper's softmax keeps its matrix, and runs out of memory here above "
+        f"{largest:,} tokens with batches of 16k; torch's attention does not keep it, and needs as much as LLN+Diag.",
+        "- How near the kernels are to the memory limit, and where they are not: [Benchmarks](benchmarks.md).", "",
+    ]  # fmt: skip
+
+
+def accuracy() -> list[str]:
+    table = load(RESULTS / "mini" / "table1.json")
+    rows = {row["attention"]: row["cells"] for row in table["rows"]}
+    lines = [
+        "## Accuracy in miniature", "",
+        "Masked language modelling on Wikipedia text, then fine-tuning: 6 layers, 384 wide, 6,500 steps of 16k tokens. "
+        "**One pre-training each**, three fine-tunings (mean ± standard deviation): differences of the loss are "
+        "those of single runs. The body of these models was without weight decay, by a fault that is mended since. "
+        "MNLI is a part of the original.", "",
+        "| attention | MLM loss | SST-2 % | MNLI % |", "|---|---:|---:|---:|",
+    ]  # fmt: skip
+    for name, cells in rows.items():
+        tuned = [f"{cells[task]['mean']:.1f} ± {cells[task]['deviation']:.1f}" for task in ("sst2", "mnli")]
+        lines.append(f"| {name} | {cells['MLM loss']['mean']:.2f} | {' | '.join(tuned)} |")
+    beyond = [d for d in table["differences"] if d["beyond"] and "lln_diag" in (d["a"], d["b"])]
+    said = [
+        f"{d['b'] if d['a'] == 'lln_diag' else d['a']} on {d['column']} "
+        f"({abs(d['difference']):.1f} points {'above' if (d['difference'] > 0) != (d['a'] == 'lln_diag') else 'below'})"
+        for d in beyond
+    ]
+    return [
+        *lines, "",
+        "Beyond the noise of fine-tuning, which says nothing of that of pre-training, LLN+Diag differs from: "
+        f"{'; '.join(said) or 'none of them'}.", "",
+        "At this budget the order is decided by when a model leaves the plateau on which masked language modelling "
+        "sits before attention starts to work: with blocks that was within 1,500 steps, for softmax after 3,000, for "
+        "LLN alone not at all, and neither of the latter had converged. Blocks alone are as good as LLN+Diag here: on "
+        "sequences of 256 tokens the linear part has little to add.", "",
+    ]  # fmt: skip
+
+
+def needles() -> list[str]:
+    folder = ROOT / "results" / "lengths" / "tiny"
+    result = load(folder / "lengths.json")
+    lengths, found = result["lengths"], {(c["attention"], c["length"]): c["accuracy"] for c in result["cells"]}
+    lines = [
+        "## Does the linear part earn its keep?", "",
+        "Needles in text: a question names a key, and its value stands somewhere in the sequence. Scale tiny: 2 "
+        f"layers, 64 wide, {found['lln_diag', lengths[0]]['n']} seeds. Accuracy in %, a guess scores "
+        f"{result['guess'][str(lengths[0])]:g}.", "",
+        "| tokens | " + " | ".join(f"{n:,}" for n in lengths) + " |", "|---" + "|---:" * len(lengths) + "|",
+    ]  # fmt: skip
+    for name in result["attentions"]:
+        lines.append(f"| {name} | " + " | ".join(f"{found[name, n]['mean']:.1f}" for n in lengths) + " |")
+    p, chart = result["runs"][0]["provenance"], folder / "lengths-accuracy-against-length.svg"
+    return [
+        *lines, "",
+        f"Needles grow in number with the length, from 8 to 16; `lln reproduce lengths`, {p['device']}, commit "
+        f"{p['commit']}. It does: beyond their own block, blocks alone find nothing, and LLN+Diag nearly everything. "
+        "Softmax finds all of it, at a cost that grows.", "",
+        f"![accuracy against length](../{chart.relative_to(ROOT).as_posix()})", "",
+    ]  # fmt: skip
+
+
+def conversion() -> list[str]:
+    lines = ["## Pretrained models", ""]
+    for name, one in load(BENCH / "conversion.json")["sets"].items():
+        found = one["spearman"]["lln_diag"]
+        lines.append(
+            f"- MiniLM converted to LLN+Diag keeps the order of similarities of passages of {one['how']['length']} "
+            f"tokens ({name}) with a Spearman correlation of {found['data']:.2f} after data matching and "
+            f"**{found['distilled']:.3f}** after distilling its attention; LLN alone: "
+            f"{one['spearman']['lln']['data']:.2f} and {one['spearman']['lln']['distilled']:.3f}."
+        )
+    return [*lines, ""]
+
+
+def markdown() -> str:
+    parts = [
+        verdicts("The analysis", "fig2", "fig5a", "fig5b", "fig6a", "fig6b", "fig7"), speed(), accuracy(),
+        verdicts("While a model trains", "mini/fig1", "mini/fig8"), needles(), conversion(),
+    ]  # fmt: skip
+    return HEAD + USE + "\n".join(line for part in parts for line in part) + "\n" + MISSING
