@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lln.recipes import NAMES, PRESETS, RECIPES, recipe
+from lln.recipes import NAMES, RECIPES, recipe
 from lln.training.config import Config, change
 from lln.training.runs import Run, broken, seal
 
@@ -96,8 +96,9 @@ def test_two_processes_cannot_share_a_run(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("task", RECIPES)
+@pytest.mark.parametrize(
+    ("task", "preset"), [(task, preset) for task, presets in RECIPES.items() for preset in presets]
+)
 def test_every_recipe_is_complete_and_plain(task: str, preset: str) -> None:
     for name in NAMES.get(task, [None]):
         config = recipe(task, preset, "softmax", name)
