@@ -16,6 +16,7 @@ import found_page
 import paper_page
 import picture
 import quoted
+import stored_tables
 from lln.files import write_text
 from lln.mechanisms import table
 
@@ -30,6 +31,7 @@ def pages() -> dict[Path, str]:
         DOCS / "found.md": found_page.markdown(),
         DOCS / "paper.md": paper_page.markdown(),
         **quoted.pages(),
+        **stored_tables.tables(),
         **picture.pictures(),
         **badges.pictures(),
     }

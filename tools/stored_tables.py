@@ -1,0 +1,23 @@
+"""Stored tables as Markdown, beside their JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lln.reproduce import costs, lengths, render
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def tables() -> dict[Path, str]:
+    found = {}
+    for path in sorted(RESULTS.glob("**/*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if result.get("table") in costs.TABLES:
+            found[path.with_suffix(".md")] = costs.markdown(costs.TABLES[result["table"]], result)
+        elif "table" in result:
+            found[path.with_suffix(".md")] = render.markdown(result)
+        elif result.get("figure") == "lengths":
+            found[path.with_suffix(".md")] = lengths.markdown(result)
+    return found
