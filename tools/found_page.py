@@ -44,10 +44,10 @@ def load(path: Path) -> dict[str, Any]:
 
 def verdicts(title: str, *names: str) -> list[str]:
     """The claims of these figures, and what the numbers say."""
-    lines = [f"## {title}", "", "| | the paper's claim | holds | the numbers |", "|---|---|---|---|"]
+    lines = [f"## {title}", "", "| Fig. | the paper's claim | holds | the numbers |", "|---|---|---|---|"]
     for name in names:
         for v in load(RESULTS / f"{name}.json")["verdicts"]:
-            figure = "Fig. " + name.split("/")[-1].removeprefix("fig")
+            figure = name.split("/")[-1].removeprefix("fig")
             lines.append(f"| {figure} | {v['claim']} | {'yes' if v['holds'] else '**no**'} | {v['sentence']} |")
     return [*lines, ""]
 
@@ -74,6 +74,7 @@ def speed() -> list[str]:
         "- **Memory is no reason any more.** The paper's softmax keeps its matrix, and runs out of memory here above "
         f"{largest:,} tokens with batches of 16k; torch's attention does not keep it, and needs as much as LLN+Diag.",
         "- How near the kernels are to the memory limit, and where they are not: [Benchmarks](benchmarks.md).", "",
+        "![time of a training step against length](../results/paper/paper/table2-16384-tokens-time.svg)", "",
     ]  # fmt: skip
 
 
@@ -146,7 +147,7 @@ def conversion() -> list[str]:
 
 def markdown() -> str:
     parts = [
-        verdicts("The analysis", "fig2", "fig5a", "fig5b", "fig6a", "fig6b", "fig7"), speed(), accuracy(),
-        verdicts("While a model trains", "mini/fig1", "mini/fig8"), needles(), conversion(),
+        speed(), needles(), accuracy(), conversion(), verdicts("While a model trains", "mini/fig1", "mini/fig8"),
+        verdicts("The analysis", "fig2", "fig5a", "fig5b", "fig6a", "fig6b", "fig7"),
     ]  # fmt: skip
     return HEAD + USE + "\n".join(line for part in parts for line in part) + "\n" + MISSING
