@@ -157,6 +157,9 @@ def watched(linear: Any, seen: set[torch.dtype]) -> Any:
         (["table4", "--set", "tokens=4096"], "go with table2"),
         (["table2", "--tasks", "text"], "it goes with table1"),
         (["table2", "--from", "."], "holds no table2.json"),
+        (["table2", "--from", ".", "--attentions", "lln"], "leave it out with --from"),
+        (["lengths", "--tunings", "2"], "it goes with table1, not with lengths"),
+        (["fig2", "--no-charts"], "table2, table4, not with fig2"),
     ],
 )
 def test_what_single_steps_cannot_have_is_refused(arguments: list[str], words: str, tmp_path: Path) -> None:

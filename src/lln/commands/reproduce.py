@@ -98,6 +98,8 @@ def reproduce(
         need("train")
         if quick:
             raise typer.BadParameter(f"{name} is made of runs: --scale says how long they are.", param_hint="--quick")
+        if tunings and name != "table1":
+            raise typer.BadParameter(f"it goes with table1, not with {name}.", param_hint="--tunings")
 
         from lln.commands.runs import Request, reproduce_runs
 
