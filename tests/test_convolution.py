@@ -227,11 +227,11 @@ def test_batches_measure_the_convolved_and_data_matching_refuses_them() -> None:
     model = build("llama", "sdpa")
     lln.hf.convert(model, "lln", statistics="running", convolution=5, momentum=1.0, batches=[batch])
     first = next(m.lln for m in model.modules() if hasattr(m, "lln"))
-    assert not first.moved()
+    assert not first.has_moved()
     with torch.no_grad():
         for name in ("conv_q", "conv_k"):
             getattr(first, name).fill_(0.5)
-    assert first.moved()
+    assert first.has_moved()
     before = first.running_variance_k.clone()
     lln.hf.convert(model, batches=[batch])
     measured = first.running_variance_q.clone(), first.running_variance_k.clone()
@@ -414,11 +414,6 @@ LEARNED = {
     "lln:statistics=fixed:feature_map=linear": "map_q",
     "lln_diag:mix=ratio:block_size=8": "mix_logit",
 }
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
 
 
 class Stop(Exception):

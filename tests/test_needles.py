@@ -298,11 +298,6 @@ EASY = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 def easy(attention: str = "softmax", **changes: str) -> Config:
     return change(recipe("needles", "tiny", attention), EASY | {k.replace("__", "."): v for k, v in changes.items()})
 

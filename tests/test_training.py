@@ -40,11 +40,6 @@ def config(attention: str = "lln_diag", **changes: str) -> Config:
     return change(recipe("mlm", "tiny", attention), small | {k.replace("__", "."): v for k, v in changes.items()})
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 def command(folder: Path, cache: Path, **changes: str) -> list[str]:
     return [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(SMALL | changes), str(folder), str(cache)]
 

@@ -27,11 +27,6 @@ def config(attention: str = "lln_diag", **changes: str) -> Config:
     return change(recipe("mlm", "tiny", attention), SMALL | changes)
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

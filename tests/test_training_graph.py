@@ -33,11 +33,6 @@ def config(attention: str = "lln_diag", task: str = "mlm", name: str | None = No
     return change(recipe(task, "tiny", attention, name), small | {k.replace("__", "."): v for k, v in changes.items()})
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

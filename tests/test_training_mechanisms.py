@@ -19,11 +19,6 @@ WORDS = {"model.layers": "1", "data.length": "32", "data.vocabulary": "300"}
 NAMES = ["softmax", *lln.hf.IMPLEMENTATIONS, "elu_diag", "performer_diag", "hedgehog_diag"]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 class Stop(Exception):
     pass
 

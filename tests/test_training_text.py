@@ -26,11 +26,6 @@ VOCAB = 700
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def tokenizer(cache: Path) -> TextTokenizer:
     return train_tokenizer(read("embedded/prose", "validation"), vocab_size=VOCAB, cache_dir=cache)
 

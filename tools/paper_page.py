@@ -57,10 +57,10 @@ ITEMS = (
         "table1", "Table 1: GLUE after pre-training",
         "RoBERTa-base, pre-trained on WikiText-103 with masks and fine-tuned: LLN+Diag 86.9 % on average, softmax "
         "87.0, LLN alone 85.4.",
-        "At scale mini the model is small, saw 0.1 billion tokens, and MNLI is a part of 9,888 pairs, so no accuracy "
-        "is near the paper's, and with one pre-training each the order is a first look: softmax left the plateau of "
-        "masked language modelling only after 3,000 of 6,500 steps and had not converged. The body of these models had "
-        "no weight decay, by a fault that is mended since. " + REMARKS1,
+        "At scale mini the model is small, its text short and MNLI a part of the original, so no accuracy is near "
+        "the paper's, and with one pre-training each the order is a first look: by Fig. 8 softmax left the "
+        "plateau of masked language modelling late and had not converged. The body of these models had no weight "
+        "decay, by a fault that is mended since. " + REMARKS1,
         TABLE1, COLUMNS1,
     ),
     Item(
@@ -68,14 +68,13 @@ ITEMS = (
         "RoBERTa-base, batch 1, an A100 of 40 GB: softmax runs out of memory at 8,192 tokens, LLN and LLN+Diag grow "
         "linearly and are faster than Nystromformer.",
         "*softmax* is the paper's, which keeps the matrix; *torch* is torch's own attention, which does not any "
-        "more, so on a machine of today softmax runs out of time before memory. In a batch of one, up to 4,096 "
-        "tokens, a step is bound by the host that launches kernels, of which LLN has more: torch's attention wins "
-        "there, and LLN from 8,192 tokens on. With 16k tokens a batch, LLN+Diag is level with torch's attention "
-        "at 1,024 tokens and faster from 2,048 on; its memory is the same but for a part in a hundred: slightly "
-        "above at 2,048 and below, under it from 4,096 on. Under torch.compile, torch's attention seems to have "
-        "formed the matrix (its memory is larger than without, and it ran out of it), so that its times are no "
-        "measure there; why was not looked into. Single cells scatter by some 15 %. What single attention calls "
-        "take on an H200 is under [Benchmarks](benchmarks.md).",
+        "more, so on a machine of today softmax runs out of time before memory. In a batch of one, short "
+        "sequences are bound by the host that launches kernels, and torch's attention wins there; the rows of "
+        "ratios say from where on LLN does. Single cells scatter: neighbours that do equal work differ. Memory "
+        "differs from torch's by less than a part in a hundred, to either side. Under torch.compile, torch's "
+        "attention seems to have formed the matrix (its memory is larger than without, and it ran out of it), so "
+        "that its times are no measure there; why was not looked into. What single attention calls take on an "
+        "H200 is under [Benchmarks](benchmarks.md).",
     ),
     Item(
         "fig5a", "Figure 5a: variance and mean of log P of softmax",

@@ -154,8 +154,8 @@ class LLNAttention(Matched):
         """Whether `features` are others than the queries and keys that came."""
         return self.feature_map is not None or self.convolution is not None
 
-    def moved(self) -> bool:
-        """Whether they have become others: maps and convolutions start at the identity. Reads values on the host."""
+    def has_moved(self) -> bool:
+        """Whether they have learned to be others: all of it starts at the identity. Reads values on the host."""
         names = ("map_q", "map_k", "key_offset", "conv_q", "conv_k", "conv_v")
         return any(bool(held.any()) for name in names if (held := self._parameters.get(name)) is not None)
 

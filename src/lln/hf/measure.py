@@ -64,7 +64,7 @@ class Seen:
             query, key = call.learned.convolved(query, key, **call.where)
         self.moments = self.moments + both_moments(query, key, key.shape[1], call.query_mask, call.key_mask).sum(2)
         if self.data:
-            if call.learned is not None and call.learned.moved():
+            if call.learned is not None and call.learned.has_moved():
                 raise ValueError(
                     "matching='data': the model's convolution or feature map has learned something, and data matching "
                     "would set alpha and beta as if it had not; leave out matching and batches."
