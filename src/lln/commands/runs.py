@@ -30,7 +30,7 @@ from lln.training.errors import DataError
 from lln.training.glue import tasks as glue_tasks
 from lln.training.sources import splits
 
-LENGTHS = "lengths"  # the one experiment that is not the paper's: a table and a chart
+LENGTHS = "lengths"  # a table and a chart
 
 
 @dataclasses.dataclass(frozen=True)

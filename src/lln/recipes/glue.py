@@ -37,7 +37,7 @@ def tiny(name: str) -> Config:
 
 def mini(name: str) -> Config:
     data = Data("nyu-mll/glue", TASKS[name][0], length=128, vocabulary=16384)
-    optimisation = Optimisation(steps=3000, batch=32, rate=1e-4, warmup=180, decay=0.1)
+    optimisation = Optimisation(steps=2000, batch=32, rate=1e-4, warmup=120, decay=0.1)
     return fine_tuned(mlm.mini(), "mini", data, optimisation, 500)
 
 

@@ -1,4 +1,4 @@
-"""Which runs the paper's tables and figures need, and needles against length, at each scale."""
+"""Which runs the paper's tables and figures need, and our own (matching, variants, lengths), at each scale."""
 
 from __future__ import annotations
 
@@ -31,6 +31,18 @@ ALL1 = (
 )  # fmt: skip
 FEW1 = ("softmax", "lln", "lln_diag", "elu")
 
+# Ours: how alpha and beta are found, and what else may help LLN.
+MATCHED = (
+    "", ":matching=variance", ":matching=entropy", *(f":alpha={alpha:g}" for alpha in ALPHAS), ":statistics=sample",
+    ":matching=entropy:statistics=sample",
+)  # fmt: skip
+MATCHINGS = ("softmax", *(name + how for name in ("lln_diag", "lln") for how in MATCHED))
+VARIANTS = (
+    "softmax", "softmax:convolution=5", "lln", "lln:alpha=2:learnable=head", "lln:alpha=2:learnable=channel",
+    "lln:feature_map=linear:statistics=fixed", "lln:convolution=5", "lln_diag", "lln_diag:alpha=2:learnable=channel",
+    "lln_diag:convolution=5", "lln_diag:overlap=true", "block_diagonal",
+)  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
@@ -60,7 +72,7 @@ class Experiment:
     jobs: Callable[[Asked], list[Job]]
     tiny: str  # how long it takes at that scale on two cores
     tasks: Callable[[str], tuple[str, ...]] = lambda scale: ()
-    paper: published.Numbers | None = None  # of tables
+    paper: published.Numbers | None = None  # of tables; of our own none are published
     columns: tuple[str, ...] = ()
 
 
@@ -204,6 +216,14 @@ EXPERIMENTS = {
         Experiment(
             "fig10", "Accuracy and loss scale with fixed alpha = beta and with moment matching", "image", one("lln"),
             jobs10, "3 min",
+        ),
+        Experiment(
+            "matching", "Which matching and which statistics train best", "glue", one(*MATCHINGS), jobs1, "15 min",
+            one("sst2"), {}, ("sst2",),
+        ),
+        Experiment(
+            "variants", "What helps LLN: learned alpha and beta, a feature map, a convolution, overlapping blocks", "glue",
+            one(*VARIANTS), jobs1, "10 min", one("sst2"), {}, ("sst2",),
         ),
         Experiment(
             "lengths", "Needles in text against length", "needles",

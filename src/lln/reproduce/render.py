@@ -18,7 +18,7 @@ BASE, OURS = "softmax", "lln_diag"  # what others are compared with in words
 def markdown(result: dict[str, Any]) -> str:
     p = result["provenance"]
     head = [
-        f"# Table {result['table'].removeprefix('table')}: {result['title']}", "",
+        f"# {heading(result)}", "",
         f"Scale {result['scale']}, {p['date'][:10]}, commit {p['commit']}, `{p['command']}`; runs on "
         f"{', '.join(machines(result)) or 'no machine yet'}. Mean ± standard deviation (number of values).", "",
     ]  # fmt: skip
@@ -28,6 +28,11 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(line for part in [*parts, troubles(result), run_list(result)] for line in part)
 
 
+def heading(result: dict[str, Any]) -> str:
+    number = result["table"].removeprefix("table")
+    return f"Table {number}: {result['title']}" if number.isdigit() else result["title"]
+
+
 def machines(result: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(run["provenance"]["device"] for run in result["runs"]))
 
@@ -35,7 +40,7 @@ def machines(result: dict[str, Any]) -> list[str]:
 def main_table(result: dict[str, Any]) -> list[str]:
     columns = result["columns"]
     marked = {c: f"{c} {MARK}" if result["marks"].get(c, {}).get("data") else c for c in columns}
-    own = [c for c in columns if any(c in row["paper"] for row in result["rows"]) or c != LOSS]
+    own = [c for c in columns if any(c in row["paper"] for row in result["rows"])]
     titles = [t for c in columns for t in ([marked[c], "paper"] if c in own else [marked[c]])]
     lines = ["| attention | " + " | ".join(titles) + " |", "|---" + "|---:" * len(titles) + "|"]
     for row in result["rows"]:

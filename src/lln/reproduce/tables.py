@@ -81,7 +81,7 @@ def order(experiment: Experiment, asked: Asked, runs: list[Found]) -> list[str]:
         return ["accuracy"]
     there = {r.column for r in runs if r.config["task"] == experiment.task and r.config["preset"] == asked.scale}
     known = [c for c in experiment.columns if c in there or c in asked.tasks]
-    return [LOSS, *known] if experiment.name == "table1" else known
+    return [LOSS, *known] if experiment.task == "glue" else known
 
 
 # Cells
@@ -187,7 +187,8 @@ def other_data(config: dict[str, Any], paper: dict[str, Any]) -> list[str]:
 def other_model(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     def title(model: dict[str, Any]) -> str:
         norm = ", pre-norm" if model["pre_norm"] else ""
-        return f"{model['layers']} layers, {model['width']} wide, {model['heads']} heads{norm}"
+        places = f", {model['positions']} positions" if "positions" in model else ""
+        return f"{model['layers']} layers, {model['width']} wide, {model['heads']} heads{norm}{places}"
 
     if title(ours) == title(theirs):
         return []

@@ -69,7 +69,7 @@ class Config:
     seed: int = 0
     precision: str = "float32"  # or "bfloat16", "float16": autocast
     checkpointing: bool = False  # activations computed again in the backward pass
-    compile: bool = False
+    compile: bool = False  # with torch.compile; in a graph, its layers
     graph: bool = False  # the whole step as one CUDA graph
     fsdp: bool = False  # weights, gradients and moments spread over the processes
     log_every: int = 10  # steps
@@ -92,8 +92,11 @@ class Config:
         if self.save_every % self.log_every:
             # A mean over steps on both sides of a checkpoint would differ after going on from it.
             raise ValueError(f"save_every must be a multiple of log_every; got {self.save_every} and {self.log_every}.")
-        if self.compile and self.record_every:
-            raise ValueError("record_every must be 0 with compile: a compiled model shows nothing of its inside.")
+        if self.compile and self.record_every and not self.graph:
+            raise ValueError(
+                "record_every must be 0 with compile: a compiled model shows nothing of its inside; or use graph=yes, "
+                "which records in steps that are not compiled."
+            )
         o = self.optimisation
         if o.steps < 1 or o.batch < 1 or o.accumulation < 1 or o.batch % o.accumulation:
             raise ValueError(

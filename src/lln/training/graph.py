@@ -7,11 +7,17 @@ and evaluated goes through the Trainer as always. Without a GPU the same loop ru
 
 from __future__ import annotations
 
+import contextlib
+import unittest.mock
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+import transformers.masking_utils
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lln.training.config import Config
 from lln.training.examples import IGNORE, Stream
@@ -54,6 +60,7 @@ class GraphTrainer(RunTrainer):
     """The Trainer of a run with `graph`, on one device."""
 
     record_every = 0
+    compiles = False  # the layers, within the graph
     control: Any
 
     def _run_epoch(self, model: nn.Module, **about: Any) -> None:
@@ -64,6 +71,8 @@ class GraphTrainer(RunTrainer):
         self.accelerator.gradient_state._set_sync_gradients(True)
         if about["resume_from_checkpoint"] is not None:
             self._load_rng_state(about["resume_from_checkpoint"])
+        if self.compiles:
+            torch.compiler.reset()  # of another run in this process nothing fits
         if self.args.device.type != "cuda":
             self.run_steps(model, about["start_time"])
             return
@@ -85,7 +94,8 @@ class GraphTrainer(RunTrainer):
             watched = self.record_every and step % self.record_every == 0  # a recorder sees nothing of a graph
             if watched or step < first + FIRST or self.args.device.type != "cuda":
                 self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
-                self.step(model, watched=True)
+                with fused(model, self.compiles and not watched):
+                    self.step(model, watched=True)
             else:
                 graph = graph or self.captured(model)
                 graph.replay()
@@ -107,7 +117,8 @@ class GraphTrainer(RunTrainer):
         model.train()  # an evaluation may lie before
         inputs = self.feed.batch()
         count = (inputs["labels"] != IGNORE).sum() if self.compute_loss_func is not None else None
-        loss = self.compute_loss(model, inputs, num_items_in_batch=count)
+        with unmasked() if "attention_mask" not in inputs else contextlib.nullcontext():
+            loss = self.compute_loss(model, inputs, num_items_in_batch=count)
         self.accelerator.backward(loss)
         limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else float("inf")
         self.norm.copy_(nn.utils.clip_grad_norm_(model.parameters(), limit))
@@ -126,7 +137,7 @@ class GraphTrainer(RunTrainer):
         for group in groups:
             group["capturable"] = True
         try:
-            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            with fused(model, self.compiles), torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
                 self.step(model)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
@@ -141,13 +152,37 @@ class GraphTrainer(RunTrainer):
         return float(schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch))
 
 
+@contextlib.contextmanager
+def unmasked() -> Iterator[None]:
+    """For batches without a mask. While a graph is captured, transformers makes a mask even then, which hides nothing
+    and forces torch into a slower attention: it leaves a mask out only where it could look at one."""
+    with unittest.mock.patch.object(transformers.masking_utils, "is_tracing", lambda tensor=None: False):
+        yield
+
+
+@contextlib.contextmanager
+def fused(model: nn.Module, on: bool) -> Iterator[None]:
+    """With `on`, the layers as torch.compile makes them, each by itself: they are alike, so one is compiled. Only for
+    the steps that a graph holds: a recorder sees nothing of compiled layers, and evaluations have other shapes."""
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] if on else []
+    for layer in layers:
+        layer.compile()
+    try:
+        with warnings.catch_warnings():
+            # torch.compile looks at gradients of what passes between layers, and torch warns of that.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            yield
+    finally:
+        for layer in layers:
+            layer._compiled_call_impl = None
+
+
 def check_graph(config: Config, processes: int) -> None:
     """ValueError, in one sentence, for what a graph cannot hold."""
     for wrong, what in (
         (processes > 1, "one process only: gradients of several are exchanged outside of the graph"),
         (config.optimisation.accumulation > 1, "optimisation.accumulation=1: one graph is one pass"),
         (config.precision == "float16", "no float16: its loss scale is decided on the host; use bfloat16"),
-        (config.compile, "compile=no: torch.compile has graphs of its own"),
         (config.checkpointing, "checkpointing=no: it saves and restores random numbers on the host"),
         (
             config.model.attention_dropout > 0 and config.attention.name not in ("softmax", "lln", "lln_diag"),

@@ -160,7 +160,7 @@ def work(
     if data.guessed is not None:
         trainer.guesses = Guesses(model.lm_head, data.guessed, evaluated=pick is answers)
     if isinstance(trainer, GraphTrainer):
-        trainer.record_every = config.record_every
+        trainer.record_every, trainer.compiles = config.record_every, config.compile
     if config.record_every and (run is not None or config.fsdp):  # all that hold a part of a gradient have to measure
         trainer.add_callback(Recording(run, config.record_every, trainer.log, lambda: loss_scale(trainer)))
     checkpoint = None

@@ -164,7 +164,7 @@ def arguments(config: Config, folder: Path, *, device: str, processes: int, repo
         data_seed=config.seed,
         bf16=config.precision == "bfloat16",
         fp16=config.precision == "float16",
-        torch_compile=config.compile,
+        torch_compile=config.compile and not config.graph,  # a graph compiles the layers itself
         use_cpu=device == "cpu",
         logging_steps=config.log_every,
         logging_nan_inf_filter=False,
