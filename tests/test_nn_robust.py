@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lln import LLNAttention, MultiheadAttention, lln_attention, match_moments
+from lln import LLNAttention, MultiheadAttention, curves, lln_attention, match_moments
 
 
 def inputs(seed: int = 0, spread: float = 1.0) -> list[Tensor]:
@@ -187,8 +187,9 @@ def test_wrong_numbers_are_named_at_construction(options: dict[str, Any], messag
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("matching", ["paper", "variance", "entropy"])
 @pytest.mark.parametrize("statistics", ["sample", "batch", "running", "fixed"])
-def test_a_module_compiles_as_one_graph(matching: str, statistics: str) -> None:
+def test_a_module_compiles_as_one_graph(matching: str, statistics: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
+    monkeypatch.setattr(curves, "MADE", {})  # nothing was computed before
     attention = LLNAttention(2, 8, matching=matching, statistics=statistics, block_size=8)
     other = copy.deepcopy(attention)
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")

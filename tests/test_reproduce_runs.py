@@ -14,6 +14,7 @@ from fake_runs import asked, finish, jobs_of
 from lln.cli import app
 from lln.commands import runs as command
 from lln.recipes import recipe
+from lln.reproduce.jobs import Job
 from lln.training.config import change
 from lln.training.errors import DataError
 from lln.training.tasks import load as load_data
@@ -86,10 +87,10 @@ def test_a_stopped_command_goes_on_from_the_checkpoint(tmp_path: Path, monkeypat
     assert whole.exit_code == 0, whole.output
     step = command.Bars.step
 
-    def stop(self: command.Bars, number: int, values: dict[str, float]) -> None:
+    def stop(self: command.Bars, job: Job, number: int, values: dict[str, float]) -> None:
         if number == 5:
             raise KeyboardInterrupt
-        step(self, number, values)
+        step(self, job, number, values)
 
     with monkeypatch.context() as patch:
         patch.setattr(command.Bars, "step", stop)

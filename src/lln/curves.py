@@ -24,28 +24,42 @@ from torch import Tensor
 from lln.kernels.common import wide_dtype
 
 
+def interpolated(x: Tensor, y: Tensor, slope: Tensor, at: Tensor) -> Tensor:
+    """y(at) by monotone cubic Hermite interpolation; straight lines beyond the ends. y and slope may be those of several
+    curves over one x: [*curves, n], and the result is [*curves, *at.shape]."""
+
+    def pick(t: Tensor, i: Tensor) -> Tensor:
+        # Not []: an index of no dimensions would be read on the host, which waits for the device.
+        return t.index_select(-1, i.flatten()).reshape(t.shape[:-1] + i.shape)
+
+    low, high = ends(x, at)
+    inside = torch.minimum(torch.maximum(at, low), high)
+    i = torch.bucketize(inside, x[1:-1])
+    (x0, y0, m0), (x1, y1, m1) = ([pick(t, j) for t in (x, y, slope)] for j in (i, i + 1))
+    step, rise = x1 - x0, y1 - y0
+    u, m0, m1 = (inside - x0) / step, m0 * step, m1 * step
+    found = y0 + u * (m0 + u * (3 * rise - 2 * m0 - m1 + u * (m0 + m1 - 2 * rise)))
+    return found + (at - inside) * torch.where(at < low, *ends(slope, at))
+
+
+def ends(t: Tensor, at: Tensor) -> list[Tensor]:
+    """The first and the last along the last dimension of t, ready to meet `at`. Slices: of a constant, torch.compile
+    cannot take a single element."""
+    return [part.reshape(t.shape[:-1] + (1,) * at.ndim) for part in (t[..., :1], t[..., -1:])]
+
+
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """y(x) by monotone cubic Hermite interpolation; straight lines beyond the ends."""
-
     x: Tensor  # [n] ascending
     y: Tensor  # [n]
     slope: Tensor  # [n]
 
     def __call__(self, at: Tensor) -> Tensor:
-        low, high = self.x[0], self.x[-1]
-        inside = torch.minimum(torch.maximum(at, low), high)
-        i = torch.bucketize(inside, self.x[1:-1])
-        # take, not []: an index of no dimensions would be read on the host, which waits for the device.
-        (x0, y0, m0), (x1, y1, m1) = ([t.take(j) for t in (self.x, self.y, self.slope)] for j in (i, i + 1))
-        step, rise = x1 - x0, y1 - y0
-        u, m0, m1 = (inside - x0) / step, m0 * step, m1 * step
-        y = y0 + u * (m0 + u * (3 * rise - 2 * m0 - m1 + u * (m0 + m1 - 2 * rise)))
-        return y + (at - inside) * torch.where(at < low, self.slope[0], self.slope[-1])
+        return interpolated(self.x, self.y, self.slope, at)
 
-    def to(self, device: torch.device) -> Curve:
-        dtype = wide_dtype(device)
-        return Curve(*(t.to(device, dtype) for t in (self.x, self.y, self.slope)))
+    def points(self, device: torch.device) -> Tensor:
+        """[3, n] for `interpolated`"""
+        return torch.stack([self.x, self.y, self.slope]).to(device, wide_dtype(device))
 
 
 def pchip(x: Tensor, y: Tensor) -> Curve:
@@ -81,28 +95,33 @@ def across_dims(per_dim: list[Tensor], head_dim: int) -> Tensor:
     return torch.cat([pchip(dims, values)(at) for values in torch.stack(per_dim, -1)])
 
 
-# Curves by (head_dim, device). Plain dictionaries: torch.compile does not look into functools.cache.
-VARIANCE_INVERSES: dict[tuple[int, str], Curve] = {}
-ENTROPY_CURVES: dict[tuple[int, str], tuple[Tensor, list[Curve]]] = {}
+# By (head_dim, device). To torch.compile these functions are constants, and constants must be tensors: curves that it
+# had made itself while tracing it could not always keep (torch 2.11 on a GPU).
+MADE: dict[tuple[str, int, str], Tensor] = {}
 
 
-def variance_inverse(head_dim: int, device: torch.device) -> Curve:
-    """log V -> log s2."""
-    key = head_dim, str(device)
-    if key not in VARIANCE_INVERSES:
-        VARIANCE_INVERSES[key] = make_variance_inverse(head_dim, device)
-    return VARIANCE_INVERSES[key]
+@torch.compiler.assume_constant_result
+def variance_inverse(head_dim: int, device: torch.device) -> Tensor:
+    """The curve log V -> log s2, as `points`."""
+    key = "variance", head_dim, str(device)
+    if key not in MADE:
+        MADE[key] = make_variance_inverse(head_dim).points(device)
+    return MADE[key]
 
 
-def entropy_curves(head_dim: int, device: torch.device) -> tuple[Tensor, list[Curve]]:
-    """The measured log N, and for each the curve log t -> log s2."""
-    key = head_dim, str(device)
-    if key not in ENTROPY_CURVES:
-        ENTROPY_CURVES[key] = make_entropy_curves(head_dim, device)
-    return ENTROPY_CURVES[key]
+@torch.compiler.assume_constant_result
+def entropy_curves(head_dim: int, device: torch.device) -> Tensor:
+    """For each measured length N the curve log t -> log s2, as `points`, and a fourth row of log N: [lengths, 4, n].
+    All are over the same t."""
+    key = "entropy", head_dim, str(device)
+    if key not in MADE:
+        curves = torch.stack([curve.points(device) for curve in make_entropy_curves(head_dim)])
+        lengths = torch.tensor(stored()["lengths"], dtype=torch.float64, device="cpu").log().to(device, curves.dtype)
+        MADE[key] = torch.cat([curves, lengths[:, None, None].expand(-1, 1, curves.shape[-1])], 1)
+    return MADE[key]
 
 
-def make_variance_inverse(head_dim: int, device: torch.device) -> Curve:
+def make_variance_inverse(head_dim: int) -> Curve:
     check_head_dim(head_dim, "variance")
     curves = stored()["variance"]
     per_dim = [
@@ -110,12 +129,12 @@ def make_variance_inverse(head_dim: int, device: torch.device) -> Curve:
         for dim in stored()["head_dims"]
     ]
     log_s2 = torch.tensor(stored()["s2"], dtype=torch.float64, device="cpu").log()
-    return pchip(across_dims(per_dim, head_dim), log_s2).to(device)
+    return pchip(across_dims(per_dim, head_dim), log_s2)
 
 
-def make_entropy_curves(head_dim: int, device: torch.device) -> tuple[Tensor, list[Curve]]:
+def make_entropy_curves(head_dim: int) -> list[Curve]:
     check_head_dim(head_dim, "entropy")
-    curves, lengths = stored()["entropy"], stored()["lengths"]
+    curves = stored()["entropy"]
     log_t = torch.tensor(stored()["t"], dtype=torch.float64, device="cpu").log()
 
     def curve(length: int) -> Curve:
@@ -123,26 +142,27 @@ def make_entropy_curves(head_dim: int, device: torch.device) -> tuple[Tensor, li
             torch.tensor(curves[str(dim)][str(length)]["s2"], dtype=torch.float64, device="cpu").log()
             for dim in stored()["head_dims"]
         ]
-        return pchip(log_t, across_dims(per_dim, head_dim)).to(device)
+        return pchip(log_t, across_dims(per_dim, head_dim))
 
-    log_lengths = torch.tensor(lengths, dtype=torch.float64, device="cpu").log().to(device, wide_dtype(device))
-    return log_lengths, [curve(length) for length in lengths]
+    return [curve(length) for length in stored()["lengths"]]
 
 
 def s2_for_variance(t: Tensor, head_dim: int) -> Tensor:
     """s2 at which the variance of log P_LLN within a row is t."""
-    return variance_inverse(head_dim, t.device)(t.log()).exp()
+    return interpolated(*variance_inverse(head_dim, t.device).unbind(), t.log()).exp()
 
 
 def s2_for_entropy(t: Tensor, head_dim: int, length: Tensor) -> Tensor:
     """s2 at which LLN over `length` keys has the entropy of softmax with score variance t. Beyond the measured lengths
     the nearest one serves."""
-    log_lengths, curves = entropy_curves(head_dim, t.device)
-    values = torch.stack([curve(t.log()) for curve in curves], -1)
+    curves = entropy_curves(head_dim, t.device)
+    known = curves[:, 3, 0].contiguous()
+    values = interpolated(curves[0, 0], curves[:, 1], curves[:, 2], t.log())  # [lengths, *t.shape]
     at = length.to(values.dtype).log().expand(t.shape)
-    at = torch.minimum(torch.maximum(at, log_lengths[0]), log_lengths[-1])
-    i = torch.bucketize(at, log_lengths[1:-1])
-    shorter, longer = log_lengths.take(i), log_lengths.take(i + 1)
+    shortest, longest = ends(known, at)
+    at = torch.minimum(torch.maximum(at, shortest), longest)
+    i = torch.bucketize(at, known[1:-1])
+    shorter, longer = known.take(i), known.take(i + 1)
     u = (at - shorter) / (longer - shorter)
-    low, high = (values.gather(-1, j.unsqueeze(-1)).squeeze(-1) for j in (i, i + 1))
+    low, high = (values.gather(0, j.unsqueeze(0)).squeeze(0) for j in (i, i + 1))
     return (low + u * (high - low)).exp()

@@ -94,6 +94,9 @@ def reproduce(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and run nothing.")] = False,
     retry: Annotated[bool, typer.Option("--retry-failed", help="Run failed runs again.")] = False,
     keep: Annotated[bool, typer.Option("--keep-all", help="Keep checkpoints and all models of finished runs.")] = False,
+    at_once: Annotated[
+        int, typer.Option(min=1, help="Runs side by side on the device; their times then say little.")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Make a figure or table of the paper from scratch and say whether its claims hold, in numbers."""
@@ -112,11 +115,12 @@ def reproduce(
             Request(
                 name=name, scale=scale.value, attentions=attentions, tasks=tasks, seeds=seeds or 1, first=seed,
                 tunings=tunings, changes=changes or [], data_root=data_root, device=device, out=out, source=source,
-                charts=not no_charts, dry_run=dry_run, retry=retry, keep=keep, as_json=as_json,
+                charts=not no_charts, dry_run=dry_run, retry=retry, keep=keep, at_once=at_once,
+                as_json=as_json,
             )
         )  # fmt: skip
         return
-    if name in MEASURED and not any((tasks, tunings, dry_run, retry, keep)):
+    if name in MEASURED and not any((tasks, tunings, dry_run, retry, keep, at_once > 1)):
         asked = attentions.split(",") if attentions else []
         reproduce_costs(
             name, scale.value, device, out, asked, changes or [], repeats=1 if quick else 3, seed=seed, source=source,
@@ -126,6 +130,7 @@ def reproduce(
     given = {
         "--attentions": attentions, "--tasks": tasks, "--tunings": tunings, "--set": changes, "--from": source,
         "--no-charts": no_charts, "--dry-run": dry_run, "--retry-failed": retry, "--keep-all": keep,
+        "--at-once": at_once > 1,
     }  # fmt: skip
     if foreign := [option for option, value in given.items() if value]:
         also = MEASURED if foreign[0] in ("--attentions", "--set", "--from", "--no-charts") else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import functools
 import io
 import json
 from pathlib import Path
@@ -25,6 +26,7 @@ from lln.reproduce.estimate import estimate, minutes
 from lln.reproduce.experiments import EXPERIMENTS, Asked, Experiment, refused
 from lln.reproduce.found import find, read
 from lln.reproduce.jobs import Hooks, Job, check, configure, drive, label, state
+from lln.reproduce.side_by_side import drive_at_once
 from lln.training.config import Config
 from lln.training.errors import DataError
 from lln.training.glue import tasks as glue_tasks
@@ -53,6 +55,7 @@ class Request:
     dry_run: bool
     retry: bool
     keep: bool
+    at_once: int
     as_json: bool
 
 
@@ -214,7 +217,8 @@ def run(
 
         hooks = Hooks(say=bars.say, begin=bars.begin, step=bars.step, end=end)
         try:
-            drive(
+            go = drive if request.at_once == 1 else functools.partial(drive_at_once, at_once=request.at_once)
+            go(
                 jobs, asked.runs, device=asked.device, data_root=request.data_root, hooks=hooks, retry=request.retry,
                 keep=request.keep,
             )  # fmt: skip

@@ -222,7 +222,7 @@ EXPERIMENTS = {
             one("sst2"), {}, ("sst2",),
         ),
         Experiment(
-            "variants", "What helps LLN: learned alpha and beta, a feature map, a convolution, overlapping blocks", "glue",
+            "variants", "What helps LLN: learned alpha and beta, feature map, convolution, overlapping blocks", "glue",
             one(*VARIANTS), jobs1, "10 min", one("sst2"), {}, ("sst2",),
         ),
         Experiment(

@@ -54,13 +54,17 @@ class Found:
         return found
 
     def cost(self) -> dict[str, Any]:
-        """Seconds over all times it was started, and bytes of the GPU; what a killed process took is not known."""
+        """Seconds over all times it was started, beside how many other runs at most, and bytes of the GPU; what a
+        killed process took is not known."""
         times = read(self.path / ATTEMPTS) or []
         starts = len(read(self.path / ENVIRONMENT) or [])
         seconds = sum(t["seconds"] for t in times) if times else (self.result or {}).get("seconds")
         most = [t["bytes"] for t in times if t["bytes"] is not None]
         whole = starts <= max(len(times), 1)
-        return {"seconds": seconds, "bytes": max(most, default=None), "starts": starts, "all_times_known": whole}
+        return {
+            "seconds": seconds, "beside": max((t.get("beside", 0) for t in times), default=0),
+            "bytes": max(most, default=None), "starts": starts, "all_times_known": whole,
+        }  # fmt: skip
 
 
 def read(path: Path) -> Any:

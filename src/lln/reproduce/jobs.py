@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import gc
 import json
 import re
@@ -183,7 +184,7 @@ class Hooks:
 
     say: Say = lambda text: None
     begin: Callable[[Job], None] = lambda job: None
-    step: Callable[[int, dict[str, float]], None] = lambda number, values: None
+    step: Callable[[Job, int, dict[str, float]], None] = lambda job, number, values: None
     end: Callable[[Job, str], None] = lambda job, state: None  # also of runs that were finished before
 
 
@@ -193,34 +194,45 @@ def drive(
 ) -> None:  # fmt: skip
     """Run what is not finished yet. A run that fails is recorded as failed, with the reason, and the rest goes on;
     KeyboardInterrupt and OSError (a full disk) come through, and everything can go on from there."""
-    hooks = hooks or Hooks()
-    needed = {job.after for job in jobs}
+    hooks, needed = hooks or Hooks(), {job.after for job in jobs}
     for job in jobs:
-        path = runs / job.folder
-        now = state(path)
-        if now == "failed" and retry:
-            (path / FAILED).unlink()
-            now = "begun"
-        if now in ("finished", "failed"):
-            hooks.end(job, now)
-            continue
-        if job.after is not None and state(runs / job.after) != "finished":
-            hooks.say(f"{job.folder}: left out, since {job.after} has not finished.")
-            hooks.end(job, "left out")
-            continue
-        hooks.begin(job)
-        hooks.end(job, run_one(job, path, device, data_root, cache_dir, hooks))
-        if not keep and state(path) == "finished":
-            tidy(path, model=job.folder in needed or job.config.task == "mlm")
+        if not settled(job, runs, hooks, retry=retry):
+            hooks.begin(job)
+            hooks.end(job, run_one(job, runs / job.folder, device, data_root, cache_dir, hooks))
+            tidied(job, runs, needed, keep=keep)
 
 
-def run_one(job: Job, path: Path, device: str, data_root: Place, cache_dir: Place, hooks: Hooks) -> str:
+def settled(job: Job, runs: Path, hooks: Hooks, *, retry: bool) -> bool:
+    """Whether there is nothing to run, because it was run before or what it starts from was not."""
+    path = runs / job.folder
+    now = state(path)
+    if now == "failed" and retry:
+        (path / FAILED).unlink()
+        now = "begun"
+    if now not in ("finished", "failed") and job.after is not None and state(runs / job.after) != "finished":
+        hooks.say(f"{job.folder}: left out, since {job.after} has not finished.")
+        now = "left out"
+    if now in ("finished", "failed", "left out"):
+        hooks.end(job, now)
+        return True
+    return False
+
+
+def tidied(job: Job, runs: Path, needed: set[str | None], *, keep: bool) -> None:
+    path = runs / job.folder
+    if not keep and state(path) == "finished":
+        tidy(path, model=job.folder in needed or job.config.task == "mlm")
+
+
+def run_one(
+    job: Job, path: Path, device: str, data_root: Place, cache_dir: Place, hooks: Hooks, *, beside: int = 0
+) -> str:
     where = torch.device(device)
     try:
-        with attempt(path, where):
+        with attempt(path, where, beside):
             train(
                 job.config, path, device=device, data_root=data_root, cache_dir=cache_dir,
-                say=lambda text: hooks.say(f"{job.folder}: {text}"), progress=hooks.step,
+                say=lambda text: hooks.say(f"{job.folder}: {text}"), progress=functools.partial(hooks.step, job),
             )  # fmt: skip
         return "finished"
     except (ValueError, TypeError, DataError, RuntimeError) as error:  # RuntimeError: also NaN, and out of memory
@@ -238,8 +250,9 @@ def first_line(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def attempt(path: Path, device: torch.device) -> Iterator[None]:
-    """Adds to attempts.json how long this took, and the memory it needed at its worst moment on a GPU."""
+def attempt(path: Path, device: torch.device, beside: int = 0) -> Iterator[None]:
+    """Adds to attempts.json how long this took, beside how many other runs at most, and the memory it needed at its
+    worst moment on a GPU."""
     cuda = device.type == "cuda"
     if cuda:
         gc.collect()  # of the run before
@@ -254,7 +267,7 @@ def attempt(path: Path, device: torch.device) -> Iterator[None]:
             before = json.loads((path / ATTEMPTS).read_text()) if (path / ATTEMPTS).exists() else []
             date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             most = torch.cuda.max_memory_allocated(device) if cuda else None
-            write_json(path / ATTEMPTS, [*before, {"ended": date, "seconds": seconds, "bytes": most}])
+            write_json(path / ATTEMPTS, [*before, {"ended": date, "seconds": seconds, "beside": beside, "bytes": most}])
 
 
 def tidy(path: Path, *, model: bool) -> None:

@@ -106,7 +106,8 @@ def cell(attention: str, length: int, runs: list[Found]) -> dict[str, Any] | Non
     if not any(run.result is not None or run.failure is not None for run in runs):
         return None
     results = [run.result for run in runs if run.result is not None]
-    paces = [r["step_seconds"] for r in results if r.get("step_seconds") is not None]
+    alone = [run.result for run in runs if run.result is not None and not run.cost()["beside"]]
+    paces = [r["step_seconds"] for r in alone if r.get("step_seconds") is not None]
     bands = dict.fromkeys(name for r in results for name in r["metrics"] if BAND.fullmatch(name))
     return {
         "attention": attention, "length": length,
@@ -155,8 +156,9 @@ def markdown(result: dict[str, Any]) -> str:
         "Mean ± standard deviation (number of seeds).", "",
         *table(result, "accuracy (%)", lambda c: told_spread(c["accuracy"], 1)),
         *table(result, "loss", lambda c: told_spread(c["loss"], 3), guessed=False),
-        *table(result, "ms a step", lambda c: scaled(c["step_seconds"], 1e3), guessed=False),
     ]  # fmt: skip
+    if any(c["step_seconds"] is not None for c in result["cells"]):
+        lines += table(result, "ms a step", lambda c: scaled(c["step_seconds"], 1e3), guessed=False)
     if any(c["bytes"] is not None for c in result["cells"]):
         lines += table(result, "MiB of the GPU at most", lambda c: scaled(c["bytes"], 1 / MIB), guessed=False)
     return "\n".join([*lines, *distances(result), *linear(result), *budget(result), *troubles(result)])

@@ -126,7 +126,8 @@ def costs(result: dict[str, Any]) -> list[str]:
         for row in result["rows"]:
             texts = []
             for c in columns:
-                value = (row["cells"].get(c) or {}).get(what)
+                cell = row["cells"].get(c) or {}
+                value = None if what == "seconds" and cell.get("beside") else cell.get(what)
                 texts.append("" if value is None else number(value / 1e6 if what == "bytes" else value))
                 theirs = PAPER4.get(row["attention"], {}).get(unit, {}).get(c)
                 texts.append("-" if theirs is None else f"{theirs:g}")
@@ -152,6 +153,8 @@ def run_list(result: dict[str, Any]) -> list[str]:
     lines = ["## Runs", "", "| run | score | time | machine | commit |", "|---|---:|---:|---|---|"]
     for run in result["runs"]:
         took = "" if run["seconds"] is None else ("" if run["all_times_known"] else "> ") + minutes(run["seconds"])
+        if beside := run.get("beside"):
+            took += f" beside {beside} other{'s' if beside > 1 else ''}"
         p = run["provenance"]
         lines.append(f"| {run['folder']} | {run['score']:.4g} | {took} | {p['device']} | {p['commit']} |")
     return [*lines, ""]

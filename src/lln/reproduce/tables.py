@@ -113,6 +113,7 @@ def cell(runs: list[Found]) -> dict[str, Any] | None:
         "runs": len(finished),
         "failed": failed,
         "seconds": statistics.fmean(seconds) if seconds else None,
+        "beside": max(c["beside"] for c in costs),
         "bytes": max((c["bytes"] for c in costs if c["bytes"] is not None), default=None),
     }
 

@@ -8,15 +8,14 @@ and evaluated goes through the Trainer as always. Without a GPU the same loop ru
 from __future__ import annotations
 
 import contextlib
-import unittest.mock
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-import transformers.masking_utils
 from torch import Tensor, nn
+from transformers import masking_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lln.training.config import Config
@@ -156,8 +155,12 @@ class GraphTrainer(RunTrainer):
 def unmasked() -> Iterator[None]:
     """For batches without a mask. While a graph is captured, transformers makes a mask even then, which hides nothing
     and forces torch into a slower attention: it leaves a mask out only where it could look at one."""
-    with unittest.mock.patch.object(transformers.masking_utils, "is_tracing", lambda tensor=None: False):
+    usual = masking_utils.is_tracing
+    masking_utils.is_tracing = lambda tensor=None: False
+    try:
         yield
+    finally:
+        masking_utils.is_tracing = usual
 
 
 @contextlib.contextmanager
