@@ -1,12 +1,14 @@
 """On every device of this machine the op gives what it gives in float64 on the CPU: outputs, gradients, states."""
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+import lln
 from lln import LLNAttention, lln_attention
 from reference import relative_error
 
@@ -119,3 +121,35 @@ def test_running_statistics_move_on_in_a_captured_training_step(device: str) -> 
         step()
     attention.eval()
     assert attention.running_variance_q.cpu().tolist() == pytest.approx([9.0, 9.0], rel=0.2)
+
+
+MECHANISMS = [name for name, m in lln.mechanisms().items() if m.kind != "mixer"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_no_mechanism_waits_for_the_device(name: str, device: str) -> None:
+    """Random features, landmarks and rotations lie on the device after the first call, so that a training step can be
+    captured."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(2, 2, 64, 16, generator=generator) for _ in range(3)]
+    module = lln.mechanism(name, num_heads=2, head_dim=16, max_length=64).eval()
+    expected = module(*tensors)
+    other = copy.deepcopy(module).to(device)
+    moved = [t.to(device).requires_grad_() for t in tensors]
+
+    def step() -> torch.Tensor:
+        out: torch.Tensor = other(*moved)
+        torch.autograd.grad(out.square().sum(), moved, allow_unused=True)  # Reformer does not read its keys
+        return out
+
+    assert relative_error(captured(device, step)().detach().cpu(), expected) < 1e-4
+
+
+def test_what_is_drawn_for_a_mechanism_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(1, 2, 64, 16)
+    for name in ("performer", "rfa", "reformer", "skyformer"):
+        first = lln.attention(name, x, x, x)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "Generator", pytest.fail)
+            assert torch.equal(lln.attention(name, x, x, x), first)

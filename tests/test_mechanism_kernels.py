@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lln
 from lln.kernels.common import SPAN_ELEMENTS
-from lln.mechanisms.pieces import gaussian
+from lln.mechanisms.draws import draw_gaussian
 from mechanism_cases import inputs, slope
 from reference import normal, relative_error
 
@@ -169,7 +169,7 @@ def test_performer_is_performer_pytorch(performer_pytorch: ModuleType, causal: b
 
 
 def test_orthogonal_features_are_normal_and_at_right_angles() -> None:
-    w = gaussian(4000, 8, 5, orthogonal=True)
+    w = draw_gaussian(4000, 8, 5, orthogonal=True)
     unit = functional.normalize(w[:8], dim=-1)
     torch.testing.assert_close(unit @ unit.T, torch.eye(8, dtype=torch.float64))
     assert abs(w.mean()) < 5 / math.sqrt(w.numel())

@@ -59,7 +59,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, cache: Path) 
     said: list[str] = []
     hooks = Hooks(say=said.append, end=lambda job, now: ended.update({job.folder: now}))
     drive_at_once([bad, tuning, *others], tmp_path, 3, device="cpu", cache_dir=cache, hooks=hooks)
-    assert list(ended[job.folder] for job in (bad, tuning, *others)) == ["failed", "left out", "finished", "finished"]
+    assert [ended[job.folder] for job in (bad, tuning, *others)] == ["failed", "left out", "finished", "finished"]
     assert any("failed: The loss is not finite" in text for text in said)
 
 

@@ -158,7 +158,7 @@ def watched(linear: Any, seen: set[torch.dtype]) -> Any:
         (["table2", "--tasks", "text"], "it goes with table1"),
         (["table2", "--from", "."], "holds no table2.json"),
         (["table2", "--from", ".", "--attentions", "lln"], "leave it out with --from"),
-        (["lengths", "--tunings", "2"], "it goes with table1, not with lengths"),
+        (["lengths", "--tunings", "2"], "it goes with table1, matching, variants, not with lengths"),
         (["fig2", "--no-charts"], "table2, table4, not with fig2"),
     ],
 )

@@ -11,6 +11,7 @@ from lln.recipes import recipe
 from lln.training.config import Config, change
 from lln.training.examples import Stream
 from lln.training.graph import AHEAD, Feed
+from lln.training.models import Sizes, build, unmasked
 from lln.training.run import train
 from lln.training.tasks import load
 from lln.training.trainer import NotFinite
@@ -178,3 +179,22 @@ def test_what_a_graph_cannot_hold_is_said(
     with pytest.raises(ValueError, match=message):
         train(config(attention, **changes, graph="yes"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_without_padding_a_traced_model_gets_no_mask() -> None:
+    """A mask that hides nothing would keep torch from its fast attention, and take memory for all pairs of tokens."""
+    masks: list[Any] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        for node in graph.graph.nodes:
+            if node.target is torch.nn.functional.scaled_dot_product_attention:
+                masks.append(node.kwargs.get("attn_mask"))
+        return graph.forward
+
+    torch.compiler.reset()
+    model = build(config("softmax"), Sizes(vocabulary=300))
+    ids = torch.randint(5, 300, (2, 16))
+    with unmasked():
+        found = torch.compile(model, backend=look)(input_ids=ids).logits
+    assert masks == [None]
+    torch.testing.assert_close(found, model(input_ids=ids).logits)

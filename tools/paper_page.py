@@ -58,9 +58,8 @@ ITEMS = (
         "RoBERTa-base, pre-trained on WikiText-103 with masks and fine-tuned: LLN+Diag 86.9 % on average, softmax "
         "87.0, LLN alone 85.4.",
         "At scale mini the model is small, its text short and MNLI a part of the original, so no accuracy is near "
-        "the paper's, and with one pre-training each the order is a first look: by Fig. 8 softmax left the "
-        "plateau of masked language modelling late and had not converged. The body of these models had no weight "
-        "decay, by a fault that is mended since. " + REMARKS1,
+        "the paper's, and with one pre-training each the order is a first look. LLN alone is far behind in the loss "
+        "of pre-training: by Fig. 8 it leaves the plateau of masked language modelling late. " + REMARKS1,
         TABLE1, COLUMNS1,
     ),
     Item(
@@ -71,9 +70,10 @@ ITEMS = (
         "more, so on a machine of today softmax runs out of time before memory. In a batch of one, short "
         "sequences are bound by the host that launches kernels, and torch's attention wins there; the rows of "
         "ratios say from where on LLN does. Single cells scatter: neighbours that do equal work differ. Memory "
-        "differs from torch's by less than a part in a hundred, to either side. Under torch.compile, torch's "
-        "attention seems to have formed the matrix (its memory is larger than without, and it ran out of it), so "
-        "that its times are no measure there; why was not looked into. What single attention calls take on an "
+        "differs from torch's by less than a part in a hundred, to either side. Under torch.compile, "
+        "transformers 5.17 handed torch's attention a mask that hides nothing, which takes memory for all pairs of "
+        "tokens and keeps it from its fast way: its times are no measure there. The command leaves that mask out "
+        "since, and has not been run again. What single attention calls take on an "
         "H200 is under [Benchmarks](benchmarks.md).",
     ),
     Item(

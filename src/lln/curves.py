@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.kernels.common import wide_dtype
+from lln.kernels.common import traced_as_constant, wide_dtype
 
 
 def interpolated(x: Tensor, y: Tensor, slope: Tensor, at: Tensor) -> Tensor:
-    """y(at) by monotone cubic Hermite interpolation; straight lines beyond the ends. y and slope may be those of several
+    """y(at) by monotone cubic Hermite interpolation; straight lines beyond the ends. y and slope may be of several
     curves over one x: [*curves, n], and the result is [*curves, *at.shape]."""
 
     def pick(t: Tensor, i: Tensor) -> Tensor:
@@ -39,7 +39,8 @@ def interpolated(x: Tensor, y: Tensor, slope: Tensor, at: Tensor) -> Tensor:
     step, rise = x1 - x0, y1 - y0
     u, m0, m1 = (inside - x0) / step, m0 * step, m1 * step
     found = y0 + u * (m0 + u * (3 * rise - 2 * m0 - m1 + u * (m0 + m1 - 2 * rise)))
-    return found + (at - inside) * torch.where(at < low, *ends(slope, at))
+    first, last = ends(slope, at)
+    return found + (at - inside) * torch.where(at < low, first, last)
 
 
 def ends(t: Tensor, at: Tensor) -> list[Tensor]:
@@ -57,9 +58,9 @@ class Curve:
     def __call__(self, at: Tensor) -> Tensor:
         return interpolated(self.x, self.y, self.slope, at)
 
-    def points(self, device: torch.device) -> Tensor:
+    def points(self) -> Tensor:
         """[3, n] for `interpolated`"""
-        return torch.stack([self.x, self.y, self.slope]).to(device, wide_dtype(device))
+        return torch.stack([self.x, self.y, self.slope])
 
 
 def pchip(x: Tensor, y: Tensor) -> Curve:
@@ -95,29 +96,30 @@ def across_dims(per_dim: list[Tensor], head_dim: int) -> Tensor:
     return torch.cat([pchip(dims, values)(at) for values in torch.stack(per_dim, -1)])
 
 
-# By (head_dim, device). To torch.compile these functions are constants, and constants must be tensors: curves that it
-# had made itself while tracing it could not always keep (torch 2.11 on a GPU).
+# By (head_dim, device). Tensors, not curves: objects that torch.compile had made itself while tracing it could not
+# always keep (torch 2.11 on a GPU).
 MADE: dict[tuple[str, int, str], Tensor] = {}
 
 
-@torch.compiler.assume_constant_result
+@traced_as_constant
 def variance_inverse(head_dim: int, device: torch.device) -> Tensor:
     """The curve log V -> log s2, as `points`."""
     key = "variance", head_dim, str(device)
     if key not in MADE:
-        MADE[key] = make_variance_inverse(head_dim).points(device)
+        MADE[key] = make_variance_inverse(head_dim).points().to(wide_dtype(device)).to(device)
     return MADE[key]
 
 
-@torch.compiler.assume_constant_result
+@traced_as_constant
 def entropy_curves(head_dim: int, device: torch.device) -> Tensor:
     """For each measured length N the curve log t -> log s2, as `points`, and a fourth row of log N: [lengths, 4, n].
     All are over the same t."""
     key = "entropy", head_dim, str(device)
     if key not in MADE:
-        curves = torch.stack([curve.points(device) for curve in make_entropy_curves(head_dim)])
-        lengths = torch.tensor(stored()["lengths"], dtype=torch.float64, device="cpu").log().to(device, curves.dtype)
-        MADE[key] = torch.cat([curves, lengths[:, None, None].expand(-1, 1, curves.shape[-1])], 1)
+        curves = torch.stack([curve.points() for curve in make_entropy_curves(head_dim)])
+        lengths = torch.tensor(stored()["lengths"], dtype=torch.float64, device="cpu").log()
+        both = torch.cat([curves, lengths[:, None, None].expand(-1, 1, curves.shape[-1])], 1)
+        MADE[key] = both.to(wide_dtype(device)).to(device)
     return MADE[key]
 
 
@@ -149,7 +151,8 @@ def make_entropy_curves(head_dim: int) -> list[Curve]:
 
 def s2_for_variance(t: Tensor, head_dim: int) -> Tensor:
     """s2 at which the variance of log P_LLN within a row is t."""
-    return interpolated(*variance_inverse(head_dim, t.device).unbind(), t.log()).exp()
+    x, y, slope = variance_inverse(head_dim, t.device).unbind()
+    return interpolated(x, y, slope, t.log()).exp()
 
 
 def s2_for_entropy(t: Tensor, head_dim: int, length: Tensor) -> Tensor:

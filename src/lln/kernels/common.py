@@ -18,11 +18,13 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+F = TypeVar("F", bound=Callable[..., Tensor])
 
 # Temporaries of about this many elements: they stay in a CPU's cache; on other devices launches cost more than memory.
 SPAN_ELEMENTS = {"cpu": 2**20}
@@ -67,6 +69,13 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def wide_dtype(device: torch.device) -> torch.dtype:
     """The dtype of log_sum: float64, so that many small merges do not drift. (Apple's MPS has none.)"""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def traced_as_constant(function: F) -> F:
+    """For functions of plain values that return a tensor they keep: torch.compile calls them while it traces and takes
+    the tensor as it is. What they make they make on the CPU: that copy waits, so that any stream may read it."""
+    marked: F = torch.compiler.assume_constant_result(function)
+    return marked
 
 
 def spans(t: Tensor, dim: int = -2, at_least: int = 64) -> Iterator[slice]:

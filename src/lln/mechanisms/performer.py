@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype
-from lln.mechanisms.pieces import exponential_attention, gaussian
+from lln.mechanisms.draws import gaussian
+from lln.mechanisms.pieces import exponential_attention
 from lln.mechanisms.random_features import RandomFeatures
 from lln.mechanisms.registry import positive_int, register
 
@@ -23,11 +24,11 @@ def performer(
     call: Call, *, features: int | None = None, seed: int = 0, orthogonal: bool = True, projection: Tensor | None = None
 ) -> Tensor:
     dim, dtype = call.query.shape[3], compute_dtype(call.query.dtype)
+    q, k = (t.to(dtype) * math.sqrt(call.scale) for t in (call.query, call.key))
     if projection is None:
         count = default_features(dim) if features is None else positive_int("features", features)
-        projection = gaussian(count, dim, seed, orthogonal)
-    w = projection.to(call.query.device, dtype)
-    q, k = (t.to(dtype) * math.sqrt(call.scale) for t in (call.query, call.key))
+        projection = gaussian(count, dim, seed, orthogonal, device=q.device, dtype=dtype)
+    w = projection.to(q.device, dtype)
     # |q|^2 is the same for all keys of a row, so it drops out.
     return exponential_attention(call, q @ w.T, k @ w.T - k.square().sum(-1, keepdim=True) / 2)
 

@@ -7,7 +7,6 @@ Shapes are those of `lln.kernels.common`: q [B, H, G, N, D] with G query heads f
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import torch
 from torch import Tensor
@@ -17,10 +16,6 @@ from lln.kernels.call import Call
 from lln.kernels.carry import first_valid
 from lln.kernels.common import Dropout, compute_dtype, drop, softmax_or_zero
 from lln.kernels.features import FeatureAttention, FeatureMap, Maps
-
-# What `gaussian` drew. (Not functools.lru_cache, of which torch.compile warns.)
-DRAWN: dict[tuple[int, int, int, bool], Tensor] = {}
-MOST_DRAWN = 256
 
 
 def grouped(call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,42 +80,6 @@ def positions(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     else:
         length = (key + 1).masked_fill(~call.key_mask, 0).amax(-1) if m else first[:, 0]
     return query, key, length if n == m else length.clamp_min(n)
-
-
-def gaussian(rows: int, columns: int, seed: int, orthogonal: bool = False) -> Tensor:
-    """A matrix of independent standard normal rows, on the CPU in float64; orthogonal: rows at right angles in each
-    square block, which keeps every row's distribution and lowers the variance of what is averaged over rows.
-
-    Kept, and nobody may change it."""
-    what = rows, columns, seed, orthogonal
-    if torch.compiler.is_compiling():  # a compiler would guard everything that is kept
-        return draw_gaussian(*what)
-    if what not in DRAWN:
-        if len(DRAWN) >= MOST_DRAWN:
-            DRAWN.clear()
-        with torch.inference_mode(False):  # a tensor of inference mode could not be used for training later
-            DRAWN[what] = draw_gaussian(*what)
-    return DRAWN[what]
-
-
-def draw_gaussian(rows: int, columns: int, seed: int, orthogonal: bool) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    if not orthogonal:
-        return draw(rows, columns)
-    blocks = [haar(draw(columns, columns)) for _ in range(math.ceil(rows / columns))]
-    found: Tensor = torch.cat(blocks)[:rows] * draw(rows, columns).norm(dim=-1, keepdim=True)
-    return found
-
-
-def haar(square: Tensor) -> Tensor:
-    """A rotation without preferred direction: without the signs QR would have one."""
-    q, r = torch.linalg.qr(square)
-    signed: Tensor = q * r.diagonal().sign()
-    return signed
 
 
 def valid(call: Call) -> tuple[Tensor, Tensor]:

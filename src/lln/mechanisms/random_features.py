@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lln.matched import in_backward
+from lln.mechanisms.draws import draw_gaussian
 from lln.mechanisms.modules import AttentionModule
-from lln.mechanisms.pieces import gaussian
 from lln.mechanisms.registry import Mechanism, positive_int
 
 
@@ -33,7 +33,7 @@ class RandomFeatures(AttentionModule):
         self._known: int | None = None  # the same on the host, so that no step waits for a device to read it
 
     def draw(self, number: int) -> Tensor:
-        return gaussian(self.features, self.head_dim, self.seed + number, self.orthogonal)
+        return draw_gaussian(self.features, self.head_dim, self.seed + number, self.orthogonal)
 
     def current_projection(self) -> Tensor:
         if self.training and self.redraw_every is not None and not in_backward():

@@ -9,7 +9,8 @@ from torch import Tensor
 from lln.checks import describe
 from lln.kernels.call import Call
 from lln.kernels.common import drop, finite, softmax_or_zero
-from lln.mechanisms.pieces import gaussian, grouped, valid
+from lln.mechanisms.draws import gaussian
+from lln.mechanisms.pieces import grouped, valid
 from lln.mechanisms.registry import positive_int, register
 from lln.mechanisms.windows import blocked, whole_blocks
 
@@ -33,7 +34,7 @@ def reformer(
         raise ValueError(f"buckets must be even, a direction and its opposite; got {buckets}.")
     if rotations is None:
         half = max(1, (buckets or 2 * max(length // chunk, 1)) // 2)
-        rotations = random_rotations(heads, dim, rounds, half, seed)
+        rotations = random_rotations(heads, dim, rounds, half, seed, q)
     elif rotations.ndim != 4 or list(rotations.shape[:2]) != [heads, dim]:
         raise ValueError(f"rotations must be [heads, dim, rounds, buckets / 2] = [{heads}, {dim}, ...]; "
                          f"got {describe(rotations)}.")  # fmt: skip
@@ -83,9 +84,12 @@ def reformer(
     return (share * in_place(out)).sum(3).flatten(1, 2)
 
 
-def random_rotations(heads: int, dim: int, rounds: int, half: int, seed: int) -> Tensor:
+def random_rotations(heads: int, dim: int, rounds: int, half: int, seed: int, like: Tensor) -> Tensor:
     """[heads, dim, rounds, half]; each direction has a draw of its own, so that fewer are the first of more."""
-    columns = [gaussian(heads * rounds, dim, seed * 1000003 + column) for column in range(half)]
+    columns = [
+        gaussian(heads * rounds, dim, seed * 1000003 + column, device=like.device, dtype=like.dtype)
+        for column in range(half)
+    ]
     drawn: Tensor = torch.stack(columns, -1).unflatten(0, (heads, rounds))
     return drawn.transpose(1, 2)
 

@@ -13,7 +13,8 @@ from torch.nn import functional
 from lln.checks import check_number, describe
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype
-from lln.mechanisms.pieces import feature_attention, gaussian
+from lln.mechanisms.draws import gaussian
+from lln.mechanisms.pieces import feature_attention
 from lln.mechanisms.random_features import RandomFeatures
 from lln.mechanisms.registry import positive_int, register
 
@@ -28,7 +29,8 @@ def rfa(
     if check_number("sigma", sigma) <= 0.0:
         raise ValueError(f"sigma must be positive; got {sigma}.")
     if projection is None:
-        projection = gaussian(dim if features is None else positive_int("features", features), dim, seed)
+        count = dim if features is None else positive_int("features", features)
+        projection = gaussian(count, dim, seed, device=device, dtype=dtype)
     w = projection.to(device, dtype).T / sigma  # [D, F]
 
     def phi(x: Tensor) -> Tensor:

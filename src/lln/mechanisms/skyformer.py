@@ -12,6 +12,7 @@ from torch import Tensor
 from lln.checks import check_number
 from lln.kernels.call import Call
 from lln.kernels.common import drop
+from lln.mechanisms.draws import uniform
 from lln.mechanisms.pieces import grouped, hidden_keys, iterative_inverse, positions, valid
 from lln.mechanisms.registry import positive_int, register
 
@@ -25,8 +26,7 @@ def kernel(x: Tensor, y: Tensor) -> Tensor:
 def sample(t: Tensor, position: Tensor, mask: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
     """`count` of each sample's valid rows of t, drawn without replacement, and which are none [B, 1, 1, count, 1]. The
     draw goes by position, so that padding does not change it."""
-    draw = torch.rand(t.shape[-2], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    order = draw.to(t.device, torch.float32)[position.clamp_min(0)].masked_fill(~mask, 2.0)  # [B, N]
+    order = uniform(t.shape[-2], seed, device=t.device)[position.clamp_min(0)].masked_fill(~mask, 2.0)  # [B, N]
     chosen = order.argsort(-1)[:, :count]
     missing = ~mask.gather(1, chosen)
     index = chosen[:, None, None, :, None].expand(*t.shape[:3], chosen.shape[1], t.shape[4])

@@ -19,10 +19,10 @@ def tiny() -> Config:
 def mini() -> Config:
     return Config(
         task="image", preset="mini", attention=Attention(options={"block_size": 16}),
-        model=Model(layers=6, width=128, heads=4, inner=256, patch=8),
+        model=Model(layers=6, width=128, heads=4, inner=256, attention_dropout=0.0, patch=8),
         data=Data("microsoft/cats_vs_dogs", length=64),
         optimisation=Optimisation(steps=3000, batch=64, rate=3e-4, warmup=150, schedule="cosine", clip=1.0),
-        precision="bfloat16", log_every=50, evaluate_every=500, save_every=500, record_every=500,
+        precision="bfloat16", graph=True, log_every=50, evaluate_every=500, save_every=500, record_every=500,
     )  # fmt: skip
 
 

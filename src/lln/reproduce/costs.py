@@ -13,7 +13,7 @@ from lln.bench.measure import number, peak_memory, provenance, time_calls
 from lln.files import write_json, write_text
 from lln.recipes import recipe
 from lln.training.config import Config, Model
-from lln.training.models import Sizes, build
+from lln.training.models import Sizes, build, unmasked
 
 Progress = Callable[[str], None]
 
@@ -214,7 +214,7 @@ def step_cost(cell: Cell, device: torch.device, repeats: int, setting: Setting) 
         given["pair_ids"] = ids.flip(0)
 
     def step() -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=mixed):
+        with torch.autocast(device.type, torch.bfloat16, enabled=mixed), unmasked():
             loss = run(**given).loss
         loss.backward()
         optimiser.step()

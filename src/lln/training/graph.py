@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import masking_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lln.training.config import Config
 from lln.training.examples import IGNORE, Stream
+from lln.training.models import unmasked
 from lln.training.trainer import NotFinite, RunTrainer, first_not_finite
 
 FIRST = 3  # steps of a process that are launched one by one: libraries and the optimiser set themselves up in them
@@ -149,18 +149,6 @@ class GraphTrainer(RunTrainer):
         """As computed, whatever the dtype of the optimiser's own copy."""
         schedule = self.lr_scheduler
         return float(schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch))
-
-
-@contextlib.contextmanager
-def unmasked() -> Iterator[None]:
-    """For batches without a mask. While a graph is captured, transformers makes a mask even then, which hides nothing
-    and forces torch into a slower attention: it leaves a mask out only where it could look at one."""
-    usual = masking_utils.is_tracing
-    masking_utils.is_tracing = lambda tensor=None: False
-    try:
-        yield
-    finally:
-        masking_utils.is_tracing = usual
 
 
 @contextlib.contextmanager

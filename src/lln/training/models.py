@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from transformers import (
     RobertaPreLayerNormForSequenceClassification,
     ViTConfig,
     ViTForImageClassification,
+    masking_utils,
 )
 from transformers.modeling_outputs import SequenceClassifierOutput
 
@@ -246,3 +249,15 @@ def described(config: Config, sizes: Sizes) -> tuple[PreTrainedConfig, Any]:
     if config.task == "glue":
         roberta.num_labels = sizes.labels
     return roberta, kinds[m.pre_norm, "glue" if config.task == "glue" else "mlm"]
+
+
+@contextlib.contextmanager
+def unmasked() -> Iterator[None]:
+    """For batches without a mask. Where a graph is captured or traced, transformers as late as 5.17 makes one even
+    then, which hides nothing and keeps torch from its fast attention."""
+    usual = masking_utils.is_tracing
+    masking_utils.is_tracing = lambda tensor=None: False
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing = usual

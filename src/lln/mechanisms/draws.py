@@ -1,0 +1,68 @@
+"""Random numbers that mechanisms are defined with: functions of a seed, the same on every device."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lln.kernels.common import traced_as_constant
+
+# What was drawn, where it is needed: a copy from the host would make each call wait, and cannot be captured in a CUDA
+# graph. Nothing is ever taken out, since a graph may still read it; beyond so many, draws are not kept.
+KEPT: dict[tuple[str, int, int, int, bool, torch.device, torch.dtype], Tensor] = {}
+MOST = 4096
+
+
+def gaussian(
+    rows: int, columns: int, seed: int, orthogonal: bool = False, *, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """A matrix of independent standard normal rows; orthogonal: rows at right angles in each square block, which keeps
+    every row's distribution and lowers the variance of what is averaged over rows. Nobody may change it."""
+    return kept("normal", rows, columns, seed, orthogonal, device, dtype)
+
+
+def uniform(count: int, seed: int, *, device: torch.device) -> Tensor:
+    """[count] in [0, 1), in float32. Nobody may change it."""
+    return kept("uniform", count, 1, seed, False, device, torch.float32)
+
+
+@traced_as_constant
+def kept(
+    kind: str, rows: int, columns: int, seed: int, orthogonal: bool, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    what = kind, rows, columns, seed, orthogonal, device, dtype
+    if what in KEPT:
+        return KEPT[what]
+    with torch.inference_mode(False):  # a tensor of inference mode could not be used for training later
+        drawn = draw_gaussian(rows, columns, seed, orthogonal) if kind == "normal" else draw_uniform(rows, seed)
+        drawn = drawn.to(dtype).to(device)
+    if len(KEPT) < MOST:
+        KEPT[what] = drawn
+    return drawn
+
+
+def draw_uniform(count: int, seed: int) -> Tensor:
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def draw_gaussian(rows: int, columns: int, seed: int, orthogonal: bool) -> Tensor:
+    """On the CPU, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    if not orthogonal:
+        return draw(rows, columns)
+    blocks = [haar(draw(columns, columns)) for _ in range(math.ceil(rows / columns))]
+    found: Tensor = torch.cat(blocks)[:rows] * draw(rows, columns).norm(dim=-1, keepdim=True)
+    return found
+
+
+def haar(square: Tensor) -> Tensor:
+    """A rotation without preferred direction: without the signs QR would have one."""
+    q, r = torch.linalg.qr(square)
+    signed: Tensor = q * r.diagonal().sign()
+    return signed
