@@ -68,7 +68,7 @@ class Axis:
     field: str
     title: str
     logarithmic: bool = False
-    ticks: tuple[float, ...] | None = None  # of a logarithmic axis; None: powers of ten
+    ticks: tuple[float, ...] | None = None  # None: of a logarithmic axis powers of ten
     from_zero: bool = False  # of a linear axis
 
 
@@ -145,7 +145,8 @@ def axis_options(axis: Axis, rows: list[dict[str, Any]]) -> dict[str, Any]:
     if axis.from_zero:
         return {"title": axis.title, "scale": alt.Scale(zero=True, nice=False)}
     if not axis.logarithmic:
-        return {"title": axis.title, "scale": alt.Scale(zero=False, padding=10)}
+        marks = {} if axis.ticks is None else {"axis": alt.Axis(values=list(axis.ticks))}
+        return {"title": axis.title, "scale": alt.Scale(zero=False, padding=10), **marks}
     if axis.ticks is not None:
         # The axis ends at the outermost tick or value, whichever is farther out.
         values = [*axis.ticks, *(row[axis.field] for row in rows)]

@@ -27,6 +27,7 @@ OTHERS = [
 # From the first layer to the last; each reads on white and on black.
 RAMP = ("#3B82D6", "#A35BC0", "#D9518A", "#E8871E")
 DASHES = ((1, 0), (8, 3), (2, 2), (10, 3, 2, 3))
+PERCENT = (0, 20, 40, 60, 80, 100)  # not beyond, though the axis has some room
 TITLES = {
     "temperature": "temperature", "entropy": "entropy (bits)", "spectral_gap": "spectral gap", "alpha": "alpha",
     "beta": "beta",
@@ -55,7 +56,7 @@ def draw(chart: str, rows: Rows) -> str:
         )
     if chart == "accuracy-against-length":
         x = Axis("length", "length (tokens)", True, tuple(sorted({row["length"] for row in rows})))
-        return svg(lines(rows, styles(rows), x, Axis("value", "accuracy (%)"), points=True))
+        return svg(lines(rows, styles(rows), x, Axis("value", "accuracy (%)", ticks=PERCENT), points=True))
     if chart.startswith("b-loss-scale"):
         return svg(lines(rows, styles(rows), step, Axis("power", "1 / loss scale, as a power of 2")))
     if chart.startswith("a-"):
