@@ -139,6 +139,18 @@ def test_fig9_has_alpha_and_beta_of_every_layer(tmp_path: Path) -> None:
     assert drawings(result) == {"-alpha-lln", "-beta-lln"}
 
 
+def test_fig9_of_a_language_model(tmp_path: Path) -> None:
+    what = asked(tmp_path, attentions=("lln",), tasks=("mlm",))
+    (job,) = jobs_of("fig9", what)
+    assert job.config.task == "mlm"
+    lines = [{"step": s, "heads": [head("l", 0, alpha=2.05, beta=2.1)]} for s in (1, 101)]
+    finish(tmp_path / job.folder, job.config, 5.0, lines=lines)
+    result = figure("fig9", what)
+    assert by(result, "alpha-lln-mlm") == {("layer 1", s): pytest.approx(2.05) for s in (1, 101)}
+    assert "(lln, a language model)" in result["verdicts"][0]["claim"]
+    assert drawings(result) == {"-alpha-lln-mlm", "-beta-lln-mlm"}
+
+
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_fig10_compares_fixed_values_with_matching(tmp_path: Path, seeds: int) -> None:
     what = asked(tmp_path, attentions=("lln",), seeds=seeds)

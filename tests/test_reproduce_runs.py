@@ -219,7 +219,7 @@ def mirror(root: Path, first: str = "train") -> Path:
         (["table3", "--attentions", "quantum"], "quantum is no mechanism of lln.mechanisms()"),
         (["table3", "--attentions", ","], "there is none to run"),
         (["table3", "--attentions", "lln:alpha"], "options look like lln:matching=entropy"),
-        (["table3", "--tasks", "sst2"], "--tasks goes with table1 and table5"),
+        (["table3", "--tasks", "sst2"], "--tasks goes with table1, table5, fig9, matching, variants"),
         (["table1", "--tasks", "mnli"], "--tasks must be among sst2, qqp (at scale tiny); got 'mnli'"),
         (["table5", "--tasks", "chess"], "--tasks must be among text, listops"),
         (["table3", "--set", "optimisation.speed=1"], "there is no such option"),

@@ -72,7 +72,9 @@ def reproduce(
     attentions: Annotated[
         str | None, typer.Option(help="Names; of runs with options like lln:alpha=2.", show_default="the paper's")
     ] = None,
-    tasks: Annotated[str | None, typer.Option(help="Of table1 and table5.", show_default="all")] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Of table1 and table5; of fig9 image or mlm.", show_default="all; of fig9 image")
+    ] = None,
     tunings: Annotated[
         int | None, typer.Option(min=1, help="Fine-tunings of each pre-trained model.", show_default="3, tiny 1")
     ] = None,

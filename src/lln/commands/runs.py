@@ -130,13 +130,14 @@ def understand(experiment: Experiment, request: Request) -> tuple[Asked, dict[st
 def chosen_tasks(experiment: Experiment, request: Request) -> tuple[str, ...]:
     allowed = experiment.tasks(request.scale)
     if request.tasks is None:
-        return allowed
+        return allowed if experiment.columns else ()
     if not allowed:
-        raise Refused(f"--tasks goes with table1 and table5, not with {experiment.name}.")
+        able = ", ".join(e.name for e in EXPERIMENTS.values() if e.tasks(request.scale))
+        raise Refused(f"--tasks goes with {able}, not with {experiment.name}.")
     given = tuple(dict.fromkeys(text.strip() for text in request.tasks.split(",") if text.strip()))
     for name in given:
         if name not in allowed:
-            more = f" (at scale {request.scale})" if name in NAMES[experiment.task] else ""
+            more = f" (at scale {request.scale})" if name in NAMES.get(experiment.task, []) else ""
             raise Refused(f"--tasks must be among {', '.join(allowed)}{more}; got {name!r}.")
     if not given:
         raise Refused(f"--tasks must be among {', '.join(allowed)}; got {request.tasks!r}.")

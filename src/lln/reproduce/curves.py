@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable
 from typing import Any
 
 from lln.reproduce.claims import cools, explores, follows, gaps, risky, steady, sweep
-from lln.reproduce.experiments import FLOAT16, Asked, Experiment
+from lln.reproduce.experiments import FLOAT16, Asked, Experiment, watched
 from lln.reproduce.figure import Rows, Verdict
 from lln.reproduce.found import Found, alike
 from lln.reproduce.jobs import DEIT, configure, shape
@@ -18,6 +19,7 @@ from lln.reproduce.tables import marks, told
 PANELS1 = ("temperature", "entropy", "spectral_gap")
 PANELS9 = ("alpha", "beta")
 RANGE9 = (2.0, 2.2)  # of alpha and beta in the paper's Fig. 9
+WORDS9 = {"image": "", "mlm": ", a language model"}
 
 
 def assemble(experiment: Experiment, asked: Asked, runs: list[Found], unavailable: dict[str, str]) -> dict[str, Any]:
@@ -196,17 +198,22 @@ def largest(rows: Rows, chart: str) -> dict[str, float]:
 
 
 def fig9(asked: Asked, runs: list[Found]) -> Made:
-    rows, used, missing = per_layer(asked, runs, "image", PANELS9)
+    rows: Rows = []
+    used: list[Found] = []
+    missing: list[str] = []
     verdicts = []
-    for attention in asked.attentions:
-        mine = [row for row in rows if row["chart"] in {f"{q}-{attention}" for q in PANELS9}]
+    for task in watched(asked):
+        found, some, left = per_layer(asked, runs, task, PANELS9)
+        rows, used, missing = rows + named(found, task), used + some, missing + left
+    for attention, task in itertools.product(asked.attentions, watched(asked)):
+        mine = [row for row in rows if row["chart"] in {f"{q}-{attention}{ending(task)}" for q in PANELS9}]
         if not mine:
             continue
         low, high = min(row["value"] for row in mine), max(row["value"] for row in mine)
         inside = sum(RANGE9[0] <= row["value"] <= RANGE9[1] for row in mine)
         verdicts.append(
             Verdict(
-                claim=f"alpha and beta stay within (2, 2.2) during training ({attention}).",
+                claim=f"alpha and beta stay within (2, 2.2) during training ({attention}{WORDS9[task]}).",
                 holds=inside == len(mine),
                 numbers={"lowest": low, "highest": high, "inside": inside / len(mine)},
                 sentence=f"Means over the heads of a layer lie between {low:.3f} and {high:.3f}; "
@@ -214,6 +221,15 @@ def fig9(asked: Asked, runs: list[Found]) -> Made:
             )
         )
     return rows, verdicts, used, missing
+
+
+def ending(task: str) -> str:
+    """Of a chart's name."""
+    return "" if task == "image" else f"-{task}"
+
+
+def named(rows: Rows, task: str) -> Rows:
+    return [{**row, "chart": row["chart"] + ending(task)} for row in rows]
 
 
 def fixed(run: Found) -> float | None:

@@ -22,6 +22,7 @@ from lln.training.run import MODEL
 ALPHAS = (1, 1.5, 2, 3, 4)  # alpha = beta of Fig. 10a
 SCALED = (2, 4)  # of Fig. 10b
 FLOAT16 = "float16"
+WATCHED = ("image", "mlm")  # whose alpha and beta Fig. 9 can show; the paper's first
 LENGTHS = {"tiny": (128, 512), "mini": (256, 512, 2048, 8192, 32768)}  # of needles in text
 
 # Table 1: the paper's, and what else tells apart where accuracy comes from.
@@ -48,7 +49,7 @@ VARIANTS = (
 class Asked:
     scale: str
     attentions: tuple[str, ...]
-    tasks: tuple[str, ...]  # of GLUE or LRA
+    tasks: tuple[str, ...]  # of GLUE or LRA; of Fig. 9 which models
     seeds: int
     tunings: int  # fine-tunings of each pre-trained model
     changes: dict[str, str]
@@ -135,6 +136,15 @@ def jobs8(asked: Asked) -> list[Job]:
     return found
 
 
+def jobs9(asked: Asked) -> list[Job]:
+    """Of vision transformers, as in the paper, or of language models."""
+    return [job for task in watched(asked) for job in (jobs_mlm if task == "mlm" else jobs3)(asked)]
+
+
+def watched(asked: Asked) -> tuple[str, ...]:
+    return tuple(task for task in asked.tasks if task in WATCHED) or WATCHED[:1]
+
+
 def jobs10(asked: Asked) -> list[Job]:
     found = [
         single(asked, "image", variant, seed)
@@ -212,7 +222,10 @@ EXPERIMENTS = {
         Experiment(
             "fig8", "Loss and loss scale of pre-training", "mlm", one("softmax", "lln", "lln_diag"), jobs8, "6 min"
         ),
-        Experiment("fig9", "alpha and beta of every layer while a model trains", "image", one("lln"), jobs3, "1 min"),
+        Experiment(
+            "fig9", "alpha and beta of every layer while a model trains", "image", one("lln"), jobs9, "1 min",
+            one(*WATCHED),
+        ),
         Experiment(
             "fig10", "Accuracy and loss scale with fixed alpha = beta and with moment matching", "image", one("lln"),
             jobs10, "3 min",
