@@ -189,7 +189,7 @@ def conversion() -> list[str]:
 def markdown() -> str:
     parts = [
         use(), speed(), needles(), accuracy(), matching(), conversion(),
-        verdicts("While a model trains", "mini/fig1", "mini/fig8"),
+        verdicts("While a model trains", "mini/fig1", "mini/fig8", "mini/fig9"),
         verdicts("The analysis", "fig2", "fig5a", "fig5b", "fig6a", "fig6b", "fig7"),
     ]  # fmt: skip
     return HEAD + "\n".join(line for part in parts for line in part) + "\n" + MISSING
