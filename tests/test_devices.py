@@ -10,6 +10,7 @@ import torch
 
 import lln
 from lln import LLNAttention, lln_attention
+from lln.mechanisms import draws
 from reference import relative_error
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -153,3 +154,26 @@ def test_what_is_drawn_for_a_mechanism_is_drawn_once(monkeypatch: pytest.MonkeyP
         with monkeypatch.context() as patch:
             patch.setattr(torch, "Generator", pytest.fail)
             assert torch.equal(lln.attention(name, x, x, x), first)
+
+
+class Attends(torch.nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = lln.attention(self.name, x, x, x)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", ["performer", "rfa", "reformer", "skyformer"])
+def test_an_export_leaves_nothing_behind(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is drawn while a model is exported has no values, and must not be kept."""
+    monkeypatch.setattr(draws, "KEPT", {})
+    x = torch.randn(1, 2, 64, 16)
+    torch.export.export(Attends(name), (x,))
+    out = lln.attention(name, x, x, x)
+    assert type(out) is torch.Tensor
+    monkeypatch.setattr(draws, "KEPT", {})
+    assert torch.equal(out, lln.attention(name, x, x, x))

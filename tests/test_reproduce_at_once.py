@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from fake_runs import asked, jobs_of
 from lln.reproduce import side_by_side
+from lln.reproduce.found import find
 from lln.reproduce.jobs import Hooks, Job, drive, state
 from lln.reproduce.side_by_side import drive_at_once
 
@@ -72,3 +74,27 @@ def test_a_killed_process_is_said_and_nothing_hangs(tmp_path: Path, monkeypatch:
     with pytest.raises(OSError, match="a process that trained was killed"):
         drive_at_once(jobs(tmp_path), tmp_path, 2, device="cpu")
     assert {state(tmp_path / job.folder) for job in jobs(tmp_path)} == {"new"}
+
+
+def test_an_interrupt_stops_the_others_and_the_same_call_goes_on(tmp_path: Path, cache: Path) -> None:
+    """Ctrl-C reaches this process alone: those that train never hear it."""
+
+    def long(job: Job) -> Job:
+        more = dataclasses.replace(job.config.optimisation, steps=100_000)
+        return dataclasses.replace(job, config=dataclasses.replace(job.config, optimisation=more))
+
+    endless = [long(job) for job in jobs(tmp_path) if job.after is None]
+
+    def stop(job: Job, number: int, values: dict[str, float]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        drive_at_once(endless, tmp_path, 2, device="cpu", cache_dir=cache, hooks=Hooks(step=stop))
+    assert not multiprocessing.active_children()
+    assert all((tmp_path / job.folder / "attempts.json").exists() for job in endless)
+
+
+def test_what_other_processes_write_is_not_read_as_a_run(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoint-10").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoint-10" / "config.json").write_text('{"half of')
+    assert find(tmp_path) == []

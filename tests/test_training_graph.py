@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import masking_utils
 
 from lln.recipes import recipe
 from lln.training.config import Config, change
@@ -109,8 +110,12 @@ def test_compiled_layers_in_a_graph_change_nothing_but_rounding(
     attention: str, task: str, tmp_path: Path, cache: Path
 ) -> None:
     for compiled in ("no", "yes"):
-        one = config(attention, task, optimisation__steps="8", graph="yes", compile=compiled)
+        one = config(attention, task, optimisation__steps="8", graph="yes", compile=compiled, model__layers="2")
+        torch._dynamo.utils.counters.clear()
         train(one, tmp_path / compiled, cache_dir=cache, device=DEVICE)
+        # Two layers that are alike, and no break in them: one graph.
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (compiled == "yes")
+        assert not torch._dynamo.utils.counters["graph_break"]
     plain, compiled_ones = (metrics(tmp_path / n) for n in ("no", "yes"))
     assert any("layer" in str(m) or "entropy" in str(m) for m in compiled_ones)  # recorded, in a step of its own
     compare_closely(plain, compiled_ones)
@@ -181,7 +186,7 @@ def test_what_a_graph_cannot_hold_is_said(
     assert not (tmp_path / "run").exists()
 
 
-def test_without_padding_a_traced_model_gets_no_mask() -> None:
+def test_without_padding_a_traced_model_gets_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask that hides nothing would keep torch from its fast attention, and take memory for all pairs of tokens."""
     masks: list[Any] = []
 
@@ -194,7 +199,10 @@ def test_without_padding_a_traced_model_gets_no_mask() -> None:
     torch.compiler.reset()
     model = build(config("softmax"), Sizes(vocabulary=300))
     ids = torch.randint(5, 300, (2, 16))
+    asked: list[bool] = []
+    monkeypatch.setattr(masking_utils, "is_tracing", lambda tensor=None: asked.append(True) or True)
     with unmasked():
         found = torch.compile(model, backend=look)(input_ids=ids).logits
     assert masks == [None]
+    assert not asked  # transformers of before 5.20 asks, and would make a mask
     torch.testing.assert_close(found, model(input_ids=ids).logits)

@@ -134,8 +134,8 @@ ITEMS = (
         "They stay between 2 and 2.2.",
         "The lower end of that range follows from the constants rather than from the data: with one line sqrt(alpha "
         "beta) cannot be below 2.0025 (at sigma_q sigma_k = 0.596), whatever the inputs are, and both rise where the "
-        "spread of queries and keys is smaller or larger. With `matching=\"entropy\"` there is no such floor. The paper's "
-        "are of a vision transformer; ours at scale mini are of the language models of Table 1.",
+        "spread of queries and keys is smaller or larger. With `matching=\"entropy\"` there is no such floor. The "
+        "paper's are of a vision transformer; ours at scale mini are of the language models of Table 1.",
     ),
     Item(
         "fig10", "Figure 10: fixed alpha and beta, and moment matching",

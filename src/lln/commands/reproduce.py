@@ -73,7 +73,8 @@ def reproduce(
         str | None, typer.Option(help="Names; of runs with options like lln:alpha=2.", show_default="the paper's")
     ] = None,
     tasks: Annotated[
-        str | None, typer.Option(help="Of table1 and table5; of fig9 image or mlm.", show_default="all; of fig9 image")
+        str | None,
+        typer.Option(help="Of table1 and table5; of fig9 image or mlm.", show_default="all; fig9 image"),
     ] = None,
     tunings: Annotated[
         int | None, typer.Option(min=1, help="Fine-tunings of each pre-trained model.", show_default="3, tiny 1")
@@ -134,8 +135,9 @@ def reproduce(
         "--no-charts": no_charts, "--dry-run": dry_run, "--retry-failed": retry, "--keep-all": keep,
         "--at-once": at_once > 1,
     }  # fmt: skip
-    if foreign := [option for option, value in given.items() if value]:
-        also = MEASURED if foreign[0] in ("--attentions", "--set", "--from", "--no-charts") else ()
+    shared = ("--attentions", "--set", "--from", "--no-charts")
+    if foreign := [o for o, value in given.items() if value and not (name in MEASURED and o in shared)]:
+        also = MEASURED if foreign[0] in shared else ()
         raise typer.BadParameter(f"it goes with {', '.join(TRAINED + also)}, not with {name}.", param_hint=foreign[0])
     need("report")
 

@@ -20,7 +20,7 @@ from lln.commands.common import missing
 from lln.commands.reproduce import show_verdicts
 from lln.commands.train import pair
 from lln.files import write_json, write_text
-from lln.recipes import NAMES
+from lln.recipes import PRESETS
 from lln.reproduce import curves, lengths, render, tables
 from lln.reproduce.estimate import estimate, minutes
 from lln.reproduce.experiments import EXPERIMENTS, Asked, Experiment, refused
@@ -137,7 +137,8 @@ def chosen_tasks(experiment: Experiment, request: Request) -> tuple[str, ...]:
     given = tuple(dict.fromkeys(text.strip() for text in request.tasks.split(",") if text.strip()))
     for name in given:
         if name not in allowed:
-            more = f" (at scale {request.scale})" if name in NAMES.get(experiment.task, []) else ""
+            elsewhere = any(name in experiment.tasks(scale) for scale in PRESETS)
+            more = f" (at scale {request.scale})" if elsewhere else ""
             raise Refused(f"--tasks must be among {', '.join(allowed)}{more}; got {name!r}.")
     if not given:
         raise Refused(f"--tasks must be among {', '.join(allowed)}; got {request.tasks!r}.")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -221,13 +222,27 @@ def one_after_another(t: Tensor) -> Tensor:
     return t.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
+COLLECTED = [True]  # whether transformers' recorder is looked at
+
+
+@contextlib.contextmanager
+def nothing_collected() -> Iterator[None]:
+    """For calls where nobody asks for output_attentions: torch.compile cannot look at transformers' recorder from
+    within a layer, and would break the layer's graph there."""
+    COLLECTED[0] = False
+    try:
+        yield
+    finally:
+        COLLECTED[0] = True
+
+
 def wants_weights(module: Any, kwargs: dict[str, Any]) -> bool:
     """Whether somebody asked for output_attentions: in the call, in the config, or (models that do not hand the call's
     argument on) with the recorder that transformers keeps for it."""
     asked = kwargs.get("output_attentions")
     if asked is None:
         asked = getattr(module.config, "output_attentions", False)
-    if not asked:
+    if not asked and COLLECTED[0]:
         collected = _active_collector.get() or {}
         asked = "attentions" in collected or "cross_attentions" in collected
     return bool(asked)

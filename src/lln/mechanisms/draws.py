@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lln.kernels.common import traced_as_constant
 
@@ -32,13 +33,13 @@ def uniform(count: int, seed: int, *, device: torch.device) -> Tensor:
 def kept(
     kind: str, rows: int, columns: int, seed: int, orthogonal: bool, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    what = kind, rows, columns, seed, orthogonal, device, dtype
-    if what in KEPT:
+    what, watched = (kind, rows, columns, seed, orthogonal, device, dtype), is_in_torch_dispatch_mode()
+    if what in KEPT and not watched:
         return KEPT[what]
     with torch.inference_mode(False):  # a tensor of inference mode could not be used for training later
         drawn = draw_gaussian(rows, columns, seed, orthogonal) if kind == "normal" else draw_uniform(rows, seed)
         drawn = drawn.to(dtype).to(device)
-    if len(KEPT) < MOST:
+    if len(KEPT) < MOST and not watched:  # in torch.export what is drawn has no values
         KEPT[what] = drawn
     return drawn
 

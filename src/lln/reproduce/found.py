@@ -5,12 +5,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lln.reproduce.jobs import ATTEMPTS, FAILED, label, shape
-from lln.training.runs import CONFIG, ENVIRONMENT, METRICS, RESULT, differences
+from lln.training.run import MODEL
+from lln.training.runs import CHECKPOINT, CONFIG, ENVIRONMENT, METRICS, RESULT, differences
 
 # The embedded tasks stand in for these.
 STANDS_FOR = {"topics": "sst2", "pairs": "qqp"}
@@ -74,11 +77,19 @@ def read(path: Path) -> Any:
 def find(folder: Path) -> list[Found]:
     """Every run in this folder or below it, in the order of their names."""
     found = []
-    for path in sorted(folder.rglob(CONFIG)):
+    for path in sorted(configs(folder)):
         config = read(path)
         if isinstance(config, dict) and {"task", "preset", "attention", "optimisation", "seed"} <= config.keys():
             found.append(described(path.parent, folder, config))
     return found
+
+
+def configs(folder: Path) -> Iterator[Path]:
+    """Not those of checkpoints and models, which another process may be writing or removing."""
+    for place, inside, files in os.walk(folder, followlinks=True):
+        inside[:] = [name for name in inside if name != MODEL and not name.startswith(CHECKPOINT)]
+        if CONFIG in files:
+            yield Path(place) / CONFIG
 
 
 def described(path: Path, below: Path, config: dict[str, Any]) -> Found:

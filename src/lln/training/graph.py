@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lln.hf.attention import nothing_collected
 from lln.training.config import Config
 from lln.training.examples import IGNORE, Stream
 from lln.training.models import unmasked
@@ -159,7 +160,7 @@ def fused(model: nn.Module, on: bool) -> Iterator[None]:
     for layer in layers:
         layer.compile()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), nothing_collected() if on else contextlib.nullcontext():
             # torch.compile looks at gradients of what passes between layers, and torch warns of that.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             yield
