@@ -21,8 +21,8 @@ MISSING = """## What is missing
 
 What has not been measured at a scale that separates mechanisms: a second pre-training at scale mini, so that no
 difference of a loss there has a noise to be compared with; accuracy after fine-tuning by matching; Table 1 with the
-other mechanisms; the loss scale under float16; Tables 3, 4 and 5 beyond the tiny scale; what a convolution brings beyond
-the tiny scale; a training step under torch.compile, with all attentions and lengths.
+other mechanisms; the loss scale under float16; Tables 3, 4 and 5 beyond the tiny scale; what a convolution brings
+beyond the tiny scale; a training step under torch.compile, with all attentions and lengths.
 """
 
 
@@ -59,9 +59,8 @@ def use() -> list[str]:
         "- **LLN+Diag, not LLN alone.** Its blocks draw the local patterns that a matrix of low rank cannot.",
         f"- **From {many:,} tokens on**, if batches are large, in batches of one from {one:,} on; below, torch's "
         "softmax attention is as fast or faster, and exact.",
-        '- **`matching="entropy"`** where LLN is to be as concentrated as softmax is. For training from scratch matching '
-        'decides little: no way of finding alpha and beta is beyond the noise of another where there are several '
-        'seeds, so the paper\'s, `"paper"`, stays the default.',
+        '- **`matching="entropy"`** where LLN is to be as concentrated as softmax is. In training from scratch the way '
+        'of finding alpha and beta decides little, so the paper\'s, `"paper"`, stays the default.',
         "- **`convolution=5`** for models that are trained from scratch: nothing else helped nearly as much, and it "
         "helps softmax, too.",
         "- **A pretrained softmax model**: `lln convert` with distillation. Matching alone is not enough.", "",
