@@ -139,8 +139,8 @@ def matching() -> list[str]:
     return [
         *lines, "",
         f"Entropy matching is ahead of the paper's by {gain['lln_diag']:.2f} (LLN+Diag) and {gain['lln']:.2f} (LLN), "
-        f"and a fixed alpha is as good as any matching (LLN+Diag {fixed:.2f}). Statistics of a sample alone do no worse "
-        "than those of the batch, and do not let one sequence see another.", "",
+        f"and a fixed alpha is as good as any matching (LLN+Diag {fixed:.2f}). Statistics of a sample alone do no "
+        "worse than those of the batch, and do not let one sequence see another.", "",
         *small_matching(),
     ]  # fmt: skip
 
