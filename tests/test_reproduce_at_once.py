@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fake_runs import asked, jobs_of
 from lln.reproduce import side_by_side
@@ -33,7 +34,10 @@ def metrics(runs: Path) -> dict[str, str]:
     return {path.parent.name: path.read_text() for path in sorted(runs.glob("*/metrics.jsonl"))}
 
 
-def test_runs_at_once_give_what_they_give_one_by_one(tmp_path: Path, cache: Path) -> None:
+def test_runs_at_once_give_what_they_give_one_by_one(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))  # the order of sums depends on it
     said: list[Any] = []
     hooks = Hooks(
         step=lambda job, number, values: said.append((job.folder, number)),

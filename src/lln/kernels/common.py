@@ -74,8 +74,9 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 def traced_as_constant(function: F) -> F:
     """For functions of plain values that return a tensor they keep: torch.compile calls them while it traces and takes
     the tensor as it is. What they make they make on the CPU: that copy waits, so that any stream may read it."""
-    marked: F = torch.compiler.assume_constant_result(function)
-    return marked
+    # What torch.compiler.assume_constant_result does, without importing the compiler.
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def spans(t: Tensor, dim: int = -2, at_least: int = 64) -> Iterator[slice]:
