@@ -15,11 +15,10 @@ from lln.reproduce import side_by_side
 from lln.reproduce.found import find
 from lln.reproduce.jobs import Hooks, Job, drive, state
 from lln.reproduce.side_by_side import drive_at_once
+from small import SMALLEST
 
-SMALL = {
-    "model.layers": "1", "model.width": "32", "model.heads": "2", "model.inner": "32", "data.length": "32",
-    "mlm.data.vocabulary": "300", "data.evaluation": "20", "optimisation.steps": "6", "optimisation.batch": "4",
-    "optimisation.warmup": "2", "log_every": "2", "save_every": "6", "evaluate_every": "6", "record_every": "0",
+SMALL = SMALLEST | {
+    "optimisation.steps": "6", "log_every": "2", "save_every": "6", "evaluate_every": "6", "record_every": "0",
     "glue.data.train": "50",
 }  # fmt: skip
 

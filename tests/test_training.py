@@ -15,11 +15,10 @@ from lln.recipes import recipe
 from lln.training.config import Config, change
 from lln.training.run import train
 from lln.training.trainer import NotFinite
+from small import SMALLEST
 
-SMALL = {
-    "model.layers": "1", "model.width": "32", "model.heads": "2", "model.inner": "32", "data.length": "32",
-    "data.vocabulary": "300", "data.evaluation": "20", "optimisation.steps": "12", "optimisation.batch": "4",
-    "optimisation.warmup": "2", "log_every": "2", "save_every": "4", "evaluate_every": "4", "record_every": "0",
+SMALL = SMALLEST | {
+    "optimisation.steps": "12", "log_every": "2", "save_every": "4", "evaluate_every": "4", "record_every": "0",
     "attention.options.block_size": "8",
 }  # fmt: skip
 PROGRAM = """

@@ -16,12 +16,11 @@ from lln.training.models import Sizes, build, unmasked
 from lln.training.run import train
 from lln.training.tasks import load
 from lln.training.trainer import NotFinite
+from small import SMALLEST
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = {
-    "model.layers": "1", "model.width": "32", "model.heads": "2", "model.inner": "32", "data.length": "32",
-    "data.vocabulary": "300", "data.evaluation": "20", "optimisation.steps": "20", "optimisation.batch": "4",
-    "optimisation.warmup": "2", "log_every": "2", "save_every": "8", "evaluate_every": "8", "record_every": "6",
+SMALL = SMALLEST | {
+    "optimisation.steps": "20", "log_every": "2", "save_every": "8", "evaluate_every": "8", "record_every": "6",
 }  # fmt: skip
 
 
@@ -39,17 +38,17 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def compare(plain: Any, graph: Any, name: str = "") -> None:
+def compare(plain: Any, graph: Any, name: str = "", exactly: bool = DEVICE == "cpu") -> None:
     """Equal on a CPU; on a GPU the order of sums may differ."""
     if isinstance(plain, dict):
         assert plain.keys() == graph.keys(), name
         for key in plain:
-            compare(plain[key], graph[key], f"{name}.{key}")
+            compare(plain[key], graph[key], f"{name}.{key}", exactly)
     elif isinstance(plain, list):
         assert len(plain) == len(graph), name
         for i, (a, b) in enumerate(zip(plain, graph, strict=True)):
-            compare(a, b, f"{name}[{i}]")
-    elif isinstance(plain, float) and DEVICE == "cuda":
+            compare(a, b, f"{name}[{i}]", exactly)
+    elif isinstance(plain, float) and not exactly:
         assert graph == pytest.approx(plain, rel=2e-3, abs=2e-3), name
     else:
         assert graph == plain, name
@@ -118,16 +117,7 @@ def test_compiled_layers_in_a_graph_change_nothing_but_rounding(
         assert not torch._dynamo.utils.counters["graph_break"]
     plain, compiled_ones = (metrics(tmp_path / n) for n in ("no", "yes"))
     assert any("layer" in str(m) or "entropy" in str(m) for m in compiled_ones)  # recorded, in a step of its own
-    compare_closely(plain, compiled_ones)
-
-
-def compare_closely(a: Any, b: Any) -> None:
-    if isinstance(a, (dict, list)):
-        assert len(a) == len(b)
-        for x, y in zip(a.values(), b.values(), strict=True) if isinstance(a, dict) else zip(a, b, strict=True):
-            compare_closely(x, y)
-    else:
-        assert a == pytest.approx(b, rel=2e-3, abs=2e-3) if isinstance(a, float) else a == b
+    compare(plain, compiled_ones, exactly=False)
 
 
 def test_a_stopped_run_with_a_graph_goes_on(tmp_path: Path, cache: Path) -> None:

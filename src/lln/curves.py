@@ -16,14 +16,12 @@ import functools
 import importlib.resources
 import json
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from lln.kernels.common import traced_as_constant, wide_dtype
+from lln.kernels.common import kept, traced_as_constant, wide_dtype
 
 
 def interpolated(x: Tensor, y: Tensor, slope: Tensor, at: Tensor) -> Tensor:
@@ -103,21 +101,11 @@ def across_dims(per_dim: list[Tensor], head_dim: int) -> Tensor:
 MADE: dict[tuple[str, int, str], Tensor] = {}
 
 
-def kept(key: tuple[str, int, str], make: Callable[[], Tensor], device: torch.device) -> Tensor:
-    watched = is_in_torch_dispatch_mode()  # in torch.export what is made has no values
-    if key in MADE and not watched:
-        return MADE[key]
-    made = make().to(wide_dtype(device)).to(device)
-    if not watched:
-        MADE[key] = made
-    return made
-
-
 @traced_as_constant
 def variance_inverse(head_dim: int, device: torch.device) -> Tensor:
     """The curve log V -> log s2, as `points`."""
     key = "variance", head_dim, str(device)
-    return kept(key, lambda: make_variance_inverse(head_dim).points(), device)
+    return kept(MADE, key, lambda: make_variance_inverse(head_dim).points().to(wide_dtype(device)).to(device))
 
 
 @traced_as_constant
@@ -129,9 +117,10 @@ def entropy_curves(head_dim: int, device: torch.device) -> Tensor:
     def make() -> Tensor:
         curves = torch.stack([curve.points() for curve in make_entropy_curves(head_dim)])
         lengths = torch.tensor(stored()["lengths"], dtype=torch.float64, device="cpu").log()
-        return torch.cat([curves, lengths[:, None, None].expand(-1, 1, curves.shape[-1])], 1)
+        both = torch.cat([curves, lengths[:, None, None].expand(-1, 1, curves.shape[-1])], 1)
+        return both.to(wide_dtype(device)).to(device)
 
-    return kept(key, make, device)
+    return kept(MADE, key, make)
 
 
 def make_variance_inverse(head_dim: int) -> Curve:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 F = TypeVar("F", bound=Callable[..., Tensor])
+K = TypeVar("K")
 
 # Temporaries of about this many elements: they stay in a CPU's cache; on other devices launches cost more than memory.
 SPAN_ELEMENTS = {"cpu": 2**20}
@@ -69,6 +70,19 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def wide_dtype(device: torch.device) -> torch.dtype:
     """The dtype of log_sum: float64, so that many small merges do not drift. (Apple's MPS has none.)"""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def kept(store: dict[K, Tensor], key: K, make: Callable[[], Tensor], most: int = 4096) -> Tensor:
+    """store[key], made on the first call. Nothing is ever taken out, since a CUDA graph may still read it; beyond so
+    many, what is made is not kept."""
+    watched = is_in_torch_dispatch_mode()  # in torch.export what is made has no values
+    if key in store and not watched:
+        return store[key]
+    with torch.inference_mode(False):  # a tensor of inference mode could not be used for training later
+        made = make()
+    if len(store) < most and not watched:
+        store[key] = made
+    return made
 
 
 def traced_as_constant(function: F) -> F:

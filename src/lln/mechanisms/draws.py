@@ -6,14 +6,12 @@ import math
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from lln.kernels.common import traced_as_constant
+from lln.kernels.common import kept, traced_as_constant
 
 # What was drawn, where it is needed: a copy from the host would make each call wait, and cannot be captured in a CUDA
-# graph. Nothing is ever taken out, since a graph may still read it; beyond so many, draws are not kept.
+# graph.
 KEPT: dict[tuple[str, int, int, int, bool, torch.device, torch.dtype], Tensor] = {}
-MOST = 4096
 
 
 def gaussian(
@@ -21,27 +19,23 @@ def gaussian(
 ) -> Tensor:
     """A matrix of independent standard normal rows; orthogonal: rows at right angles in each square block, which keeps
     every row's distribution and lowers the variance of what is averaged over rows. Nobody may change it."""
-    return kept("normal", rows, columns, seed, orthogonal, device, dtype)
+    return drawn("normal", rows, columns, seed, orthogonal, device, dtype)
 
 
 def uniform(count: int, seed: int, *, device: torch.device) -> Tensor:
     """[count] in [0, 1), in float32. Nobody may change it."""
-    return kept("uniform", count, 1, seed, False, device, torch.float32)
+    return drawn("uniform", count, 1, seed, False, device, torch.float32)
 
 
 @traced_as_constant
-def kept(
+def drawn(
     kind: str, rows: int, columns: int, seed: int, orthogonal: bool, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    what, watched = (kind, rows, columns, seed, orthogonal, device, dtype), is_in_torch_dispatch_mode()
-    if what in KEPT and not watched:
-        return KEPT[what]
-    with torch.inference_mode(False):  # a tensor of inference mode could not be used for training later
-        drawn = draw_gaussian(rows, columns, seed, orthogonal) if kind == "normal" else draw_uniform(rows, seed)
-        drawn = drawn.to(dtype).to(device)
-    if len(KEPT) < MOST and not watched:  # in torch.export what is drawn has no values
-        KEPT[what] = drawn
-    return drawn
+    def make() -> Tensor:
+        found = draw_gaussian(rows, columns, seed, orthogonal) if kind == "normal" else draw_uniform(rows, seed)
+        return found.to(dtype).to(device)
+
+    return kept(KEPT, (kind, rows, columns, seed, orthogonal, device, dtype), make)
 
 
 def draw_uniform(count: int, seed: int) -> Tensor:

@@ -18,7 +18,7 @@ def tiny() -> Config:
 
 def mini() -> Config:
     """A minute a run on one large GPU: pre-norm, 6 layers, 384 wide, 16k tokens a step. Sinusoidal positions: with
-    learned ones half of the run goes by before attention starts to work."""
+    learned ones attention starts to work much later."""
     return Config(
         task="mlm", preset="mini", attention=Attention(options={"statistics": "batch", "block_size": 64}),
         model=Model(

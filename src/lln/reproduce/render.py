@@ -97,7 +97,7 @@ def noise(result: dict[str, Any]) -> list[str]:
     lines = ["## Which differences exceed the noise", "", result["rule"], ""]
     groups: dict[bool | None, list[str]] = {True: [], False: [], None: []}
     for d in result["differences"]:
-        second = measure(d["a"], d["b"])
+        second = reference(d["a"], d["b"])
         if second is None:
             continue
         first, sign = (d["a"], 1) if d["b"] == second else (d["b"], -1)
@@ -114,7 +114,7 @@ def noise(result: dict[str, Any]) -> list[str]:
     return lines if any(groups.values()) else [*lines[:2], "There are no two attentions to compare yet.", ""]
 
 
-def measure(a: str, b: str) -> str | None:
+def reference(a: str, b: str) -> str | None:
     """Which of two attentions the other is compared with in words, if they are compared at all: a variant with what it
     is a variant of."""
     plain = {a.split(":")[0], b.split(":")[0]}
