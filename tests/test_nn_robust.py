@@ -192,7 +192,8 @@ def test_a_module_compiles_as_one_graph(matching: str, statistics: str, monkeypa
     monkeypatch.setattr(curves, "MADE", {})  # nothing was computed before
     attention = LLNAttention(2, 8, matching=matching, statistics=statistics, block_size=8)
     other = copy.deepcopy(attention)
-    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    # With the decompositions of inductor: some of them read a value on the host.
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager_decomp_partition")
     for step in range(2):  # in training: running averages move from the first step to the second
         tensors = inputs(step, spread=1.5)
         torch.testing.assert_close(compiled(*tensors), other(*tensors), rtol=1e-4, atol=1e-5)

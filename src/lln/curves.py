@@ -165,7 +165,8 @@ def s2_for_entropy(t: Tensor, head_dim: int, length: Tensor) -> Tensor:
     shortest, longest = ends(known, at)
     at = torch.minimum(torch.maximum(at, shortest), longest)
     i = torch.bucketize(at, known[1:-1])
-    shorter, longer = known.take(i), known.take(i + 1)
+    # Flat, since torch.compile would read an index without dimensions on the host.
+    shorter, longer = (known.index_select(0, j.flatten()).view_as(at) for j in (i, i + 1))
     u = (at - shorter) / (longer - shorter)
     low, high = (values.gather(0, j.unsqueeze(0)).squeeze(0) for j in (i, i + 1))
     return (low + u * (high - low)).exp()
