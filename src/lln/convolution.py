@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lln.attention import CuSeqlens
+from lln.kernels.carry import owners
 
 
 def convolve(
@@ -29,7 +30,7 @@ def convolve(
     if cu_seqlens is not None:
         assert isinstance(cu_seqlens, Tensor)  # see check_sequence
         at = torch.arange(x.shape[2], device=x.device)
-        sequence = torch.bucketize(at, cu_seqlens[1:].to(torch.int64), right=True)
+        sequence = owners(at, cu_seqlens)
     width = kernel.shape[-1]
     out: Tensor = x + Convolve.apply(shown, kernel, sequence, width - 1 if is_causal else width // 2, 1)
     return out

@@ -28,19 +28,26 @@ def interpolated(x: Tensor, y: Tensor, slope: Tensor, at: Tensor) -> Tensor:
     """y(at) by monotone cubic Hermite interpolation; straight lines beyond the ends. y and slope may be of several
     curves over one x: [*curves, n], and the result is [*curves, *at.shape]."""
 
-    def pick(t: Tensor, i: Tensor) -> Tensor:
-        # Not []: an index of no dimensions would be read on the host, which waits for the device.
-        return t.index_select(-1, i.flatten()).reshape(t.shape[:-1] + i.shape)
-
     low, high = ends(x, at)
     inside = torch.minimum(torch.maximum(at, low), high)
-    i = torch.bucketize(inside, x[1:-1])
+    i = interval(x, inside)
     (x0, y0, m0), (x1, y1, m1) = ([pick(t, j) for t in (x, y, slope)] for j in (i, i + 1))
     step, rise = x1 - x0, y1 - y0
     u, m0, m1 = (inside - x0) / step, m0 * step, m1 * step
     found = y0 + u * (m0 + u * (3 * rise - 2 * m0 - m1 + u * (m0 + m1 - 2 * rise)))
     first, last = ends(slope, at)
     return found + (at - inside) * torch.where(at < low, first, last)
+
+
+def interval(x: Tensor, at: Tensor) -> Tensor:
+    """i with x[i] < at <= x[i + 1]; beyond the ends the first or the last. Counted, since torch.bucketize, compiled for
+    a GPU, takes no part of a constant (torch 2.11)."""
+    return (x[1:-1] < at.unsqueeze(-1)).sum(-1)
+
+
+def pick(t: Tensor, i: Tensor) -> Tensor:
+    """Not t[..., i]: an index of no dimensions would be read on the host, which waits for the device."""
+    return t.index_select(-1, i.flatten()).reshape(t.shape[:-1] + i.shape)
 
 
 def ends(t: Tensor, at: Tensor) -> list[Tensor]:
@@ -164,9 +171,8 @@ def s2_for_entropy(t: Tensor, head_dim: int, length: Tensor) -> Tensor:
     at = length.to(values.dtype).log().expand(t.shape)
     shortest, longest = ends(known, at)
     at = torch.minimum(torch.maximum(at, shortest), longest)
-    i = torch.bucketize(at, known[1:-1])
-    # Flat, since torch.compile would read an index without dimensions on the host.
-    shorter, longer = (known.index_select(0, j.flatten()).view_as(at) for j in (i, i + 1))
+    i = interval(known, at)
+    shorter, longer = pick(known, i), pick(known, i + 1)
     u = (at - shorter) / (longer - shorter)
     low, high = (values.gather(0, j.unsqueeze(0)).squeeze(0) for j in (i, i + 1))
     return (low + u * (high - low)).exp()

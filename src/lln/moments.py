@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lln.checks import check_key_mask, check_tensors
 from lln.curves import s2_for_entropy, s2_for_variance
+from lln.kernels.carry import owners
 from lln.kernels.common import spans, wide_dtype
 from lln.kernels.gpu.support import refusal
 
@@ -161,7 +162,7 @@ def moments(t: Tensor, key_heads: int, mask: Tensor | None, cu_seqlens: Tensor |
     owner = None
     if cu_seqlens is not None:
         position = torch.arange(t.shape[-2], device=t.device)
-        owner = torch.bucketize(position, cu_seqlens[1:].to(torch.int64), right=True)
+        owner = owners(position, cu_seqlens)
 
     def add_up(per_token: Tensor) -> Tensor:
         """[B, H, N] -> [B, H]; where, not *: what is hidden may be anything."""

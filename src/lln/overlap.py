@@ -19,7 +19,7 @@ from torch.nn import functional
 from lln.attention import Backend, Coefficient, CuSeqlens, Mix, autocast, lln_attention
 from lln.checks import check_block_size, check_packing, mix_weights
 from lln.kernels.blocks import gather_rows
-from lln.kernels.carry import first_valid
+from lln.kernels.carry import first_valid, owners
 from lln.kernels.common import compute_dtype
 from lln.state import LLNState
 
@@ -134,7 +134,7 @@ class Slots:
             slots = at - first.unsqueeze(-1)
             count = -(-length // size) * size
         else:
-            owner = torch.bucketize(at, offsets[1:].to(torch.int64), right=True)
+            owner = owners(at, offsets)
             blocks = (offsets.diff().to(torch.int64) - first + size - 1).div(size, rounding_mode="floor")
             local = at - offsets[owner] - first[owner]
             slots = torch.where(local < 0, -1, (blocks.cumsum(0) - blocks)[owner] * size + local).unsqueeze(0)

@@ -32,9 +32,15 @@ def first_valid(key: Tensor, key_mask: Tensor | None, cu_key: Tensor | None) -> 
     if cu_key is None:
         position = position.expand(key_mask.shape).masked_fill(~key_mask, key.shape[-2])
         return torch.cat([position, lengths.unsqueeze(-1)], -1).amin(-1)
-    sequence = torch.bucketize(position, cu_key[1:].to(torch.int64), right=True)
+    sequence = owners(position, cu_key)
     position = torch.where(key_mask[0], position - cu_key[sequence], lengths[sequence])
     return lengths.scatter_reduce(0, sequence, position, "amin")
+
+
+def owners(position: Tensor, offsets: Tensor) -> Tensor:
+    """Which of the packed sequences each position [N] belongs to. By all offsets, less one, and not by offsets[1:]: of
+    a part, torch.compile for a GPU would read from the beginning of the whole (torch 2.11)."""
+    return torch.bucketize(position, offsets.to(torch.int64), right=True) - 1
 
 
 def sequence_lengths(key: Tensor, cu_key: Tensor | None) -> Tensor:
