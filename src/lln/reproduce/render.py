@@ -86,14 +86,19 @@ def differs(result: dict[str, Any]) -> list[str]:
     if cards:
         lines += ["", "What the data's own cards say:"]
         lines += [line for card in cards for line in ("", *(f"> {text}".rstrip() for text in card.splitlines()))]
-    units = {(c, cell["unit"]) for row in result["rows"] for c, cell in row["cells"].items() if cell["n"] > 1}
-    inner = sorted(c for c, unit in units if unit.startswith("fine-tunings"))
+    inner = [f"{row['attention']} ({', '.join(once)})" for row in result["rows"] if (once := tuned_once(row))]
     if inner:
         lines += ["", f"The spread of {', '.join(inner)} is over fine-tunings of one pre-trained model only."]
     return [*lines, *(f"\n{remark}" for remark in result["remarks"]), ""]
 
 
+def tuned_once(row: dict[str, Any]) -> list[str]:
+    """Columns whose spread is that of fine-tunings of one pre-trained model."""
+    return [column for column, cell in row["cells"].items() if cell.get("unit") == TUNINGS and cell["n"] > 1]
+
+
 def noise(result: dict[str, Any]) -> list[str]:
+    once = {(row["attention"], column) for row in result["rows"] for column in tuned_once(row)}
     lines = ["## Which differences exceed the noise", "", result["rule"], ""]
     groups: dict[bool | None, list[str]] = {True: [], False: [], None: []}
     for d in result["differences"]:
@@ -103,11 +108,11 @@ def noise(result: dict[str, Any]) -> list[str]:
         first, sign = (d["a"], 1) if d["b"] == second else (d["b"], -1)
         digits = 3 if d["column"] == LOSS else 1
         between = round(sign * d["difference"], digits) + 0.0  # no -0.0
-        bound = "" if d["noise"] is None else f" (noise {d['noise']:.{digits}f})"
+        few = [name for name in (first, second) if (name, d["column"]) in once]
+        of = f"; of {' and '.join(few)} one pre-training" if few else ""
+        bound = "" if d["noise"] is None else f" (noise {d['noise']:.{digits}f}{of})"
         groups[d["beyond"]].append(f"{d['column']}: {first} - {second} = {between:+.{digits}f}{bound}")
-    once = any(c.get("unit") == TUNINGS for row in result["rows"] for c in row["cells"].values())
-    of = " of fine-tuning, with one pre-training each" if once else ""
-    titles = {True: f"Beyond the noise{of}", False: f"Within the noise{of}", None: "One seed, nothing to say"}
+    titles = {True: "Beyond the noise", False: "Within the noise", None: "One seed, nothing to say"}
     for known, title in titles.items():
         if groups[known]:
             lines += [f"{title}:", "", *(f"- {text}" for text in groups[known]), ""]

@@ -182,6 +182,8 @@ def other_data(config: dict[str, Any], paper: dict[str, Any]) -> list[str]:
         return " ".join(part for part in (data["name"], data["subset"]) if part)
 
     ours, theirs = title(config["data"]), title(paper["data"])
+    if config["data"]["subset"] == "retrieval" and ours == theirs:  # the published pairs are not on the Hub
+        return [f"Data: {config['data']['name']} stands in for the published pairs of papers."]
     return [] if ours == theirs else [f"Data: {ours}, where the paper's recipe has {theirs}."]
 
 
