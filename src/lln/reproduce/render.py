@@ -97,9 +97,9 @@ def tuned_once(row: dict[str, Any]) -> list[str]:
     return [column for column, cell in row["cells"].items() if cell.get("unit") == TUNINGS and cell["n"] > 1]
 
 
-def noise(result: dict[str, Any]) -> list[str]:
+def differences(result: dict[str, Any]) -> dict[bool | None, list[str]]:
+    """As sentences, by whether they exceed the noise; None: one seed."""
     once = {(row["attention"], column) for row in result["rows"] for column in tuned_once(row)}
-    lines = ["## Which differences exceed the noise", "", result["rule"], ""]
     groups: dict[bool | None, list[str]] = {True: [], False: [], None: []}
     for d in result["differences"]:
         second = reference(d["a"], d["b"])
@@ -112,6 +112,11 @@ def noise(result: dict[str, Any]) -> list[str]:
         of = f"; of {' and '.join(few)} one pre-training" if few else ""
         bound = "" if d["noise"] is None else f" (noise {d['noise']:.{digits}f}{of})"
         groups[d["beyond"]].append(f"{d['column']}: {first} - {second} = {between:+.{digits}f}{bound}")
+    return groups
+
+
+def noise(result: dict[str, Any]) -> list[str]:
+    lines, groups = ["## Which differences exceed the noise", "", result["rule"], ""], differences(result)
     titles = {True: "Beyond the noise", False: "Within the noise", None: "One seed, nothing to say"}
     for known, title in titles.items():
         if groups[known]:
