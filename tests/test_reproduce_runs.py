@@ -230,6 +230,7 @@ def mirror(root: Path, first: str = "train") -> Path:
         (["fig2", "--attentions", "lln"], "it goes with table1, table3"),
         (["fig8", "--from", "nowhere"], "nowhere is not a folder"),
         (["fig8", "--from", "."], "there are no runs in ., and no fig8.json"),
+        (["fig8", "--from", ".", "--at-once", "2"], "--from runs nothing, so nothing at once"),
         (["table3", "--scale", "mini", "--data-root", "."], "microsoft/cats_vs_dogs"),
         (["table3", "--device", "abacus"], "torch cannot use 'abacus'"),
     ],
@@ -243,6 +244,12 @@ def test_a_wrong_request_is_one_sentence_and_exit_code_2(
     assert message in done.output
     assert "Traceback" not in done.output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_planned_says_how_many_run_at_once(tmp_path: Path) -> None:
+    arguments = "table3", "--attentions", "softmax", "--out", tmp_path / "parts", "--dry-run"
+    assert "one by one" not in lln(*arguments).stderr
+    assert "one by one, and less with 3 at once" in lln(*arguments, "--at-once", "3").stderr
 
 
 def test_a_set_without_training_data_is_refused_before_anything_runs(tmp_path: Path) -> None:

@@ -115,6 +115,8 @@ def reproduce(
     """Make a figure or table of the paper from scratch and say whether its claims hold, in numbers."""
     need_folder(out)
     name = figure.value
+    if source is not None and at_once > 1:
+        raise typer.BadParameter("--from runs nothing, so nothing at once.", param_hint="--at-once")
     if name in TRAINED:
         need("train")
         if quick:

@@ -74,7 +74,7 @@ def reproduce_runs(request: Request) -> None:
         check(jobs, asked.runs)
         check_data(jobs, request.data_root)
         costs = estimate(jobs, asked.runs, asked.device, retry=request.retry)
-        typer.echo(plan(experiment, asked, jobs, costs, unavailable), err=True)
+        typer.echo(plan(experiment, asked, jobs, costs, unavailable, request.at_once), err=True)
         if request.dry_run:
             for job in jobs:
                 typer.echo(f"{job.folder}: {state(asked.runs / job.folder)}")
@@ -172,17 +172,19 @@ def data_of(config: Config) -> tuple[str, str | None] | None:
 
 
 def plan(
-    experiment: Experiment, asked: Asked, jobs: list[Job], costs: dict[str, float], unavailable: dict[str, str]
-) -> str:
+    experiment: Experiment, asked: Asked, jobs: list[Job], costs: dict[str, float], unavailable: dict[str, str],
+    at_once: int = 1,
+) -> str:  # fmt: skip
     counts = dict.fromkeys(("finished", "failed", "begun", "new"), 0)
     for job in jobs:
         counts[state(asked.runs / job.folder)] += 1
     there = ", ".join(f"{count} {word}" for word, count in counts.items() if count and word != "new")
     usual = f" (a whole one takes about {experiment.tiny} on two quiet cores)" if asked.scale == "tiny" else ""
+    together = f" one by one, and less with {at_once} at once" if at_once > 1 else ""
     lines = [
         f"{experiment.name}, scale {asked.scale}: {len(jobs)} runs of {len(asked.attentions)} attentions on "
         f"{asked.device}" + (f"; {there}" if there else "") + f". To do: {len(costs)}, very roughly "
-        f"{minutes(sum(costs.values()))}{usual}." if costs else
+        f"{minutes(sum(costs.values()))}{together}{usual}." if costs else
         f"{experiment.name}, scale {asked.scale}: all {len(jobs)} runs are there ({there})."
     ]  # fmt: skip
     lines += [f"Left out: {why}." for why in unavailable.values()]
