@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from lln import LLNAttention, LLNState, lln_attention
+from lln.kernels.gpu.parts import keep
 from reference import normal, relative_error
 from triton_cases import BACKEND, DEVICE, GPU, MARKS, MODES, attend, cu_seqlens, only_triton
 
@@ -82,6 +85,37 @@ def test_dropout_of_the_channels_and_of_the_blocks_is_independent() -> None:
     parts = [draw(0, leaves, 0.5, mix=mix, **options) > 0 for mix in ((1.0, 0.0), (0.0, 1.0))]
     correlation = torch.corrcoef(torch.stack([x.flatten().double() for x in parts]))[0, 1].abs().item()
     assert correlation <= 4.5 / parts[0].numel() ** 0.5
+
+
+@triton.jit
+def mask_kernel(SEED, OUT, dropout, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    stream = tl.program_id(0)
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    place = OUT + stream * ROWS * COLUMNS + rows[:, None] * COLUMNS + columns[None, :]
+    tl.store(place, keep(SEED, stream, rows, columns, COLUMNS, dropout))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**62 - 1])
+def test_the_mask_of_dropout_passes_for_independent_draws(seed: int) -> None:
+    streams, n, m, p = 48, 128, 64, 0.1
+    out = torch.empty(streams, n, m, device=DEVICE)
+    mask_kernel[(streams,)](torch.tensor(seed, device=DEVICE), out, p, n, m)
+    kept = (out.double() * (1 - p)).cpu()
+    assert torch.equal(kept > 0.5, kept > 0)
+    off = (kept.round() - (1 - p)) / (p * (1 - p)) ** 0.5  # mean 0, variance 1
+
+    def far(total: Tensor, count: int) -> float:
+        """How many standard deviations a sum of so many independent numbers lies from 0."""
+        return abs(float(total)) / count**0.5
+
+    assert far(off.sum(), off.numel()) <= 4.5
+    pairs = [(off[:-1], off[1:])]  # neighbouring streams, then neighbours at distances of a tile's or a block's
+    pairs += [(off[:, :-d], off[:, d:]) for d in (1, 2, 16, 64)] + [(off[..., :-d], off[..., d:]) for d in (1, 2, 32)]
+    for a, b in pairs:
+        assert far((a * b).sum(), a.numel()) <= 4.5
+    for dim in (0, 1, 2):  # sums over a dimension spread as much as sums of independent draws
+        sums = off.sum(dim) / off.shape[dim] ** 0.5
+        assert abs(float(sums.square().mean()) - 1) <= 6 * (2 / sums.numel()) ** 0.5
 
 
 # Compilation.
