@@ -19,6 +19,19 @@ from lln.training.models import Sizes, build
 from lln.training.trainer import NotFinite
 
 
+def test_the_memory_of_a_run_is_not_that_of_runs_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"memory_allocated": 100, "max_memory_allocated": 350}
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *device: None)
+    for name in now:
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: now[name])
+    (tmp_path / "config.json").write_text("{}")
+    with driver.attempt(tmp_path, torch.device("cuda")):
+        now["memory_allocated"] = 300  # the run's own
+    (found,) = json.loads((tmp_path / "attempts.json").read_text())
+    assert found["bytes"] == 250
+
+
 class Trainer:
     """In the place of training: writes what a run leaves behind, or does what `acts` says for a folder."""
 

@@ -7,7 +7,7 @@ import pytest
 import scipy.stats
 
 from lln.reproduce import costs, published
-from lln.reproduce.spread import T975, difference, spread, t975
+from lln.reproduce.spread import difference, spread
 
 # Rows as printed in the paper; "-": no number.
 PRINTED1 = """
@@ -84,17 +84,8 @@ def test_one_seed_has_no_spread() -> None:
         spread([])
 
 
-def test_the_t_table_is_scipys() -> None:
-    for freedom, value in enumerate(T975, 1):
-        assert value == pytest.approx(scipy.stats.t.ppf(0.975, freedom), abs=5e-4)
-    assert t975(2.9) == T975[1]
-    assert t975(3.0) == T975[2]
-    assert t975(0.5) == T975[0]
-    assert t975(400) == T975[-1]
-
-
-def test_the_rule_is_welchs_test_at_five_percent_and_never_laxer() -> None:
-    draw, agreed = random.Random(0), 0
+def test_the_rule_is_welchs_test_at_five_percent() -> None:
+    draw = random.Random(0)
     for _ in range(400):
         sizes = draw.randint(2, 6), draw.randint(2, 6)
         far = draw.choice([0.0, 2.0, 6.0])
@@ -103,10 +94,7 @@ def test_the_rule_is_welchs_test_at_five_percent_and_never_laxer() -> None:
         said = difference(spread(a), spread(b))
         p = scipy.stats.ttest_ind(a, b, equal_var=False).pvalue
         assert said.difference == pytest.approx(np.mean(a) - np.mean(b))
-        if said.beyond:
-            assert p < 0.0502  # the table has three digits
-        agreed += said.beyond == (p < 0.05)
-    assert agreed > 380  # degrees of freedom are rounded down
+        assert said.beyond == (p < 0.05)
 
 
 def test_seeds_that_agree_to_the_last_digit_have_no_noise() -> None:

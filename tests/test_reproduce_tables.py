@@ -62,7 +62,7 @@ def test_one_seed_has_no_spread_and_no_verdict(tmp_path: Path) -> None:
     assert result["differences"][0]["beyond"] is None
     text = shown(result)
     assert "| softmax | 75.0 (1) |" in text
-    assert "One seed, nothing to say:" in text
+    assert "One seed or pre-training, nothing to say:" in text
 
 
 def test_a_difference_beyond_the_noise_is_named(tmp_path: Path) -> None:
@@ -109,7 +109,30 @@ def test_fine_tunings_of_one_model_are_one_value(tmp_path: Path) -> None:
         finish(one.runs / job.folder, job.config, 0.5 + 0.01 * i)
     result = table("table1", one)
     assert rows(result)["softmax"]["cells"]["sst2"]["n"] == 3
-    assert "over fine-tunings of one pre-trained model only" in shown(result)
+    assert "The spread of softmax (sst2) is over fine-tunings of one pre-trained model only." in shown(result)
+
+
+def test_one_pre_training_is_compared_with_nothing(tmp_path: Path) -> None:
+    """However far its fine-tunings lie from another attention's."""
+    what = asked(tmp_path, tasks=("sst2",), tunings=3, seeds=2, attentions=("softmax", "lln"))
+    for i, job in enumerate(jobs_of("table1", what)):
+        lln = job.config.attention.name == "lln"
+        if lln and ("pre1" in job.folder or job.folder.endswith("lln-seed1")):
+            continue
+        score = 0.5 if lln else 0.9
+        finish(tmp_path / job.folder, job.config, score + 0.001 * i)
+    result = table("table1", what)
+    (found,) = [d for d in result["differences"] if d["column"] == "sst2"]
+    assert (found["noise"], found["beyond"]) == (None, None)
+    assert abs(found["difference"]) > 30
+    assert {run["how"]["precision"] for run in result["runs"]} == {"float32"}
+
+
+def test_retrieval_is_marked_as_a_stand_in(tmp_path: Path) -> None:
+    what = asked(tmp_path, tasks=("retrieval",), attentions=("lln_diag",))
+    for job in jobs_of("table5", what):
+        finish(tmp_path / job.folder, job.config, 0.5)
+    assert "| retrieval † |" in shown(table("table5", what))
 
 
 def test_an_average_needs_every_task(tmp_path: Path) -> None:

@@ -171,9 +171,11 @@ def reproduce(
 
 
 def show_verdicts(title: str, verdicts: list[dict[str, Any]]) -> None:
+    from lln.reproduce.figure import WORDS
+
     typer.echo(title)
     for verdict in verdicts:
-        typer.echo(f"\n{'holds' if verdict['holds'] else 'DOES NOT HOLD'}: {verdict['claim']}\n  {verdict['sentence']}")
+        typer.echo(f"\n{WORDS[verdict['holds']]}: {verdict['claim']}\n  {verdict['sentence']}")
 
 
 def reproduce_costs(

@@ -38,8 +38,8 @@ def first_valid(key: Tensor, key_mask: Tensor | None, cu_key: Tensor | None) -> 
 
 
 def owners(position: Tensor, offsets: Tensor) -> Tensor:
-    """Which of the packed sequences each position [N] belongs to. By all offsets, less one, and not by offsets[1:]: of
-    a part, torch.compile for a GPU would read from the beginning of the whole (torch 2.11)."""
+    """Which of the packed sequences each position [N] belongs to; offsets begin with 0. By all offsets, less one, and
+    not by offsets[1:]: of a part, torch.compile for a GPU would read from the beginning of the whole (torch 2.11)."""
     return torch.bucketize(position, offsets.to(torch.int64), right=True) - 1
 
 

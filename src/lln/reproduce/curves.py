@@ -42,14 +42,19 @@ def assemble(experiment: Experiment, asked: Asked, runs: list[Found], unavailabl
     }
 
 
+OF = {"image": "Of vision transformers", "mlm": "Of language models"}
 Made = tuple[Rows, list[Verdict], list[Found], list[str]]
 
 
 def differs(used: list[Found]) -> list[str]:
     if not used:
         return []
-    found = marks(used)
-    return [*found["model"], *found["budget"], *found["data"]]
+    tasks: dict[str, list[Found]] = {}
+    for run in used:
+        tasks.setdefault(run.config["task"], []).append(run)
+    found = {task: marks(runs) for task, runs in tasks.items()}
+    of = {task: f"{OF[task]}: " if len(tasks) > 1 else "" for task in tasks}  # Fig. 9 may show two kinds of models
+    return [of[task] + said for task, m in found.items() for said in (*m["model"], *m["budget"], *m["data"])]
 
 
 def chosen(
@@ -180,7 +185,7 @@ def scaled_runs(asked: Asked, runs: list[Found], task: str, used: list[Found]) -
     if not found:
         found, left = chosen(asked, runs, task, precision=FLOAT16)
     if not any(inverse_scale(run) for run in found):
-        left.append("The loss scale exists under float16, and that needs runs on a GPU: --device cuda.")
+        left.append("The loss scale exists under float16 alone, in runs on a GPU; there are none of these.")
     return found, left
 
 

@@ -36,12 +36,15 @@ QUICK = Plan(length=256, seeds=2, samples=20_000)
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """One claim of the paper, whether it holds, and the numbers that say so."""
+    """One claim of the paper, whether it holds, and the numbers that say so. None: they do not decide it."""
 
     claim: str
-    holds: bool
+    holds: bool | None
     numbers: Mapping[str, float | None]
     sentence: str
+
+
+WORDS: dict[bool | None, str] = {True: "holds", False: "DOES NOT HOLD", None: "not decided"}
 
 
 @dataclasses.dataclass(frozen=True)

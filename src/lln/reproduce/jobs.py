@@ -252,12 +252,13 @@ def first_line(error: Exception) -> str:
 @contextlib.contextmanager
 def attempt(path: Path, device: torch.device, beside: int = 0) -> Iterator[None]:
     """Adds to attempts.json how long this took, beside how many other runs at most, and the memory it needed at its
-    worst moment on a GPU."""
-    cuda = device.type == "cuda"
+    worst moment on a GPU, without what runs before it have left in this process (workspaces of libraries)."""
+    cuda, held = device.type == "cuda", 0
     if cuda:
         gc.collect()  # of the run before
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device)
     start = time.monotonic()
     try:
         yield
@@ -266,7 +267,7 @@ def attempt(path: Path, device: torch.device, beside: int = 0) -> Iterator[None]
         if (path / CONFIG).exists():
             before = json.loads((path / ATTEMPTS).read_text()) if (path / ATTEMPTS).exists() else []
             date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-            most = torch.cuda.max_memory_allocated(device) if cuda else None
+            most = torch.cuda.max_memory_allocated(device) - held if cuda else None
             write_json(path / ATTEMPTS, [*before, {"ended": date, "seconds": seconds, "beside": beside, "bytes": most}])
 
 

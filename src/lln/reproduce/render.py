@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,18 @@ def markdown(result: dict[str, Any]) -> str:
     p = result["provenance"]
     head = [
         f"# {heading(result)}", "",
-        f"Scale {result['scale']}, {p['date'][:10]}, commit {p['commit']}, `{p['command']}`; runs on "
+        f"Scale {result['scale']}, {p['date'][:10]}, commit {p['commit']}, `{without_places(p['command'])}`; runs on "
         f"{', '.join(machines(result)) or 'no machine yet'}. Mean ± standard deviation (number of values).", "",
     ]  # fmt: skip
     parts = [head, main_table(result), differs(result), noise(result)]
     if result["table"] == "table5":
         parts.insert(2, costs(result))
     return "\n".join(line for part in [*parts, troubles(result), run_list(result)] for line in part)
+
+
+def without_places(command: str) -> str:
+    """A command less where files lay."""
+    return re.sub(r" --(from|out) \S+", "", command)
 
 
 def heading(result: dict[str, Any]) -> str:
@@ -99,7 +105,6 @@ def tuned_once(row: dict[str, Any]) -> list[str]:
 
 def differences(result: dict[str, Any]) -> dict[bool | None, list[str]]:
     """As sentences, by whether they exceed the noise; None: one seed."""
-    once = {(row["attention"], column) for row in result["rows"] for column in tuned_once(row)}
     groups: dict[bool | None, list[str]] = {True: [], False: [], None: []}
     for d in result["differences"]:
         second = reference(d["a"], d["b"])
@@ -108,16 +113,14 @@ def differences(result: dict[str, Any]) -> dict[bool | None, list[str]]:
         first, sign = (d["a"], 1) if d["b"] == second else (d["b"], -1)
         digits = 3 if d["column"] == LOSS else 1
         between = round(sign * d["difference"], digits) + 0.0  # no -0.0
-        few = [name for name in (first, second) if (name, d["column"]) in once]
-        of = f"; of {' and '.join(few)} one pre-training" if few else ""
-        bound = "" if d["noise"] is None else f" (noise {d['noise']:.{digits}f}{of})"
+        bound = "" if d["noise"] is None else f" (noise {d['noise']:.{digits}f})"
         groups[d["beyond"]].append(f"{d['column']}: {first} - {second} = {between:+.{digits}f}{bound}")
     return groups
 
 
 def noise(result: dict[str, Any]) -> list[str]:
     lines, groups = ["## Which differences exceed the noise", "", result["rule"], ""], differences(result)
-    titles = {True: "Beyond the noise", False: "Within the noise", None: "One seed, nothing to say"}
+    titles = {True: "Beyond the noise", False: "Within the noise", None: "One seed or pre-training, nothing to say"}
     for known, title in titles.items():
         if groups[known]:
             lines += [f"{title}:", "", *(f"- {text}" for text in groups[known]), ""]
@@ -134,26 +137,31 @@ def reference(a: str, b: str) -> str | None:
 
 
 def costs(result: dict[str, Any]) -> list[str]:
-    """Time and memory of whole runs, beside the paper's Table 4; `lln reproduce table4` measures single steps."""
+    """Time (of runs that had the device to themselves) and memory (on a GPU) of whole runs, beside the paper's Table 4;
+    `lln reproduce table4` measures single steps."""
     columns = [c for c in result["columns"] if c in PAPER4["softmax"]["s"]]
     lines = []
-    known = any(cell.get("bytes") for row in result["rows"] for cell in row["cells"].values())
-    wanted = [("seconds", "s", "seconds a run"), ("bytes", "MB", "MB of the GPU at most")]
-    for what, unit, title in wanted if known else wanted[:1]:
+    for what, unit, title in (("seconds", "s", "seconds a run"), ("bytes", "MB", "MB of the GPU at most")):
+        found = {
+            (row["attention"], c): cell[what] / (1e6 if what == "bytes" else 1)
+            for row in result["rows"]
+            for c in columns
+            if (cell := row["cells"].get(c)) and cell.get(what) and not (what == "seconds" and cell.get("beside"))
+        }
+        if not found:
+            continue
         titles = [t for c in columns for t in (c, "paper")]
         lines += [f"| {title} | " + " | ".join(titles) + " |", "|---" + "|---:" * len(titles) + "|"]
-        for row in result["rows"]:
+        for name in (row["attention"] for row in result["rows"]):
             texts = []
             for c in columns:
-                cell = row["cells"].get(c) or {}
-                value = None if what == "seconds" and cell.get("beside") else cell.get(what)
-                texts.append("" if value is None else number(value / 1e6 if what == "bytes" else value))
-                theirs = PAPER4.get(row["attention"], {}).get(unit, {}).get(c)
+                texts.append(number(found[name, c]) if (name, c) in found else "")
+                theirs = PAPER4.get(name, {}).get(unit, {}).get(c)
                 texts.append("-" if theirs is None else f"{theirs:g}")
-            lines.append(f"| {row['attention']} | " + " | ".join(texts) + " |")
+            lines.append(f"| {name} | " + " | ".join(texts) + " |")
         lines.append("")
     said = "The paper's times and memory are those of its Table 4, on its own GPU."
-    return [*lines, said if known else f"{said} Memory of whole runs is counted on a GPU.", ""]
+    return [*lines, said, ""] if lines else []
 
 
 def troubles(result: dict[str, Any]) -> list[str]:

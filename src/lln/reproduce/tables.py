@@ -11,7 +11,7 @@ from lln.reproduce.experiments import Asked, Experiment
 from lln.reproduce.found import Found, alike
 from lln.reproduce.jobs import base, configure, shape
 from lln.reproduce.published import AVERAGE, REMARKS1
-from lln.reproduce.spread import RULE, difference, spread
+from lln.reproduce.spread import RULE, Difference, difference, spread
 
 LOSS = "MLM loss"
 CARD = "Card of "
@@ -140,12 +140,14 @@ def average(cells: list[dict[str, Any] | None]) -> dict[str, Any] | None:
 
 
 def compared(names: list[str], shown: list[str], cells: dict[tuple[str, str], Any]) -> list[dict[str, Any]]:
-    """Every two attentions in every column."""
+    """Every two attentions in every column. Fine-tunings of one pre-trained model say nothing of others."""
     found = []
     for column, (a, b) in itertools.product(shown, itertools.combinations(names, 2)):
         first, second = cells[a, column], cells[b, column]
         if first and second and first["n"] and second["n"]:
             said = difference(spread(list(first["values"].values())), spread(list(second["values"].values())))
+            if TUNINGS in (first["unit"], second["unit"]):
+                said = Difference(said.difference, None, None)
             found.append({"column": column, "a": a, "b": b, **dataclasses.asdict(said)})
     return found
 
@@ -156,6 +158,7 @@ def told(run: Found) -> dict[str, Any]:
         "folder": run.folder, "attention": run.attention, "column": run.column, "seed": run.seed,
         "pretraining": run.pretraining, "score": run.score, "metrics": run.result["metrics"],
         "guess": run.result["guess"], "parameters": run.result["parameters"], "notes": run.result["notes"],
+        "how": {name: run.config[name] for name in ("precision", "graph", "compile")},
         **run.cost(), "provenance": run.result["provenance"],
     }  # fmt: skip
 
@@ -182,8 +185,10 @@ def other_data(config: dict[str, Any], paper: dict[str, Any]) -> list[str]:
         return " ".join(part for part in (data["name"], data["subset"]) if part)
 
     ours, theirs = title(config["data"]), title(paper["data"])
-    if config["data"]["subset"] == "retrieval" and ours == theirs:  # the published pairs are not on the Hub
-        return [f"Data: {config['data']['name']} stands in for the published pairs of papers."]
+    if config["data"]["subset"] == "retrieval":  # the recipe's is no more the paper's than any other
+        return [
+            f"Data: {config['data']['name']} stands in for the published pairs of papers, which are not on the Hub."
+        ]
     return [] if ours == theirs else [f"Data: {ours}, where the paper's recipe has {theirs}."]
 
 

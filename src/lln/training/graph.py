@@ -8,6 +8,7 @@ and evaluated goes through the Trainer as always. Without a GPU the same loop ru
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -56,6 +57,12 @@ class Feed:
         return self.stream.examples.finish(rows, index, epoch)
 
 
+@functools.cache
+def stream_of(device: torch.device) -> torch.cuda.Stream:
+    """One for all runs of a process: a library keeps workspaces for every stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
 class GraphTrainer(RunTrainer):
     """The Trainer of a run with `graph`, on one device."""
 
@@ -79,7 +86,7 @@ class GraphTrainer(RunTrainer):
         for group in self.optimizer.param_groups:
             group["lr"] = torch.tensor(float(group["lr"]), device=self.args.device)
         # A graph is captured on a stream of its own, and what autograd keeps of earlier steps must be of that one too.
-        side = torch.cuda.Stream()
+        side = stream_of(self.args.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self.run_steps(model, about["start_time"])
