@@ -63,7 +63,7 @@ def accuracy() -> list[str]:
         "| attention | MLM loss | SST-2 | MNLI |", "|---|---:|---:|---:|",
         *(f"| {name} | {' | '.join(shown(cells.get(c), d) for c, d in columns.items())} |"
           for name, cells in rows.items()),
-        f"| a guess | {guess['MLM loss']:.3f} | {100 * guess['sst2']:.1f} | {100 * guess['mnli']:.1f} |", "",
+        f"| a guess | {guess['mlm']:.3f} | {100 * guess['sst2']:.1f} | {100 * guess['mnli']:.1f} |", "",
         *beyond(table),
         f"LLN+Diag comes within {behind['lln_diag']:.2f} of softmax's loss, its blocks alone within "
         f"{behind['block_diagonal']:.2f}: in sequences of four blocks the linear part has little to add. LLN alone "
