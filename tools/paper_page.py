@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lln.bench.measure import without_places
 from lln.reproduce import costs, render
 from lln.reproduce.published import COLUMNS1, COLUMNS3, COLUMNS5, REMARKS1, TABLE1, TABLE3, TABLE5, Numbers
 
@@ -173,7 +174,7 @@ def section(item: Item) -> list[str]:
 def about(result: dict[str, Any]) -> str:
     p = result["provenance"]
     scale = f"Scale {result['scale']}: not the paper's. " if result.get("scale", "paper") != "paper" else ""
-    command = render.without_places(p["command"])
+    command = without_places(p["command"])
     made = [run["provenance"] for run in result.get("runs", ())] or [p]  # runs may be older than the table of them
     devices, commits = (", ".join(dict.fromkeys(one[name] for one in made)) for name in ("device", "commit"))
     return f"{scale}`{command}`, {devices}, {max(one['date'] for one in made)[:10]}, commit {commits}."

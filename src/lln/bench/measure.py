@@ -8,6 +8,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -124,6 +125,11 @@ def provenance(seed: int, device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         **(accelerator(device) if device.type == "cuda" else {}),
     }
+
+
+def without_places(command: str) -> str:
+    """A command less where it found and left its files."""
+    return re.sub(r" --(from|out) \S+", "", command)
 
 
 def accelerator(device: torch.device) -> dict[str, Any]:

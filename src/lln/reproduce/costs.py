@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lln.bench.measure import number, peak_memory, provenance, time_calls
+from lln.bench.measure import number, peak_memory, provenance, time_calls, without_places
 from lln.files import write_json, write_text
 from lln.recipes import recipe
 from lln.training.config import Config, Model
@@ -231,7 +231,8 @@ def markdown(table: CostTable, result: dict[str, Any]) -> str:
     p = result["provenance"]
     head = [
         f"# Table {table.name.removeprefix('table')}: {table.title}, {said_of(result['setting'])}", "",
-        f"{p['device']}, scale {result['scale']}, {p['date'][:10]}, commit {p['commit']}, `{p['command']}`", "",
+        f"{p['device']}, scale {result['scale']}, {p['date'][:10]}, commit {p['commit']}, "
+        f"`{without_places(p['command'])}`", "",
     ]  # fmt: skip
     theirs = ["The paper's, on an A100 of 40 GB (its scale, not this one's unless they are the same):", ""]
     return "\n".join([*head, *measured(table, result), *theirs, *published(table)])

@@ -9,7 +9,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from lln.bench.measure import number
+from lln.bench.measure import number, without_places
 from lln.recipes.needles import at_length, longer
 from lln.reproduce.experiments import Asked, Experiment
 from lln.reproduce.found import Found, alike
@@ -152,7 +152,8 @@ def markdown(result: dict[str, Any]) -> str:
     machines = ", ".join(dict.fromkeys(run["provenance"]["device"] for run in result["runs"])) or "no machine yet"
     lines = [
         f"# {result['title']}", "",
-        f"Scale {result['scale']}, {p['date'][:10]}, commit {p['commit']}, `{p['command']}`; runs on {machines}. "
+        f"Scale {result['scale']}, {p['date'][:10]}, commit {p['commit']}, "
+        f"`{without_places(p['command'])}`; runs on {machines}. "
         "Mean ± standard deviation (number of seeds).", "",
         *table(result, "accuracy (%)", lambda c: told_spread(c["accuracy"], 1)),
         *table(result, "loss", lambda c: told_spread(c["loss"], 3), guessed=False),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
-from lln.bench.measure import number
+from lln.bench.measure import number, without_places
 from lln.files import write_json, write_text
 from lln.reproduce.costs import PAPER4
 from lln.reproduce.estimate import minutes
@@ -27,11 +26,6 @@ def markdown(result: dict[str, Any]) -> str:
     if result["table"] == "table5":
         parts.insert(2, costs(result))
     return "\n".join(line for part in [*parts, troubles(result), run_list(result)] for line in part)
-
-
-def without_places(command: str) -> str:
-    """A command less where files lay."""
-    return re.sub(r" --(from|out) \S+", "", command)
 
 
 def heading(result: dict[str, Any]) -> str:
