@@ -296,6 +296,8 @@ def test_a_run_that_is_killed_keeps_its_shapes(tmp_path: Path, monkeypatch: pyte
         (["--only", "cudnn"], "--only", "'cudnn' is not among"),
         (["--peers", "fla"], "--peers", "CUDA devices only"),
         (["--peers", "other"], "--peers", "must be fla; got 'other'"),
+        (["--dropout", "0.1", "--only", "usual"], "--dropout", "usual has none"),
+        (["--dropout", "1.5"], "--dropout", "0.9"),
         (["--device", "nowhere"], "--device", "torch cannot use 'nowhere' here"),
         (["--device", "meta"], "--device", "times are taken on cpu and cuda"),
         (["--out", __file__], "--out", "is a file; name a folder"),
@@ -350,6 +352,21 @@ def test_a_gpu_has_more_attentions_and_peers_make_a_run_of_their_own(monkeypatch
     assert choose("fla-gla", "fla", [True], cuda) == ["fla-gla"]
     plan = plan_of(peers="fla", device=cuda, quick=True)
     assert (plan.causality, plan.dtype) == ([True], torch.bfloat16)
+
+
+def test_dropout_is_timed_where_there_is_one_and_checked_without(tmp_path: Path) -> None:
+    code, _, _ = run("--dropout", "0.5", "--causal", "no", "--lengths", "32", *TINY, "--out", str(tmp_path))
+    assert code == 0
+    result = json.loads((tmp_path / "bench.json").read_text())
+    rows = {row["attention"]: row for row in result["rows"]}
+    assert rows.keys() == {"flash", "math", *VARIANTS}
+    assert [name for name, row in rows.items() if row["error"]] == ["flash"]  # torch has none with dropout on a CPU
+    assert max(error for entry in result["checks"] for error in entry["errors"].values()) < 1e-4
+    assert "dropout 0.5" in (tmp_path / "bench.md").read_text()
+    plan = plan_of(dropout=0.5, shapes="1x2x64x8")
+    for name in ("math", *VARIANTS):
+        forward = works(plan, ATTENTIONS[name], plan.shapes[0], False)["forward"]
+        assert not torch.equal(forward(), forward()), name
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import logsigmoid, scaled_dot_product_attention
+from torch.nn.functional import dropout, logsigmoid, scaled_dot_product_attention
 
 from lln.attention import Backend, lln_attention
 from lln.bench.lengths import ALPHA, BETA
@@ -40,6 +40,7 @@ class Case:
     causal: bool
     dtype: torch.dtype
     device: torch.device
+    dropout: float = 0.0
 
 
 Build = Callable[[Case], Attend]
@@ -55,13 +56,14 @@ class Attention:
     causality: tuple[bool, ...] = (False, True)
     devices: tuple[str, ...] = ("cpu", "cuda")
     peer: str | None = None  # the library that --peers names
+    drops: bool = True  # has dropout of P
     heads_first: bool = True  # takes [B, H, N, D], else [B, N, H, D]
     # Entered around the calls, so that no call is charged for it.
     context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 def sdpa(case: Case) -> Attend:
-    return functools.partial(scaled_dot_product_attention, is_causal=case.causal)
+    return functools.partial(scaled_dot_product_attention, is_causal=case.causal, dropout_p=case.dropout)
 
 
 def eager_softmax(case: Case) -> Attend:
@@ -70,7 +72,7 @@ def eager_softmax(case: Case) -> Attend:
         if case.causal:
             later = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
             scores = scores.masked_fill(later, float("-inf"))
-        return scores.softmax(-1) @ v
+        return dropout(scores.softmax(-1), case.dropout) @ v
 
     return attend
 
@@ -97,10 +99,11 @@ def lln(block_size: int | None, sample: bool, backend: Backend) -> Build:
     def build(case: Case) -> Attend:
         if sample:
             return LLNAttention(
-                case.shape.heads, case.shape.dim, statistics="sample", block_size=block_size, backend=backend
-            )
+                case.shape.heads, case.shape.dim, statistics="sample", block_size=block_size, backend=backend,
+                dropout=case.dropout,
+            )  # fmt: skip
         return lambda q, k, v: lln_attention(
-            q, k, v, ALPHA, BETA, block_size=block_size, is_causal=case.causal, backend=backend
+            q, k, v, ALPHA, BETA, block_size=block_size, is_causal=case.causal, dropout_p=case.dropout, backend=backend
         )
 
     return build
@@ -147,7 +150,7 @@ def fla_gated(case: Case) -> Attend:
 
 
 def fla(build: Build) -> Attention:
-    return Attention(build, causality=(True,), devices=("cuda",), peer="fla", heads_first=False)
+    return Attention(build, causality=(True,), devices=("cuda",), peer="fla", drops=False, heads_first=False)
 
 
 ATTENTIONS: dict[str, Attention] = {
@@ -155,7 +158,7 @@ ATTENTIONS: dict[str, Attention] = {
     "cudnn": torch_backend(SDPBackend.CUDNN_ATTENTION, "cuda"),
     "efficient": torch_backend(SDPBackend.EFFICIENT_ATTENTION, "cuda"),
     "math": Attention(eager_softmax, softmax=True, matrix=True),
-    "usual": Attention(usual_form, causality=(False,)),
+    "usual": Attention(usual_form, causality=(False,), drops=False),
     "LLN": lln_variant(),
     "LLN-sample": lln_variant(sample=True),
     "LLN-eager": lln_variant(backend="eager"),

@@ -38,6 +38,7 @@ class Plan:
     repeats: int
     seed: int
     tokens: int | None = None  # a batch, where the batch follows from the length
+    dropout: float = 0.0  # in what is timed; what is checked has none
 
     def chosen(self, causal: bool) -> list[str]:
         return [name for name in self.names if causal in ATTENTIONS[name].causality]
@@ -107,6 +108,7 @@ def settings(plan: Plan) -> dict[str, Any]:
         "shapes": [list(shape) for shape in plan.shapes],
         "tokens": plan.tokens,
         "causal": plan.causality,
+        "dropout": plan.dropout,
         "repeats": plan.repeats,
         "seed": plan.seed,
         "alpha": ALPHA,
@@ -196,7 +198,7 @@ def measure_shape(
 
 def works(plan: Plan, attention: Attention, shape: Shape, causal: bool) -> dict[str, Work]:
     q, k, v, g = inputs(plan, shape, attention.heads_first)
-    attend = attention.build(Case(shape, causal, plan.dtype, plan.device))
+    attend = attention.build(Case(shape, causal, plan.dtype, plan.device, plan.dropout))
 
     def forward() -> Tensor:
         with torch.no_grad():

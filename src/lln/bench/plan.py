@@ -40,7 +40,9 @@ def grid(lengths: list[int], heads: int, dim: int, batch: int | None, tokens: in
     return [Shape(max(1, tokens // n) if tokens else batch or 1, heads, n, dim) for n in lengths]
 
 
-def choose(only: str | None, peers: str | None, causality: list[bool], device: torch.device) -> list[str]:
+def choose(
+    only: str | None, peers: str | None, causality: list[bool], device: torch.device, drops: bool = False
+) -> list[str]:
     """The names of the attentions to measure."""
     if peers is not None:
         if peers not in PEERS:
@@ -61,6 +63,10 @@ def choose(only: str | None, peers: str | None, causality: list[bool], device: t
         if unknown := [part for part in wanted if part not in by_lower]:
             raise refuse("only", f"{unknown[0]!r} is not among those that run here: {', '.join(here)}")
         names = [name for name in here if name.lower() in wanted]
+    if drops:
+        if only is not None and (without := [name for name in names if not ATTENTIONS[name].drops]):
+            raise refuse("dropout", f"{without[0]} has none; leave one of them out")
+        names = [name for name in names if ATTENTIONS[name].drops]
     if not any(causal in ATTENTIONS[name].causality for name in names for causal in causality):
         raise refuse("causal", f"nothing is left to measure: {', '.join(names)} cannot do that")
     return names
@@ -82,6 +88,7 @@ def make_plan(
     device: torch.device,
     seed: int,
     quick: bool,
+    dropout: float = 0.0,
 ) -> Plan:
     if device.type not in REPEATS:
         raise refuse("device", f"times are taken on cpu and cuda; got {str(device)!r}")
@@ -96,11 +103,12 @@ def make_plan(
     causality = {"no": [False], "yes": [True], "both": [False, True]}[causal or ("yes" if peers else "both")]
     return Plan(
         shapes=chosen,
-        names=choose(only, peers, causality, device),
+        names=choose(only, peers, causality, device, dropout > 0),
         causality=causality,
         dtype=getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32")),
         device=device,
         repeats=repeats or (QUICK_REPEATS if quick else REPEATS)[device.type],
         seed=seed,
         tokens=tokens,
+        dropout=dropout,
     )

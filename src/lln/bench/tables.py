@@ -116,6 +116,8 @@ def machine(result: dict[str, Any]) -> str:
         parts.append(f"{made['threads']} threads")
     bandwidth = result["copy_bytes_per_second"] / 1e9
     parts += [f"torch {made['torch']}", f"copies at {number(bandwidth)} GB/s", result["settings"]["dtype"]]
+    if dropped := result["settings"].get("dropout"):
+        parts.append(f"dropout {dropped:g}")
     return f"{', '.join(parts)}; {made['date'][:10]}, commit {made['commit'] or 'unknown'}"
 
 

@@ -14,6 +14,7 @@ EPILOG = (
     "Example: [bold]lln bench --quick[/bold] for a look in a minute; "
     "[bold]lln bench --lengths 1024,8192 --tokens 65536 --only flash,LLN,LLN+Diag[/bold] for batches of equal size; "
     "[bold]lln bench --shapes 16x12x4096x64,1x12x16384x64 --causal no --json[/bold] for shapes of your own; "
+    "[bold]lln bench --dropout 0.1 --causal no[/bold] for what training an encoder takes; "
     "[bold]lln bench --peers fla[/bold] for flash-linear-attention, which tunes itself for minutes; "
     "[bold]lln bench --render bench/bench.json --out page[/bold] to draw what another machine measured."
 )
@@ -58,6 +59,7 @@ def bench(
     peers: Annotated[
         str | None, typer.Option(help="fla: flash-linear-attention's causal attentions, beside a few of the others.")
     ] = None,
+    dropout: Annotated[float, typer.Option(min=0.0, max=0.9, help="Of attention weights, in what is timed.")] = 0.0,
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Measurements behind each median.", show_default="5, on cuda 50")
     ] = None,
@@ -101,7 +103,7 @@ def bench(
         plan = make_plan(
             lengths=None if lengths is None else parse_lengths(lengths), heads=heads, dim=dim, batch=batch,
             tokens=tokens, shapes=shapes, causal=causal, dtype=dtype, only=only, peers=peers, repeats=repeats,
-            quick=quick, device=where, seed=seed,
+            quick=quick, device=where, seed=seed, dropout=dropout,
         )  # fmt: skip
         try:
             with progress_bar(plan.steps()) as step:
