@@ -27,12 +27,12 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 import lln.hf
+from in_readme import command, put
 from lln.bench.measure import provenance
-from lln.files import put_between, write_json, write_text
+from lln.files import write_json
 from lln.hf.layers import compare_layers
 from lln.hf.passages import as_batches, special_tokens
 
-README = Path(__file__).parent.parent / "README.md"
 MARKS = "<!-- benchmarks/conversion.py -->\n", "<!-- end of conversion -->"
 PYDOC = "pydoc_data.topics"
 STAGES = {
@@ -197,13 +197,8 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def readme_with(text: str, readme: str) -> str:
-    return put_between(readme, MARKS, text)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="where to store the result; also updates the README")
+    parser = command(__doc__)
     parser.add_argument("--text", metavar="NAME=FILE", help="measure on this")
     parser.add_argument("--length", type=int, default=320, help="tokens of a passage")
     parser.add_argument("--each", type=int, default=2, help="passages of a document of a --text at most")
@@ -236,7 +231,7 @@ def main() -> None:
     print(table(result))
     if args.out:
         write_json(args.out, result)
-        write_text(README, readme_with(table(result), README.read_text()))
+        put(table(result), MARKS)
 
 
 if __name__ == "__main__":

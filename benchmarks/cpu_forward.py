@@ -8,21 +8,17 @@ take turns within one run, and the times are ratios of medians. The result also 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from in_readme import run
 from lln import lln_attention
 from lln.bench.lengths import ALPHA, BETA, check
 from lln.bench.measure import Work, peak_memory, provenance, show, time_calls
-from lln.files import put_between, write_json, write_text
 
-README = Path(__file__).parent.parent / "README.md"
 MARKS = "<!-- benchmarks/cpu_forward.py -->\n", "<!-- end -->"
 SHAPE = {"batch": 1, "heads": 12, "length": 8192, "dim": 64}
 MEMORY_LENGTHS = (4096, 8192, 16384, 32768)
@@ -87,23 +83,5 @@ def memory(result: dict[str, Any], name: str) -> str:
     return ", ".join(f"{peak / 2**20:.0f} MiB at {length:,}" for length, peak in pairs)
 
 
-def readme_with(text: str, readme: str) -> str:
-    return put_between(readme, MARKS, text)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="where to store the result; also updates the README")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    result = json.loads(json.dumps(measure(args.repeats, args.threads, args.seed)))
-    print(table(result))
-    if args.out:
-        write_json(args.out, result)
-        write_text(README, readme_with(table(result), README.read_text()))
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, table, MARKS, repeats=15, threads=2)

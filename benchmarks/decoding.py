@@ -9,10 +9,7 @@ sequence. The result also fills in the table in the README.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +17,9 @@ import transformers
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
 
 import lln.hf
+from in_readme import run
 from lln.bench.measure import Work, provenance, show, time_calls
-from lln.files import put_between, write_json, write_text
 
-README = Path(__file__).parent.parent / "README.md"
 MARKS = "<!-- benchmarks/decoding.py -->\n", "<!-- end of decoding -->"
 SHAPE = {"layers": 4, "hidden": 256, "heads": 4, "key_heads": 2, "vocabulary": 1000}
 POSITIONS = (1_000, 100_000)
@@ -133,23 +129,5 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def readme_with(text: str, readme: str) -> str:
-    return put_between(readme, MARKS, text)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="where to store the result; also updates the README")
-    parser.add_argument("--repeats", type=int, default=200)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    result = json.loads(json.dumps(measure(args.repeats, args.threads, args.seed)))
-    print(table(result))
-    if args.out:
-        write_json(args.out, result)
-        write_text(README, readme_with(table(result), README.read_text()))
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, measure, table, MARKS, repeats=200, threads=1)

@@ -9,18 +9,17 @@ first. Times are CPU time of all threads, which a busy machine does not change m
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import BertConfig, BertForMaskedLM
 
+from in_readme import command, put
 from lln.bench.measure import number, provenance, summarize
-from lln.files import put_between, write_json
+from lln.files import write_json
 from lln.instruments import record
 
 EVERY, MOST = 50, 0.10
@@ -60,7 +59,7 @@ def steps(implementation: str, batch: int, length: int, repeats: int) -> dict[st
     return {kind: values[1:] for kind, values in times.items()}  # the first of each warms up
 
 
-BEGIN, END = "<!-- benchmarks/record.py -->\n", "\n<!-- end of benchmarks/record.py -->"
+MARKS = "<!-- benchmarks/record.py -->\n", "\n<!-- end of benchmarks/record.py -->"
 
 
 def sentence(result: dict[str, Any]) -> str:
@@ -77,13 +76,8 @@ def sentence(result: dict[str, Any]) -> str:
     )
 
 
-def readme_with(text: str, readme: str) -> str:
-    return put_between(readme, (BEGIN, END), text)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="where to store the result")
+    parser = command(__doc__)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=10)
@@ -112,6 +106,7 @@ def main() -> None:
     print(sentence(result))
     if args.out:
         write_json(args.out, result)
+        put(sentence(result), MARKS)
 
 
 if __name__ == "__main__":

@@ -210,38 +210,26 @@ def pathfinder(config: Config, data_root: Place, cache_dir: Place) -> tuple[Load
     )
 
 
-def text(config: Config, data_root: Place, cache_dir: Place) -> tuple[Loader, str]:
-    d = config.data
-    split, hold_out = pieces(d.name, None, data_root)
+def of_a_set(config: Config, data_root: Place, load: Callable[..., Any], **options: Any) -> tuple[Loader, str]:
+    """Sequences made of a stored set."""
+    name = config.data.name
+    split, hold_out = pieces(name, None, data_root)
     return (
-        lambda which, most: load_byte_text(
-            which, name=d.name, length=d.length, data_root=data_root, hold_out=hold_out, limit=most
-        ),
+        lambda which, most: load(which, name=name, data_root=data_root, hold_out=hold_out, limit=most, **options),
         split,
     )
+
+
+def text(config: Config, data_root: Place, cache_dir: Place) -> tuple[Loader, str]:
+    return of_a_set(config, data_root, load_byte_text, length=config.data.length)
 
 
 def retrieval(config: Config, data_root: Place, cache_dir: Place) -> tuple[Loader, str]:
-    d = config.data
-    split, hold_out = pieces(d.name, None, data_root)
-    return (
-        lambda which, most: load_retrieval(
-            which, name=d.name, length=d.length, data_root=data_root, hold_out=hold_out, limit=most
-        ),
-        split,
-    )
+    return of_a_set(config, data_root, load_retrieval, length=config.data.length)
 
 
 def pixels(config: Config, data_root: Place, cache_dir: Place) -> tuple[Loader, str]:
-    d = config.data
-    side = round(d.length**0.5)
-    split, hold_out = pieces(d.name, None, data_root)
-    return (
-        lambda which, most: load_pixels(
-            which, name=d.name, size=side, data_root=data_root, hold_out=hold_out, limit=most, cache_dir=cache_dir
-        ),
-        split,
-    )
+    return of_a_set(config, data_root, load_pixels, size=round(config.data.length**0.5), cache_dir=cache_dir)
 
 
 def carry_tokenizer(data: TaskData, folder: Path) -> None:
