@@ -112,8 +112,28 @@ def draw(scene: Scene, split: str, seed: int, index: int) -> Drawing:
     )
 
 
+class _Grid:
+    """Marks on pixels, as bytes with a margin around: marks may reach over the edge."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.reach = scene.reach
+        self.margin = scene.reach + 1
+        self.width = scene.size + 2 * self.margin
+        self.marks = bytearray(self.width**2)
+
+    def __getitem__(self, pixel: Point) -> int:
+        return self.marks[(pixel[0] + self.margin) * self.width + pixel[1] + self.margin]
+
+    def mark(self, pixel: Point) -> None:
+        """All that is within reach of it."""
+        across = b"\1" * (2 * self.reach + 1)
+        first = (pixel[0] + self.margin - self.reach) * self.width + pixel[1] + self.margin - self.reach
+        for row in range(first, first + len(across) * self.width, self.width):
+            self.marks[row : row + len(across)] = across
+
+
 def _place(scene: Scene, numbers: np.random.Generator) -> list[list[Point]] | None:
-    taken: set[Point] = set()  # pixels within reach of a path
+    taken = _Grid(scene)  # pixels within reach of a path
     paths = []
     period = scene.dash + scene.gap
     short = max(2, scene.dashes // 3)
@@ -125,38 +145,36 @@ def _place(scene: Scene, numbers: np.random.Generator) -> list[list[Point]] | No
         else:
             return None
         paths.append(path)
-        drawn = [*path, *_dot(path[0]), *_dot(path[-1])] if dotted else path
-        taken.update(near for pixel in drawn for near in _around(pixel, scene.reach))
+        for pixel in [*path, *_dot(path[0]), *_dot(path[-1])] if dotted else path:
+            taken.mark(pixel)
     return paths
 
 
 def _walk(
-    scene: Scene, numbers: np.random.Generator, length: int, taken: set[Point], dotted: bool
-) -> list[Point] | None:
+    scene: Scene, numbers: np.random.Generator, length: int, taken: _Grid, dotted: bool
+) -> list[Point] | None:  # fmt: skip
     """Pixels of a curve of so many steps of one pixel, or None where it ran into something."""
     y, x = numbers.uniform(1, scene.size - 2, 2).tolist()
     angle = float(numbers.uniform(0, 2 * math.pi))
     turns = (TURN * numbers.standard_normal(length)).tolist()
-    own: dict[Point, int] = {}
+    # It may follow itself, but not come back to itself: pixels within reach of steps that are long gone.
+    behind, long_gone = _Grid(scene), 2 * scene.reach + 3
     path: list[Point] = []
 
     def free(pixel: Point) -> bool:
         inside = 1 <= pixel[0] < scene.size - 1 and 1 <= pixel[1] < scene.size - 1
-        if not inside or pixel in taken:
-            return False
-        # It may follow itself, but not come back to itself.
-        step = len(path)
-        return all(own.get(near, step) >= step - 2 * scene.reach - 2 for near in _around(pixel, scene.reach))
+        return inside and not taken[pixel] and not behind[pixel]
 
     def ends_well(pixel: Point) -> bool:
-        return not dotted or all(part not in taken for part in _dot(pixel))
+        return not dotted or not any(taken[part] for part in _dot(pixel))
 
     first = (round(y), round(x))
     if not free(first) or not ends_well(first):
         return None
     path.append(first)
-    own[first] = 0
     for step in range(1, length):
+        if step >= long_gone:
+            behind.mark(path[step - long_gone])
         angle += turns[step]
         for detour in DETOURS:
             to_y, to_x = y + math.sin(angle + detour), x + math.cos(angle + detour)
@@ -167,7 +185,6 @@ def _walk(
             return None
         y, x, angle = to_y, to_x, angle + detour
         path.append(pixel)
-        own.setdefault(pixel, step)
     return path if ends_well(path[-1]) else None
 
 
@@ -193,9 +210,5 @@ def _finish(scene: Scene, paths: list[list[Point]], label: int) -> Drawing:
 
 
 def _dot(centre: Point) -> list[Point]:
-    return _around(centre, 1)
-
-
-def _around(pixel: Point, reach: int) -> list[Point]:
-    y, x = pixel
-    return [(y + dy, x + dx) for dy in range(-reach, reach + 1) for dx in range(-reach, reach + 1)]
+    y, x = centre
+    return [(y + dy, x + dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1)]
