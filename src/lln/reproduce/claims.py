@@ -82,7 +82,7 @@ def sweep(attention: str, by: dict[float, Spread], matched: Spread) -> list[Verd
     found = []
     for low, words in ((True, "below 2 lose accuracy against"), (False, "from 2 on reach the accuracy of")):
         asked = [a for a in by if (a < 2.0) == low]
-        texts = ", ".join(f"{apart[a].difference:+.1f} at {a:g}" for a in asked)
+        texts = ", ".join(f"{round(apart[a].difference, 1) + 0.0:+.1f} at {a:g}" for a in asked)  # no -0.0
         if asked:
             found.append(
                 Verdict(
