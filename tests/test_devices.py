@@ -52,6 +52,24 @@ def test_every_device_agrees_with_float64(device: str, packed: bool, name: str) 
             assert relative_error(got, wanted) < tolerance
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch.compile's own
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("matching", ["paper", "entropy"])
+def test_packed_sequences_compile_to_what_they_are(device: str, dtype: torch.dtype, matching: Any) -> None:
+    """With the compiler's own back end on a GPU: what it makes of a search in a part of a tensor it makes there."""
+    torch.compiler.reset()
+    attention = LLNAttention(2, 8, statistics="sample", matching=matching, convolution=3).to(device)
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter.normal_(std=0.3)
+    compiled = torch.compile(attention, backend="inductor" if device == "cuda" else "aot_eager_decomp_partition")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 70, 8, generator=generator).to(device) for _ in range(3))
+    packed = {"cu_seqlens": torch.tensor([0, 23, 23, 70], dtype=dtype, device=device)}
+    torch.testing.assert_close(compiled(q, k, v, **packed), attention(q, k, v, **packed), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_dropout_is_repeated_by_the_seed_on_every_device(device: str) -> None:
     q, k, v = (torch.randn(1, 2, 70, 8, device=device) for _ in range(3))
