@@ -258,7 +258,7 @@ def keep(SEED, stream, rows, columns, width: tl.constexpr, dropout):
     """The dropout mask, 0 or 1 / (1 - p), of (rows, columns); a function of the seed and the place alone.
 
     Philox makes two keys of the seed once, and a short mixer (the constants of Wellons' triple32) a number of each
-    place: Philox for every weight would take longer than the attention."""
+    place: with Philox for every weight the kernels are twice as long and run out of registers."""
     first, second, _, _ = tl.randint4x(tl.load(SEED) + stream, tl.full((), 0, tl.uint32))
     x = (rows[:, None] * width + columns[None, :]).to(tl.uint32) ^ first
     x = (x ^ (x >> 17)) * 0xED5AD4BB
