@@ -38,6 +38,12 @@ def known(table: Table) -> list[Table]:
     return [d for d in found if d["noise"] is not None and d["a"].split(":")[0] == d["b"].split(":")[0]]
 
 
+def grid(titles: list[str], rows: list[list[str]]) -> list[str]:
+    """A table: what the rows are about, then numbers."""
+    lines = ["| " + " | ".join(texts) + " |" for texts in (titles, *rows)]
+    return [lines[0], "|---" + "|---:" * (len(titles) - 1) + "|", *lines[1:], ""]
+
+
 def beyond(table: Table) -> list[str]:
     """What can be said of softmax or LLN+Diag and another attention in spite of the noise."""
     said = differences(table)[True]
@@ -60,10 +66,10 @@ def accuracy() -> list[str]:
         f"Masked language modelling on Wikipedia text, then fine-tuning. {' '.join(marks['model'] + marks['budget'])} "
         "Mean ± standard deviation (number) over pre-trainings, each the mean of up to three fine-tunings; where there "
         "is one pre-training, over its fine-tunings. SST-2 and MNLI in %; MNLI is a part of the original.", "",
-        "| attention | MLM loss | SST-2 | MNLI |", "|---|---:|---:|---:|",
-        *(f"| {name} | {' | '.join(shown(cells.get(c), d) for c, d in columns.items())} |"
-          for name, cells in rows.items()),
-        f"| a guess | {guess['mlm']:.3f} | {100 * guess['sst2']:.1f} | {100 * guess['mnli']:.1f} |", "",
+        *grid(["attention", "MLM loss", "SST-2", "MNLI"], [
+            *([name, *(shown(cells.get(c), d) for c, d in columns.items())] for name, cells in rows.items()),
+            ["a guess", f"{guess['mlm']:.3f}", f"{100 * guess['sst2']:.1f}", f"{100 * guess['mnli']:.1f}"],
+        ]),
         *beyond(table),
         f"LLN+Diag comes within {behind['lln_diag']:.2f} of softmax's loss, its blocks alone within "
         f"{behind['block_diagonal']:.2f}: in sequences of four blocks the linear part has little to add. LLN alone "
@@ -81,8 +87,7 @@ def vision() -> list[str]:
         "## Images", "",
         f"Dogs vs Cats (Table 3), a part of it. {' '.join(marks['model'] + marks['budget'] + marks['data'])} "
         "Accuracy in %, mean ± standard deviation (seeds):", "",
-        "| attention | accuracy |", "|---|---:|",
-        *(f"| {row['attention']} | {shown(row['cells']['accuracy'], 1)} |" for row in table["rows"]), "",
+        *grid(["attention", "accuracy"], [[r["attention"], shown(r["cells"]["accuracy"], 1)] for r in table["rows"]]),
         *beyond(table),
         "Few images and no pre-training: all overfit, with losses on the test images far above a guess's. Fixed alpha "
         "and beta (Fig. 10a):", "",
@@ -102,21 +107,23 @@ def arena() -> list[str]:
     ratio = [f"{ms['softmax', task] / ms['lln_diag', task]:.2f} ({task})" for task in tasks]
     for task in tasks:
         assert abs(measured["lln_diag", task]["bytes"] / measured["softmax", task]["bytes"] - 1) < 0.01
+    assert abs(ms["lln_diag", "text"] / ms["lln_diag", "listops"] - 1) < 0.05
     others = sorted({name for name, _ in measured} - {"softmax", "lln_diag"})
     least = [f"{name} {min(ms[name, task] / ms['lln_diag', task] for task in tasks):.2f}" for name in others]
     return [
         "## Long Range Arena", "",
         "Accuracy in %, **one seed**: nothing can be said about differences.", "",
-        "| attention | " + " | ".join(columns) + " |", "|---" + "|---:" * len(columns) + "|",
-        *(f"| {row['attention']} | {' | '.join(shown(row['cells'].get(c), 1) for c in columns)} |"
-          for row in table["rows"]),
-        "| a guess | " + " | ".join(f"{guess[c]:.1f}" for c in columns) + " |", "",
+        *grid(["attention", *columns], [
+            *([row["attention"], *(shown(row["cells"].get(c), 1) for c in columns)] for row in table["rows"]),
+            ["a guess", *(f"{guess[c]:.1f}" for c in columns)],
+        ]),
         *(f"- {c}: {' '.join((*marks[c]['budget'], *marks[c]['data']))}" for c in columns), "",
         "Retrieval, whether one author wrote two short passages, none of them learns.", "",
         f"Time of single steps at the paper's sizes (Table 4, {steps['provenance']['device']}): torch's softmax takes "
-        f"these multiples of LLN+Diag's: {', '.join(ratio)}. With models of two layers it is less the length than the "
-        f"host, which launches kernels, that counts. The others take at least {', '.join(least)} times as long as "
-        "LLN+Diag; they compute in float32 within. Memory is that of torch's softmax.", "",
+        f"these multiples of LLN+Diag's: {', '.join(ratio)}. LLN+Diag, in models this small, takes as long for 2,000 "
+        f"tokens (listops, {ms['lln_diag', 'listops']:.1f} ms) as for 4,000 (text, {ms['lln_diag', 'text']:.1f} ms). "
+        f"The others take at least {', '.join(least)} times as long; they compute in float32 within. Memory is that of "
+        "torch's softmax.", "",
     ]  # fmt: skip
 
 
@@ -131,12 +138,12 @@ def matching() -> list[str]:
         "text, mean ± standard deviation (seeds), and accuracy on SST-2 of one fine-tuning. The plain row is paper "
         "matching with statistics of the batch, as in the paper's code; alpha is fixed, and beta with it, in the rows "
         "that name it.", "",
-        "| | LLN+Diag | SST-2 | LLN | SST-2 |", "|---|---:|---:|---:|---:|",
     ]  # fmt: skip
+    cells = []
     for way in ways:
         both = [rows.get(":".join(filter(None, (kind, way))), {}) for kind in kinds]
-        texts = [shown(cells.get(c), d) for cells in both for c, d in (("MLM loss", 3), ("sst2", 1))]
-        lines.append(f"| {way or 'plain'} | {' | '.join(texts)} |")
+        cells.append([way or "plain", *(shown(c.get(n), d) for c in both for n, d in (("MLM loss", 3), ("sst2", 1)))])
+    lines += grid(["", "LLN+Diag", "SST-2", "LLN", "SST-2"], cells)
     best = [min((name for name in loss if name.split(":")[0] == kind), key=loss.__getitem__) for kind in kinds]
     lowest = [f"{name} ({shown(rows[name]['MLM loss'], 2)})" for name in best]
     gains = []
@@ -145,7 +152,7 @@ def matching() -> list[str]:
         gains.append(", ".join(f"{entropy[seed] - plain[seed]:+.3f}" for seed in entropy))
     sizes = [d["noise"] for d in known(table)]
     return [
-        *lines, "",
+        *lines,
         f"The lowest losses are those of {' and '.join(lowest)}. Entropy matching less the paper's, seed by seed: "
         f"{gains[0]} (LLN+Diag); {gains[1]} (LLN). Statistics of a sample alone do not let one sequence see another; "
         f"they were tried once. Of {len(sizes)} differences between two ways for one attention that have a noise to be "
@@ -162,8 +169,7 @@ def small_matching() -> list[str]:
     return [
         f"With several seeds, at scale tiny. {' '.join(table['marks']['MLM loss']['budget'])} Loss, mean ± standard "
         "deviation (seeds):", "",
-        "| attention | MLM loss |", "|---|---:|",
-        *(f"| {row['attention']} | {shown(row['cells']['MLM loss'], 3)} |" for row in table["rows"]), "",
+        *grid(["attention", "MLM loss"], [[r["attention"], shown(r["cells"]["MLM loss"], 3)] for r in table["rows"]]),
         f"Two ways for one attention that differ beyond the noise: {'; '.join(apart) or 'none'}.", "",
     ]  # fmt: skip
 
@@ -185,9 +191,10 @@ def variants() -> list[str]:
         "## What helps LLN?", "",
         f"At scale tiny. {' '.join(table['marks']['MLM loss']['budget'])} Loss on held-out text, mean ± standard "
         "deviation (seeds), and accuracy of fine-tuning on a stand-in for SST-2, %:", "",
-        "| attention | MLM loss | SST-2 |", "|---|---:|---:|",
-        *(f"| {name} | {shown(rows[name]['MLM loss'], 3)} | {shown(rows[name].get('sst2'), 1)} |"
-          for name in sorted(loss, key=loss.__getitem__)), "",
+        *grid(["attention", "MLM loss", "SST-2"], [
+            [name, shown(rows[name]["MLM loss"], 3), shown(rows[name].get("sst2"), 1)]
+            for name in sorted(loss, key=loss.__getitem__)
+        ]),
         "**A short convolution** over queries, keys and values that starts at zero (`convolution=5`) lowers the loss "
         f"of {', of '.join(said)}. It draws the local patterns that these models otherwise learn late. Learned alpha "
         f"and beta and a learned feature map change little (the best {learned:.2f}), and so do overlapping windows in "
@@ -206,13 +213,13 @@ def needles() -> list[str]:
     for scale in ("mini", "tiny"):
         result = stored("lengths", scale)
         lengths, found = result["lengths"], {(c["attention"], c["length"]): c["accuracy"] for c in result["cells"]}
-        lines += ["| tokens | " + " | ".join(f"{n:,}" for n in lengths) + " |", "|---" + "|---:" * len(lengths) + "|"]
-        for name in result["attentions"]:
-            lines.append(f"| {name} | " + " | ".join(f"{found[name, n]['mean']:.1f}" for n in lengths) + " |")
         p, seeds = result["runs"][0]["provenance"], found["lln_diag", lengths[0]]["n"]
         guesses = [result["guess"][str(n)] for n in lengths]
         lines += [
-            f"| a guess | {' | '.join(f'{guess:.1f}' for guess in guesses)} |", "",
+            *grid(["tokens", *(f"{n:,}" for n in lengths)], [
+                *([name, *(f"{found[name, n]['mean']:.1f}" for n in lengths)] for name in result["attentions"]),
+                ["a guess", *(f"{guess:.1f}" for guess in guesses)],
+            ]),
             f"`lln reproduce lengths --scale {scale}`, {seeds} seed{'s' if seeds > 1 else ''}, {p['device']}, commit "
             f"{p['commit']}.", "",
         ]  # fmt: skip

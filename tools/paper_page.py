@@ -124,9 +124,8 @@ ITEMS = (
         "table4", "Table 4: time and memory on Long Range Arena",
         "LLN+Diag needs less of both than softmax, Reformer, Performer and Skyformer on all five tasks.",
         "`lln reproduce table4` measures single training steps, table5 whole runs. Softmax here is torch's own, which "
-        "does not keep the matrix: LLN+Diag needs as much memory, and at these lengths either is the faster one. "
-        "Models of two layers are bound by the host that launches kernels rather than by lengths. The other three "
-        "compute in float32 within, whatever the precision of the model.",
+        "does not keep the matrix: LLN+Diag needs as much memory, and at these lengths either is the faster one. The "
+        "other three compute in float32 within, whatever the precision of the model.",
     ),
     Item(
         "table5", "Table 5: accuracy on Long Range Arena",

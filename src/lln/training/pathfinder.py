@@ -150,9 +150,7 @@ def _place(scene: Scene, numbers: np.random.Generator) -> list[list[Point]] | No
     return paths
 
 
-def _walk(
-    scene: Scene, numbers: np.random.Generator, length: int, taken: _Grid, dotted: bool
-) -> list[Point] | None:  # fmt: skip
+def _walk(scene: Scene, numbers: np.random.Generator, length: int, taken: _Grid, dotted: bool) -> list[Point] | None:
     """Pixels of a curve of so many steps of one pixel, or None where it ran into something."""
     y, x = numbers.uniform(1, scene.size - 2, 2).tolist()
     angle = float(numbers.uniform(0, 2 * math.pi))
