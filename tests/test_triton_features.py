@@ -308,9 +308,11 @@ KEPT: dict[str, dict[str, Any]] = MODES | {
 }
 
 
+@pytest.mark.parametrize("length", [130, 1024 if not GPU else 16384])  # the state of 16 channels: a row of 288
 @pytest.mark.parametrize("mode", KEPT)
-def test_only_query_key_and_value_wait_for_backward(mode: str) -> None:
-    length, dim = 1024 if not GPU else 16384, 16
+def test_only_query_key_and_value_wait_for_backward(mode: str, length: int) -> None:
+    """And no more than a float for each row: what softmax kernels keep."""
+    dim = 16
     leaves = [x.detach()[:, :1].requires_grad_() for x in tensors(length, dim)]
     alpha, beta = (torch.full((1, dim), 1.5, device=DEVICE, requires_grad=True) for _ in range(2))
     options = KEPT[mode] | extras(mode.split()[0], length)
@@ -322,5 +324,5 @@ def test_only_query_key_and_value_wait_for_backward(mode: str) -> None:
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
     extra = sum(nbytes for address, nbytes in storages.items() if address not in owned)
     masks = 2 * (length + 64) if "key_mask" in options else 0  # a byte a token for each part
-    sequences = 3 if mode == "packed" else 1
-    assert extra <= sequences * 2 * (8 * dim + 4 * dim * dim) + masks
+    small = 256  # factors, a seed
+    assert extra <= (4 * length if length > 288 else 0) + masks + small

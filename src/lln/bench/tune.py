@@ -85,7 +85,7 @@ def training(shape: Shape, blocks: bool, causal: bool, device: torch.device) -> 
     del out
 
     def back() -> Backward:
-        return Backward(a, log, mean, g, None, None, Wanted(False, False, False))
+        return Backward(a, (log, mean), g, None, None, Wanted(False, False, False))
 
     if causal:
         return {"causal": lambda: Launch(a).causal(), "causal_backward": lambda: back().run()}

@@ -1,4 +1,5 @@
-"""Launches of the backward kernels. Nothing of the forward is kept but its arguments and the final state."""
+"""Launches of the backward kernels. Nothing of the forward is kept but its arguments and, where it is small, the final
+state."""
 
 from __future__ import annotations
 
@@ -45,16 +46,15 @@ class Wanted:
 
 class Backward(Launch):
     def __init__(
-        self, a: Arguments, log: Tensor, mean: Tensor, grad: Tensor, grad_log: Tensor | None, grad_mean: Tensor | None,
-        wanted: Wanted, recording: Recording | None = None,
+        self, a: Arguments, final: tuple[Tensor, Tensor] | None, grad: Tensor, grad_log: Tensor | None,
+        grad_mean: Tensor | None, wanted: Wanted, recording: Recording | None = None,
     ) -> None:  # fmt: skip
         super().__init__(a, recording)
-        self.log, self.mean, self.grad, self.wanted = log, mean, grad, wanted
-        self.has_grad = grad_log is not None or grad_mean is not None
-        if self.has_grad:  # one of them may be missing
-            grad_log = torch.zeros_like(log) if grad_log is None else grad_log.contiguous()
-            grad_mean = torch.zeros_like(mean) if grad_mean is None else grad_mean.contiguous()
+        self.grad, self.wanted, self.folded_before = grad, wanted, final is not None
         self.grad_log, self.grad_mean = grad_log, grad_mean
+        self.has_grad = grad_log is not None or grad_mean is not None
+        if final is not None:
+            self.ends_in(final)
         # Weights that are the same for all channels go into P and A, unless their own gradients need these without.
         self.uniform["UNIFORM"] &= not wanted.weights
         # With blocks: of each row of A its largest logit, the inverse of its sum, and D; L as the logits have it.
@@ -80,8 +80,16 @@ class Backward(Launch):
             if self.a.is_causal and self.rows:
                 self.causal_backward()
             else:
+                if not self.folded_before:
+                    self.ends_in(self.state())
                 self.bidirectional()
         return self.result
+
+    def ends_in(self, state: tuple[Tensor, Tensor]) -> None:
+        self.log, self.mean = state
+        if self.has_grad:  # one of them may be missing
+            self.grad_log = torch.zeros_like(self.log) if self.grad_log is None else self.grad_log.contiguous()
+            self.grad_mean = torch.zeros_like(self.mean) if self.grad_mean is None else self.grad_mean.contiguous()
 
     # Bidirectional
 
@@ -182,7 +190,8 @@ class Backward(Launch):
 
     def causal_backward(self) -> None:
         a, w = self.a, self.causal_works()
-        (log, mean, *end), _ = self.prefixes(w)
+        (log, mean, *end), state = self.prefixes(w)
+        self.ends_in(state)
         count, total = self.query_heads * w.works, a.query.shape[0] * self.rows
         reach, reach_d = self.empty(count, self.dim, self.width), self.empty(count, self.dim)
         wide = torch.float64 if self.dtype == torch.float32 else torch.float32

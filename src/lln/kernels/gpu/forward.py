@@ -245,11 +245,15 @@ class Launch:
     def launch_forward(self) -> tuple[Tensor, Tensor, Tensor]:
         if self.a.is_causal and self.rows:
             return self.causal()
-        if self.keys:
-            log, mean = self.folded()
-        elif self.a.log_sum is not None and self.a.mean_value is not None:
-            log, mean = (t.clone(memory_format=torch.contiguous_format) for t in (self.a.log_sum, self.a.mean_value))
-        else:
-            log = torch.full((self.batch, self.heads, self.dim), -torch.inf, dtype=torch.float64, device=self.device)
-            mean = torch.zeros(self.batch, self.heads, self.dim, self.width, device=self.device)
+        log, mean = self.state()
         return (self.read(log, mean) if self.rows else self.like(self.a.query, self.width)), log, mean
+
+    def state(self) -> tuple[Tensor, Tensor]:
+        """(log_sum, mean_value) of all keys."""
+        if self.keys:
+            return self.folded()
+        if self.a.log_sum is not None and self.a.mean_value is not None:
+            log, mean = (t.clone(memory_format=torch.contiguous_format) for t in (self.a.log_sum, self.a.mean_value))
+            return log, mean
+        log = torch.full((self.batch, self.heads, self.dim), -torch.inf, dtype=torch.float64, device=self.device)
+        return log, torch.zeros(self.batch, self.heads, self.dim, self.width, device=self.device)

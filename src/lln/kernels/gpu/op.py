@@ -25,6 +25,7 @@ PLACES = [FIELDS.index(name) for name in DIFFERENTIABLE]
 TENSORS = FIELDS.index("block_size")  # the arguments before it are tensors
 EXTRA = PLACES[3:]  # all but query, key and value
 ALPHA, BETA, LLN, BLOCK = (FIELDS.index(name) for name in ("alpha", "beta", "lln_weight", "block_weight"))
+CAUSAL = FIELDS.index("is_causal")
 
 Grads = tuple[Tensor | None, ...]
 
@@ -33,13 +34,21 @@ def wanted(needs: Any) -> Wanted:
     return Wanted(needs[ALPHA], needs[BETA], needs[LLN] or needs[BLOCK])
 
 
+def kept(causal: bool, query: Tensor, log: Tensor, mean: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The final state as it is kept for the backward pass: only where it takes no more than a float for each row, which
+    is what softmax kernels keep. The keys of shorter sequences are folded again, and causal ones always are."""
+    rows = query.shape[0] * query.shape[1] * query.shape[2]
+    return (None, None) if causal or mean.numel() + 2 * log.numel() > rows else (log, mean)
+
+
 def gradients(
-    a: Arguments, log: Tensor, mean: Tensor, grads: Any, needs: Any, recording: Recording | None = None
+    a: Arguments, log: Tensor | None, mean: Tensor | None, grads: Any, needs: Any, recording: Recording | None = None
 ) -> Gradients:
     grad, grad_log, grad_mean = grads
     if grad is None:
         grad = a.value.new_zeros(()).expand(*a.query.shape[:-1], a.value.shape[-1])
-    return Backward(a, log, mean, grad, grad_log, grad_mean, wanted(needs), recording).run()
+    final = None if log is None or mean is None else (log, mean)
+    return Backward(a, final, grad, grad_log, grad_mean, wanted(needs), recording).run()
 
 
 def forward(key: Hashable, args: Sequence[Any]) -> Sequence[Tensor]:
@@ -57,20 +66,21 @@ def forward(key: Hashable, args: Sequence[Any]) -> Sequence[Tensor]:
 
 
 def backward(key: Hashable, tensors: Sequence[Any], rest: Sequence[Any], grads: Any, needs: Any) -> Gradients:
-    """As `forward`; `tensors` are those given, log_sum and mean_value."""
+    """As `forward`; `tensors` are those given and what is `kept`."""
     *given, log, mean = tensors
+    device = given[0].device
     # The gradients of alpha and the like are sums that torch does.
     simple = grads[0] is not None and grads[1] is None and grads[2] is None and not any(map(needs.__getitem__, EXTRA))
     simple = simple and all(grads[0] is not t for t in tensors)
     key = ("backward", key, signature((*tensors[TENSORS:], grads[0]))) if simple else None
     tape = TAPES.get(key) if simple else None
     if tape is not None:
-        with plan.on_device(log.device):
+        with plan.on_device(device):
             return Gradients(*tape.play((*tensors, grads[0])))
     recording = Recording((*tensors, grads[0])) if simple and key not in TAPES else None
     result = gradients(Arguments(*given, *rest), log, mean, grads, needs, recording)
     if recording is not None:
-        remember(key, recording.tape((result.query, result.key, result.value), log.device))
+        remember(key, recording.tape((result.query, result.key, result.value), device))
     return result
 
 
@@ -80,7 +90,7 @@ class Attend(Function):
         tf32 = args[0].dtype == torch.float32 and plan.tf32_allowed()
         key = (args[0].device, tf32, args[TENSORS:], signature(args[:TENSORS]))
         out, log, mean = forward(key, args)
-        ctx.save_for_backward(*args[:TENSORS], log, mean)
+        ctx.save_for_backward(*args[:TENSORS], *kept(args[CAUSAL], args[0], log, mean))
         ctx.key, ctx.rest = key, args[TENSORS:]
         ctx.set_materialize_grads(False)
         return out, log, mean
@@ -129,7 +139,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Te
 
 @torch.library.custom_op("lln::attend_backward", mutates_args=())
 def attend_backward_op(
-    grad: Tensor, grad_log: Tensor | None, grad_mean: Tensor | None, log: Tensor, mean: Tensor,
+    grad: Tensor, grad_log: Tensor | None, grad_mean: Tensor | None, log: Tensor | None, mean: Tensor | None,
     query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, beta: Tensor, lln_weight: Tensor | None,
     block_weight: Tensor | None, key_mask: Tensor | None, cu_query: Tensor | None, cu_key: Tensor | None,
     log_sum: Tensor | None, mean_value: Tensor | None, start: Tensor | None, open_key: Tensor | None,
@@ -151,7 +161,7 @@ def attend_backward_op(
 
 
 @attend_backward_op.register_fake
-def _(grad: Tensor, grad_log: Any, grad_mean: Any, log: Tensor, mean: Tensor, *args: Any) -> list[Tensor]:
+def _(grad: Tensor, grad_log: Any, grad_mean: Any, log: Any, mean: Any, *args: Any) -> list[Tensor]:
     *arguments, needs = args
     fakes: list[Tensor] = []
     for place, name in zip(PLACES, DIFFERENTIABLE, strict=True):
@@ -162,7 +172,7 @@ def _(grad: Tensor, grad_log: Any, grad_mean: Any, log: Tensor, mean: Tensor, *a
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:TENSORS], *output[1:])
+    ctx.save_for_backward(*inputs[:TENSORS], *kept(inputs[CAUSAL], inputs[0], *output[1:]))
     ctx.rest = inputs[TENSORS:]
     ctx.set_materialize_grads(False)
 
