@@ -17,7 +17,7 @@ from torch.autograd import Function
 from lln.kernels.gpu import plan
 from lln.kernels.gpu.backward import Backward, Gradients, Wanted
 from lln.kernels.gpu.forward import Arguments, Launch, like
-from lln.kernels.gpu.tape import TAPES, Recording, remember, signature
+from lln.kernels.gpu.tape import Recording, replayed, signature
 
 FIELDS = [field.name for field in dataclasses.fields(Arguments)]
 DIFFERENTIABLE = [field.name for field in dataclasses.fields(Gradients)]
@@ -51,44 +51,38 @@ def gradients(
     return Backward(a, final, grad, grad_log, grad_mean, wanted(needs), recording).run()
 
 
+def key_of(args: Sequence[Any]) -> Hashable:
+    """Calls with the same key do the same launches."""
+    tf32 = args[0].dtype == torch.float32 and plan.tf32_allowed()
+    return args[0].device, tf32, tuple(args[TENSORS:]), signature(args[:TENSORS])
+
+
 def forward(key: Hashable, args: Sequence[Any]) -> Sequence[Tensor]:
-    """(out, log_sum, mean_value); calls with the same `key` do the same launches."""
-    given, device = args[:TENSORS], args[0].device
-    tape = TAPES.get(key)
-    if tape is not None:
-        with plan.on_device(device):
-            return tape.play(given)
-    recording = None if key in TAPES else Recording(given)
-    result = Launch(Arguments(*args), recording).forward()
-    if recording is not None:
-        remember(key, recording.tape(result, device))
-    return result
+    """(out, log_sum, mean_value)"""
+    return replayed(key, args[:TENSORS], lambda recording: Launch(Arguments(*args), recording).forward())
 
 
 def backward(key: Hashable, tensors: Sequence[Any], rest: Sequence[Any], grads: Any, needs: Any) -> Gradients:
-    """As `forward`; `tensors` are those given and what is `kept`."""
+    """`tensors` are those given to the forward with this key, and what is `kept`; `rest` its other arguments."""
     *given, log, mean = tensors
-    device = given[0].device
+    a = Arguments(*given, *rest)
     # The gradients of alpha and the like are sums that torch does.
     simple = grads[0] is not None and grads[1] is None and grads[2] is None and not any(map(needs.__getitem__, EXTRA))
-    simple = simple and all(grads[0] is not t for t in tensors)
-    key = ("backward", key, signature((*tensors[TENSORS:], grads[0]))) if simple else None
-    tape = TAPES.get(key) if simple else None
-    if tape is not None:
-        with plan.on_device(device):
-            return Gradients(*tape.play((*tensors, grads[0])))
-    recording = Recording((*tensors, grads[0])) if simple and key not in TAPES else None
-    result = gradients(Arguments(*given, *rest), log, mean, grads, needs, recording)
-    if recording is not None:
-        remember(key, recording.tape((result.query, result.key, result.value), device))
-    return result
+    if not simple or any(grads[0] is t for t in tensors):
+        return gradients(a, log, mean, grads, needs)
+
+    def launches(recording: Recording | None) -> Sequence[Tensor]:
+        found = gradients(a, log, mean, grads, needs, recording)
+        return found.query, found.key, found.value
+
+    key = ("backward", key, signature((log, mean, grads[0])))
+    return Gradients(*replayed(key, (*tensors, grads[0]), launches))
 
 
 class Attend(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        tf32 = args[0].dtype == torch.float32 and plan.tf32_allowed()
-        key = (args[0].device, tf32, args[TENSORS:], signature(args[:TENSORS]))
+        key = key_of(args)
         out, log, mean = forward(key, args)
         ctx.save_for_backward(*args[:TENSORS], *kept(args[CAUSAL], args[0], log, mean))
         ctx.key, ctx.rest = key, args[TENSORS:]
@@ -113,23 +107,19 @@ ONCE = (
 )
 
 
-@torch.library.custom_op("lln::attend", mutates_args=())
-def attend_op(
-    query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, beta: Tensor, lln_weight: Tensor | None,
-    block_weight: Tensor | None, key_mask: Tensor | None, cu_query: Tensor | None, cu_key: Tensor | None,
-    log_sum: Tensor | None, mean_value: Tensor | None, start: Tensor | None, open_key: Tensor | None,
-    open_value: Tensor | None, open_mask: Tensor | None, seed: Tensor | None,
-    block_size: int | None, is_causal: bool, scale: float, dropout: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    a = Arguments(
-        query, key, value, alpha, beta, lln_weight, block_weight, key_mask, cu_query, cu_key, log_sum, mean_value,
-        start, open_key, open_value, open_mask, seed, block_size, is_causal, scale, dropout,
-    )  # fmt: skip
-    return Launch(a).forward()
+# For torch.compile. Not torch.library.custom_op: its wrapper takes longer than the launches.
+LIBRARY = torch.library.Library("lln", "FRAGMENT")
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+GIVEN = ", ".join([f"Tensor {n}" for n in FIELDS[:LLN]] + [f"Tensor? {n}" for n in FIELDS[LLN:TENSORS]])
+GIVEN += ", SymInt? block_size, bool is_causal, float scale, float dropout"
+OUTER = "Tensor grad, Tensor? grad_log, Tensor? grad_mean, Tensor? kept_log, Tensor? kept_mean"
 
 
-@attend_op.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+def attend(*args: Any) -> tuple[Tensor, ...]:
+    return tuple(forward(key_of(args), args))
+
+
+def fake_attend(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     cu_query = args[5]
     batch = query.shape[0] if cu_query is None else cu_query.shape[0] - 1
     state = batch, key.shape[1], key.shape[3]
@@ -137,38 +127,36 @@ def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Te
     return like(query, value.shape[3]), log, query.new_empty((*state, value.shape[3]), dtype=torch.float32)
 
 
-@torch.library.custom_op("lln::attend_backward", mutates_args=())
-def attend_backward_op(
-    grad: Tensor, grad_log: Tensor | None, grad_mean: Tensor | None, log: Tensor | None, mean: Tensor | None,
-    query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, beta: Tensor, lln_weight: Tensor | None,
-    block_weight: Tensor | None, key_mask: Tensor | None, cu_query: Tensor | None, cu_key: Tensor | None,
-    log_sum: Tensor | None, mean_value: Tensor | None, start: Tensor | None, open_key: Tensor | None,
-    open_value: Tensor | None, open_mask: Tensor | None, seed: Tensor | None,
-    block_size: int | None, is_causal: bool, scale: float, dropout: float, needs: list[bool],
-) -> list[Tensor]:  # fmt: skip
+def attend_backward(grad: Tensor, grad_log: Any, grad_mean: Any, log: Any, mean: Any, *rest: Any) -> list[Tensor]:
     """The gradients of DIFFERENTIABLE that `needs` (one for each argument) asks for, in that order."""
-    a = Arguments(
-        query, key, value, alpha, beta, lln_weight, block_weight, key_mask, cu_query, cu_key, log_sum, mean_value,
-        start, open_key, open_value, open_mask, seed, block_size, is_causal, scale, dropout,
-    )  # fmt: skip
-    result = gradients(a, log, mean, (grad, grad_log, grad_mean), needs)
+    *args, needs = rest
+    tensors = (*args[:TENSORS], log, mean)
+    result = backward(key_of(args), tensors, args[TENSORS:], (grad, grad_log, grad_mean), needs)
     found = []
     for place, name in zip(PLACES, DIFFERENTIABLE, strict=True):
         if needs[place]:
             gradient = getattr(result, name)
-            found.append(torch.zeros_like(getattr(a, name)).contiguous() if gradient is None else gradient)
+            found.append(torch.zeros_like(args[place]).contiguous() if gradient is None else gradient)
     return found
 
 
-@attend_backward_op.register_fake
-def _(grad: Tensor, grad_log: Any, grad_mean: Any, log: Any, mean: Any, *args: Any) -> list[Tensor]:
-    *arguments, needs = args
+def fake_attend_backward(grad: Tensor, grad_log: Any, grad_mean: Any, log: Any, mean: Any, *rest: Any) -> list[Tensor]:
+    *args, needs = rest
     fakes: list[Tensor] = []
     for place, name in zip(PLACES, DIFFERENTIABLE, strict=True):
         if needs[place]:
-            t = arguments[place]
+            t = args[place]
             fakes.append(like(t, t.shape[3]) if name in ("query", "key", "value") else t.new_empty(t.shape))
     return fakes
+
+
+for schema, function, fake in (
+    (f"attend({GIVEN}) -> (Tensor, Tensor, Tensor)", attend, fake_attend),
+    (f"attend_backward({OUTER}, {GIVEN}, bool[] needs) -> Tensor[]", attend_backward, fake_attend_backward),
+):
+    op_name = LIBRARY.define(schema, tags=TAGS)
+    LIBRARY.impl(op_name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lln::{op_name}", fake, lib=LIBRARY)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -184,7 +172,7 @@ def op_backward(ctx: Any, *grads: Any) -> Grads:
         query, value = tensors[0], tensors[2]
         grad = query.new_zeros(*query.shape[:-1], value.shape[-1])
     needs = list(ctx.needs_input_grad)
-    found = iter(attend_backward_op(grad, grad_log, grad_mean, log, mean, *tensors, *ctx.rest, needs))
+    found = iter(torch.ops.lln.attend_backward(grad, grad_log, grad_mean, log, mean, *tensors, *ctx.rest, needs))
     places: list[Tensor | None] = [None] * len(FIELDS)
     for place in PLACES:
         if needs[place]:
@@ -192,13 +180,13 @@ def op_backward(ctx: Any, *grads: Any) -> Grads:
     return tuple(places)
 
 
-attend_op.register_autograd(op_backward, setup_context=setup_context)
+torch.library.register_autograd("lln::attend", op_backward, setup_context=setup_context, lib=LIBRARY)
 
 
 def apply(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(out, log_sum, mean_value), differentiable; the fields of Arguments."""
     if torch.compiler.is_compiling():
-        compiled: tuple[Tensor, Tensor, Tensor] = attend_op(*args)
+        compiled: tuple[Tensor, Tensor, Tensor] = torch.ops.lln.attend(*args)
         return compiled
     result: tuple[Tensor, Tensor, Tensor] = Attend.apply(*args)
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import os
 import re
@@ -52,6 +53,11 @@ def refusal(query: Tensor) -> str | None:
     # A compiler's tracer cannot ask the device; by then a first eager call has, or the kernels' own compiler will.
     if device.type != "cuda" or torch.compiler.is_compiling():
         return None
+    return lacking(device)
+
+
+@functools.cache
+def lacking(device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device) < (8, 0) or plan.shared_memory(device) < plan.LEAST:
         return (
             f"its kernels need compute capability 8.0 and {plan.LEAST // 1024} KiB of shared memory, which "
