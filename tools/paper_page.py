@@ -68,13 +68,12 @@ ITEMS = (
         "RoBERTa-base, batch 1, an A100 of 40 GB: softmax runs out of memory at 8,192 tokens, LLN and LLN+Diag grow "
         "linearly and are faster than Nystromformer.",
         "*softmax* is the paper's, which keeps the matrix; *torch* is torch's own attention, which does not any "
-        "more, so on a machine of today softmax runs out of time before memory. In a batch of one, short "
-        "sequences are bound by the host that launches kernels, and torch's attention wins there; the rows of "
-        "ratios say from where on LLN does. Single cells scatter: neighbours that do equal work differ. Memory "
-        "differs from torch's by less than a part in a hundred, to either side. Under torch.compile, "
-        "transformers 5.17 handed torch's attention a mask that hides nothing, which takes memory for all pairs of "
-        "tokens and keeps it from its fast way: its times are no measure there. The command leaves that mask out "
-        "since, and has not been run again. What single attention calls take on an "
+        "more, so on a machine of today softmax runs out of time before memory. With batches of 16k tokens several "
+        "steps are timed together, as training issues them, and compiled steps likewise; where all of a model is "
+        "compiled LLN gains most. In the table for batches of one, which is older, every step was waited for: short "
+        "sequences are bound by the host that launches kernels there, and torch's attention wins; the rows of ratios "
+        "say from where on LLN does. Of the memory LLN+Diag needs as much as torch's attention, a little less with "
+        "batches of 16k tokens. What single attention calls take on an "
         "H200 is under [Benchmarks](benchmarks.md).",
     ),
     Item(
