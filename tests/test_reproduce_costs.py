@@ -106,6 +106,22 @@ def test_the_command_writes_the_table(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["table2.json", "table2.md"]
 
 
+def test_steps_are_timed_together_where_the_host_runs_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: enough of them for half a second, at most eight, at least one."""
+    gpu, calls = torch.device("cuda"), []
+
+    def timed(ms: float) -> int:
+        timing = costs.time_calls({"step": lambda: None}, repeats=1, device=torch.device("cpu"))["step"]
+        stand_in = {"step": dataclasses.replace(timing, median=ms)}
+        with monkeypatch.context() as patch:
+            patch.setattr(costs, "time_calls", lambda works, **how: calls.append(how) or stand_in)
+            return costs.in_a_row(lambda: None, gpu)
+
+    assert [timed(ms) for ms in (1.0, 60.0, 80.0, 200.0, 400.0, 2000.0)] == [8, 8, 6, 2, 1, 1]
+    assert all(how["device"] == gpu for how in calls)
+    assert costs.in_a_row(lambda: None, torch.device("cpu")) == 1
+
+
 def test_charts_leave_out_what_did_not_fit() -> None:
     from lln.report.costs import charts_of
 

@@ -119,3 +119,32 @@ def test_memory_of_calls_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         tape.remember(i, None)
         assert len(tape.TAPES) <= 3
     assert 9 in tape.TAPES
+
+
+def test_a_call_is_recorded_once_and_then_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "TAPES", {})
+    kernel, asked = Add(), []
+
+    def call(x: Tensor, y: Tensor, number: float, elsewhere: Tensor | None = None) -> Tensor:
+        def launches(recording: Recording | None) -> list[Tensor]:
+            asked.append(recording is not None)
+            out = torch.empty(4) if recording is None else recording.make(torch.empty(4))
+            args = (x, y if elsewhere is None else elsewhere, out, number)
+            compiled = kernel[(3,)](*args, N=4)
+            if recording is not None:
+                recording.launch(kernel, compiled, (3,), args, {"N": 4})
+            return [out]
+
+        return tape.replayed((number, signature([x, y])), [x, y], launches)[0]
+
+    x, y, z = (torch.randn(4) for _ in range(3))
+    for a, b in ((x, y), (y, z), (z, x)):
+        torch.testing.assert_close(call(a, b, 1.0), a + b + 1)
+    assert asked == [True]
+    assert kernel.calls == 2
+    torch.testing.assert_close(call(x, y, 2.0), x + y + 2)  # another key
+    assert asked == [True, True]
+    for _ in range(3):  # what cannot be played is tried once, and launched every time
+        torch.testing.assert_close(call(x, y, 3.0, z), x + z + 3)
+    assert asked == [True, True, True, False, False]
+    assert kernel.calls == 2
