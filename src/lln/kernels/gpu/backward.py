@@ -34,6 +34,10 @@ class Gradients:
     open_key: Tensor | None = None
     open_value: Tensor | None = None
 
+    @property
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
+
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:

@@ -65,18 +65,16 @@ def forward(key: Hashable, args: Sequence[Any]) -> Sequence[Tensor]:
 def backward(key: Hashable, tensors: Sequence[Any], rest: Sequence[Any], grads: Any, needs: Any) -> Gradients:
     """`tensors` are those given to the forward with this key, and what is `kept`; `rest` its other arguments."""
     *given, log, mean = tensors
-    a = Arguments(*given, *rest)
+
+    def launches(recording: Recording | None) -> Gradients:
+        return gradients(Arguments(*given, *rest), log, mean, grads, needs, recording)
+
     # The gradients of alpha and the like are sums that torch does.
     simple = grads[0] is not None and grads[1] is None and grads[2] is None and not any(map(needs.__getitem__, EXTRA))
     if not simple or any(grads[0] is t for t in tensors):
-        return gradients(a, log, mean, grads, needs)
-
-    def launches(recording: Recording | None) -> Sequence[Tensor]:
-        found = gradients(a, log, mean, grads, needs, recording)
-        return found.query, found.key, found.value
-
+        return launches(None)
     key = ("backward", key, signature((log, mean, grads[0])))
-    return Gradients(*replayed(key, (*tensors, grads[0]), launches))
+    return Gradients(*replayed(key, (*tensors, grads[0]), lambda recording: launches(recording).rows))
 
 
 class Attend(Function):
