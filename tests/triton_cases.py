@@ -268,3 +268,19 @@ def passes(
     g = normal(30, *out.shape) if g is None else g
     found = out, *torch.autograd.grad(out, leaves, g.to(out))
     return dict(zip(("out", "d query", "d key", "d value"), (x.detach().cpu().double() for x in found), strict=True))
+
+
+def tensors(length: int = 70, dim: int = 16, batch: int = 1, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    shapes = [(batch, heads, length, dim) for heads in (2, 1, 1)]
+    return [normal(s, *shape).to(DEVICE, dtype).requires_grad_() for s, shape in enumerate(shapes)]
+
+
+def gradients(out: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out, leaves, normal(30, *out.shape).to(out))
+
+
+def extras(mode: str, length: int) -> dict[str, Any]:
+    """The tensors among the options, which change from call to call."""
+    if mode == "packed":
+        return {"cu_seqlens": cu_seqlens((length // 3, 0, length - length // 3), DEVICE)}
+    return {"key_mask": torch.arange(length, device=DEVICE)[None] >= length // 4} if mode == "padded" else {}

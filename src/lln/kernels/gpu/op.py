@@ -26,6 +26,7 @@ TENSORS = FIELDS.index("block_size")  # the arguments before it are tensors
 EXTRA = PLACES[3:]  # all but query, key and value
 ALPHA, BETA, LLN, BLOCK = (FIELDS.index(name) for name in ("alpha", "beta", "lln_weight", "block_weight"))
 CAUSAL = FIELDS.index("is_causal")
+FREE = 2**18  # numbers of a state that may be kept in any case
 
 Grads = tuple[Tensor | None, ...]
 
@@ -35,10 +36,12 @@ def wanted(needs: Any) -> Wanted:
 
 
 def kept(causal: bool, query: Tensor, log: Tensor, mean: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The final state as it is kept for the backward pass: only where it takes no more than a float for each row, which
-    is what softmax kernels keep. The keys of shorter sequences are folded again, and causal ones always are."""
-    rows = query.shape[0] * query.shape[1] * query.shape[2]
-    return (None, None) if causal or mean.numel() + 2 * log.numel() > rows else (log, mean)
+    """The final state as it is kept for the backward pass: where it takes no more than a number for each row, which is
+    what softmax kernels keep, or next to nothing. Otherwise the keys are folded again, as causal ones always are.
+    Where a compiler does not know the sizes it is kept: to compare them would tie the graph to some lengths."""
+    rows, size = query.shape[0] * query.shape[1] * query.shape[2], mean.numel()
+    known = isinstance(rows, int) and isinstance(size, int)
+    return (None, None) if causal or (known and size > max(rows, FREE)) else (log, mean)
 
 
 def gradients(
@@ -57,13 +60,13 @@ def key_of(args: Sequence[Any]) -> Hashable:
     return args[0].device, tf32, tuple(args[TENSORS:]), signature(args[:TENSORS])
 
 
-def forward(key: Hashable, args: Sequence[Any]) -> Sequence[Tensor]:
+def forward(args: Sequence[Any]) -> Sequence[Tensor]:
     """(out, log_sum, mean_value)"""
-    return replayed(key, args[:TENSORS], lambda recording: Launch(Arguments(*args), recording).forward())
+    return replayed(key_of(args), args[:TENSORS], lambda recording: Launch(Arguments(*args), recording).forward())
 
 
-def backward(key: Hashable, tensors: Sequence[Any], rest: Sequence[Any], grads: Any, needs: Any) -> Gradients:
-    """`tensors` are those given to the forward with this key, and what is `kept`; `rest` its other arguments."""
+def backward(tensors: Sequence[Any], rest: Sequence[Any], grads: Any, needs: Any) -> Gradients:
+    """`tensors` are those given to the forward, and what is `kept`; `rest` its other arguments."""
     *given, log, mean = tensors
 
     def launches(recording: Recording | None) -> Gradients:
@@ -73,17 +76,17 @@ def backward(key: Hashable, tensors: Sequence[Any], rest: Sequence[Any], grads: 
     simple = grads[0] is not None and grads[1] is None and grads[2] is None and not any(map(needs.__getitem__, EXTRA))
     if not simple or any(grads[0] is t for t in tensors):
         return launches(None)
-    key = ("backward", key, signature((log, mean, grads[0])))
+    # Not the forward's key: what comes back through hooks for saved tensors may have other strides.
+    key = ("backward", key_of((*given, *rest)), signature((log, mean, grads[0])))
     return Gradients(*replayed(key, (*tensors, grads[0]), lambda recording: launches(recording).rows))
 
 
 class Attend(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        key = key_of(args)
-        out, log, mean = forward(key, args)
+        out, log, mean = forward(args)
         ctx.save_for_backward(*args[:TENSORS], *kept(args[CAUSAL], args[0], log, mean))
-        ctx.key, ctx.rest = key, args[TENSORS:]
+        ctx.rest = args[TENSORS:]
         ctx.set_materialize_grads(False)
         return out, log, mean
 
@@ -91,7 +94,7 @@ class Attend(Function):
     def backward(ctx: Any, *grads: Any) -> Grads:
         if torch.is_grad_enabled():  # create_graph: gradients without a graph would count for nothing, silently
             raise RuntimeError(ONCE)
-        result = backward(ctx.key, ctx.saved_tensors, ctx.rest, grads, ctx.needs_input_grad)
+        result = backward(ctx.saved_tensors, ctx.rest, grads, ctx.needs_input_grad)
         places: list[Tensor | None] = [None] * len(FIELDS)
         for place, name in zip(PLACES, DIFFERENTIABLE, strict=True):
             if ctx.needs_input_grad[place]:
@@ -105,6 +108,10 @@ ONCE = (
 )
 
 
+TRANSFORMED = (
+    "the Triton kernels of lln_attention have no rules for torch.func; pass backend='eager' for its gradients."
+)
+
 # For torch.compile. Not torch.library.custom_op: its wrapper takes longer than the launches.
 LIBRARY = torch.library.Library("lln", "FRAGMENT")
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -114,7 +121,7 @@ OUTER = "Tensor grad, Tensor? grad_log, Tensor? grad_mean, Tensor? kept_log, Ten
 
 
 def attend(*args: Any) -> tuple[Tensor, ...]:
-    return tuple(forward(key_of(args), args))
+    return tuple(forward(args))
 
 
 def fake_attend(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,7 +136,7 @@ def attend_backward(grad: Tensor, grad_log: Any, grad_mean: Any, log: Any, mean:
     """The gradients of DIFFERENTIABLE that `needs` (one for each argument) asks for, in that order."""
     *args, needs = rest
     tensors = (*args[:TENSORS], log, mean)
-    result = backward(key_of(args), tensors, args[TENSORS:], (grad, grad_log, grad_mean), needs)
+    result = backward(tensors, args[TENSORS:], (grad, grad_log, grad_mean), needs)
     found = []
     for place, name in zip(PLACES, DIFFERENTIABLE, strict=True):
         if needs[place]:
@@ -178,12 +185,20 @@ def op_backward(ctx: Any, *grads: Any) -> Grads:
     return tuple(places)
 
 
+def no_second_derivative(ctx: Any, *grads: Any) -> None:
+    raise RuntimeError(ONCE)
+
+
 torch.library.register_autograd("lln::attend", op_backward, setup_context=setup_context, lib=LIBRARY)
+# Without one, torch would warn and take it for zero.
+torch.library.register_autograd("lln::attend_backward", no_second_derivative, lib=LIBRARY)
 
 
 def apply(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """(out, log_sum, mean_value), differentiable; the fields of Arguments."""
     if torch.compiler.is_compiling():
+        if torch._C._are_functorch_transforms_active():  # a compiled jvp would be zero, silently
+            raise RuntimeError(TRANSFORMED)
         compiled: tuple[Tensor, Tensor, Tensor] = torch.ops.lln.attend(*args)
         return compiled
     result: tuple[Tensor, Tensor, Tensor] = Attend.apply(*args)
@@ -200,24 +215,13 @@ def sample_calls(device: str) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]
     def factor(*shape: int) -> Tensor:
         return torch.rand(shape, generator=generator).add(1.0).to(device).requires_grad_()
 
+    nothing = [None] * (TENSORS - 7)
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
     for causal in (False, True):
-        q, k, v = draw(1, 2, 20, 16), draw(1, 1, 20, 16), draw(1, 1, 20, 16)
-        nothing = [None] * (TENSORS - 7)
-        plain = (q, k, v, factor(1, 2, 1), factor(1, 1, 16), None, None, *nothing, None, causal, 0.25, 0.0)
-        blocks = (
-            q,
-            k,
-            v,
-            factor(1, 1, 1),
-            factor(1, 1, 1),
-            factor(1, 2, 1),
-            factor(1, 1, 1),
-            *nothing,
-            8,
-            causal,
-            0.25,
-            0.0,
-        )
-        calls += [(torch.ops.lln.attend.default, args, {}) for args in (plain, blocks)]
+        rows = draw(1, 2, 20, 16), draw(1, 1, 20, 16), draw(1, 1, 20, 16)
+        plain = factor(1, 2, 1), factor(1, 1, 16), None, None
+        mixed = factor(1, 1, 1), factor(1, 1, 1), factor(1, 2, 1), factor(1, 1, 1)
+        for factors, size in ((plain, None), (mixed, 8)):
+            args = (*rows, *factors, *nothing, size, causal, 0.25, 0.0)
+            calls.append((torch.ops.lln.attend.default, args, {}))
     return calls

@@ -2,8 +2,8 @@
 
 The host needs several times as long to decide what to launch as the device takes for a short sequence. Tensors of the
 same shapes, strides and dtypes lead to the same launches with other addresses: those of a first call are recorded, and
-later ones fill in addresses. What is not all launches and new memory (packed sequences, states, gradients of alpha)
-is never recorded.
+later ones fill in addresses. What is not all launches and new memory (packed attention, gradients of alpha) is never
+recorded.
 """
 
 from __future__ import annotations
