@@ -78,7 +78,11 @@ def row(r: dict[str, Any]) -> str:
 
 PARTS = {
     "batch1": ("One sequence", "12 heads of 64, bidirectional."),
-    "tokens16k": ("16,384 tokens a batch", "12 heads of 64, bidirectional; the batch size is 16,384 over the length."),
+    "tokens16k": (
+        "16,384 tokens a batch",
+        "12 heads of 64, bidirectional; the batch size is 16,384 over the length. Since then those up to 2,048 tokens "
+        "fold their keys again in the backward pass rather than keep their states, as the next part does.",
+    ),
     "dropout": (
         "With dropout",
         "12 heads of 64, bidirectional, 16,384 tokens a batch; a tenth of the weights dropped, as in training RoBERTa.",

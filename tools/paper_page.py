@@ -68,9 +68,9 @@ ITEMS = (
         "RoBERTa-base, batch 1, an A100 of 40 GB: softmax runs out of memory at 8,192 tokens, LLN and LLN+Diag grow "
         "linearly and are faster than Nystromformer.",
         "*softmax* is the paper's, which keeps the matrix; *torch* is torch's own attention, which does not any "
-        "more, so on a machine of today softmax runs out of time before memory. With batches of 16k tokens several "
-        "steps are timed together, as training issues them, and compiled steps likewise; where all of a model is "
-        "compiled LLN gains most. In the table for batches of one, which is older, every step was waited for: short "
+        "more, so on a machine of today softmax runs out of time before memory. With batches of 16k tokens up to "
+        "eight steps are timed together, as training issues them (one where a step takes long), and compiled steps "
+        "likewise. In the table for batches of one, which is older, every step was waited for: short "
         "sequences are bound by the host that launches kernels there, and torch's attention wins; the rows of ratios "
         "say from where on LLN does. Of the memory LLN+Diag needs as much as torch's attention, a little less with "
         "batches of 16k tokens. What single attention calls take on an "

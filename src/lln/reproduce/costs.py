@@ -238,7 +238,8 @@ def step_cost(cell: Cell, device: torch.device, repeats: int, setting: Setting) 
 
 def in_a_row(step: Callable[[], None], device: torch.device) -> int:
     """Steps that are timed together. Training does not wait for the GPU between them: the host prepares a step while
-    the one before it runs, and a wait after each would time the host's head start, not the step."""
+    the one before it runs, and a wait after each would time the host's head start, not the step. Of a step that
+    takes most of a second the head start is little, and one is enough."""
     if device.type != "cuda":
         return 1
     once = time_calls({"step": step}, repeats=1, device=device, warmup=0)["step"].median
