@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from lln.kernels.gpu.library import define
 from lln.kernels.gpu.moments_kernels import LANE, match_kernel, merge_kernel, sample_kernel, split_kernel
 from lln.kernels.gpu.plan import on_device
 from lln.kernels.gpu.tape import Recording, replayed, signature
@@ -161,18 +162,13 @@ def launch(
         run(recording, (out, alpha, beta), merge_kernel, cells, args, 1)
 
 
-# For torch.compile. Not torch.library.custom_op: its wrapper takes longer than the launch.
-LIBRARY = torch.library.Library("lln", "FRAGMENT")
 INPUTS = (
     "Tensor query, Tensor key, int key_heads, Tensor? query_mask, Tensor? key_mask, Tensor? cu_query, Tensor? cu_key"
 )
-TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 for schema, function, empty in (
     (f"both_moments({INPUTS}) -> Tensor", both_moments, empty_moments),
     (f"paper_coefficients({INPUTS}, float factor) -> (Tensor, Tensor)", paper_coefficients, empty_coefficients),
     ("paper_match(Tensor variance_q, Tensor variance_k, int heads, float factor) -> (Tensor, Tensor)", paper_match,
      empty_match),
 ):  # fmt: skip
-    name = LIBRARY.define(schema, tags=TAGS)
-    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lln::{name}", empty, lib=LIBRARY)
+    define(schema, function, empty, torch.Tag.flexible_layout)

@@ -17,6 +17,7 @@ from torch.autograd import Function
 from lln.kernels.gpu import plan
 from lln.kernels.gpu.backward import Backward, Gradients, Wanted
 from lln.kernels.gpu.forward import Arguments, Launch, like
+from lln.kernels.gpu.library import LIBRARY, define
 from lln.kernels.gpu.tape import Recording, replayed, signature
 
 FIELDS = [field.name for field in dataclasses.fields(Arguments)]
@@ -112,9 +113,6 @@ TRANSFORMED = (
     "the Triton kernels of lln_attention have no rules for torch.func; pass backend='eager' for its gradients."
 )
 
-# For torch.compile. Not torch.library.custom_op: its wrapper takes longer than the launches.
-LIBRARY = torch.library.Library("lln", "FRAGMENT")
-TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 GIVEN = ", ".join([f"Tensor {n}" for n in FIELDS[:LLN]] + [f"Tensor? {n}" for n in FIELDS[LLN:TENSORS]])
 GIVEN += ", SymInt? block_size, bool is_causal, float scale, float dropout"
 OUTER = "Tensor grad, Tensor? grad_log, Tensor? grad_mean, Tensor? kept_log, Tensor? kept_mean"
@@ -155,13 +153,9 @@ def fake_attend_backward(grad: Tensor, grad_log: Any, grad_mean: Any, log: Any, 
     return fakes
 
 
-for schema, function, fake in (
-    (f"attend({GIVEN}) -> (Tensor, Tensor, Tensor)", attend, fake_attend),
-    (f"attend_backward({OUTER}, {GIVEN}, bool[] needs) -> Tensor[]", attend_backward, fake_attend_backward),
-):
-    op_name = LIBRARY.define(schema, tags=TAGS)
-    LIBRARY.impl(op_name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lln::{op_name}", fake, lib=LIBRARY)
+FIXED = torch.Tag.needs_fixed_stride_order  # results are laid out as arguments are
+define(f"attend({GIVEN}) -> (Tensor, Tensor, Tensor)", attend, fake_attend, FIXED)
+define(f"attend_backward({OUTER}, {GIVEN}, bool[] needs) -> Tensor[]", attend_backward, fake_attend_backward, FIXED)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
