@@ -65,6 +65,7 @@ def use() -> list[str]:
     parts = [value["median"] / eager[place]["median"] for place, value in compiled.items() if place[0] == "lln_diag"]
     assert len(parts) == 3
     saved = f"{min(parts):.2f} to {max(parts):.2f}"
+    assert "3,000 steps" in stored("variants", "mini")["marks"]["MLM loss"]["budget"][0]
     tables = (stored("matching", scale) for scale in ("mini", "tiny"))
     assert not [d for t in tables for d in known(t) if d["beyond"] and abs(d["difference"]) > MATTERS]
     return [
@@ -92,6 +93,7 @@ def speed() -> list[str]:
     largest = max(length for name, length in ms if name == "softmax")
     for name in ("table2-16384-tokens", "table2-16384-tokens-compiled"):
         held = step_times(name, "bytes")
+        assert max(step_times(name, "steps").values()) <= 8
         assert all(0.99 < held["lln_diag", n] / held["torch", n] < 1 for _, n in held)
     first = min(length for _, length in ms)
     assert wins(ms) == first

@@ -95,6 +95,7 @@ def convolution() -> str:
         f"{title} {cells[name]['mean']:.2f} without and {cells[f'{name}:convolution=5']['mean']:.2f} with it"
         for name, title in (("lln", "LLN"), ("lln_diag", "LLN+Diag"), ("softmax", "softmax"))
     ]
+    assert "3,000 steps" in table["marks"]["MLM loss"]["budget"][0]
     assert {cells[f"{name}:convolution=5"]["n"] for name in ("lln", "lln_diag", "softmax")} == {1}
     return (
         f"The loss of a masked language model after 3,000 steps, one seed of the models with it: {'; '.join(said)}. "
