@@ -119,10 +119,20 @@ def test_fig8_has_the_loss_scale_of_float16_runs(tmp_path: Path) -> None:
     result = figure("fig8", what)
     assert by(result, "b-loss-scale")["lln", 30] == pytest.approx(30 / 2**13)
     assert [v["holds"] for v in result["verdicts"] if "inverse loss scale" in v["claim"]] == [False, True]
+    assert "lowered 2 times, that of softmax 2 times" in result["verdicts"][-1]["sentence"]
     assert "-b-loss-scale" in drawings(result)
     assert result["missing"] == []
     # Those runs are not part of Fig. 8a.
     assert all(row["seeds"] == 1 for row in result["rows"] if row["chart"] == "a-validation")
+
+
+def test_a_curve_has_no_points_that_few_of_its_runs_have(tmp_path: Path) -> None:
+    what = asked(tmp_path, attentions=("softmax",), seeds=3)
+    for job in jobs_of("fig8", what):
+        steps = (10, 30) if job.config.seed < 2 else (20, 30)
+        lines = [{"step": step, "eval_loss": 5.0 + job.config.seed} for step in steps]
+        finish(tmp_path / job.folder, job.config, 5.0, lines=lines)
+    assert by(figure("fig8", what), "a-validation") == {("softmax", 10): 5.5, ("softmax", 30): 6.0}
 
 
 def test_fig9_has_alpha_and_beta_of_every_layer(tmp_path: Path) -> None:

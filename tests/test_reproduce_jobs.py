@@ -233,6 +233,8 @@ def test_the_loss_scale_needs_a_gpu(tmp_path: Path) -> None:
         assert {j.config.precision for j in jobs_of(name, asked(tmp_path))} == {"float32"}
         found = jobs_of(name, asked(tmp_path, device="cuda"))
         assert {j.config.precision for j in found} == {"float32", "float16"}
+        folders = [j.folder for j in jobs_of(name, asked(tmp_path, device="cuda", changes={"precision": "float16"}))]
+        assert len(set(folders)) == len(folders)  # no two processes in one
     halves = [j for j in jobs_of("fig8", asked(tmp_path, device="cuda", scale="mini")) if "float16" in j.folder]
     assert len(halves) == 2
     assert not any(j.config.graph for j in halves)  # a loss scale is decided on the host

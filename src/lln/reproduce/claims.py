@@ -64,13 +64,19 @@ def follows(attention: str, ours: Spread, softmax: Spread) -> Verdict:
     )
 
 
-def steady(attention: str, ours: float, softmax: float) -> Verdict:
+def steady(attention: str, ours: float, softmax: float, lowered: tuple[int, int]) -> Verdict:
+    """lowered: how often ours and softmax's scale was. Without that the largest is the one that runs begin with."""
     return Verdict(
         claim=f"The largest inverse loss scale of {attention} does not exceed that of softmax.",
         holds=ours <= softmax,
-        numbers={"largest": ours, "softmax": softmax},
-        sentence=f"Largest inverse loss scale {ours:.3g}, of softmax {softmax:.3g}.",
+        numbers={"largest": ours, "softmax": softmax, "lowered": lowered[0], "softmax_lowered": lowered[1]},
+        sentence=f"Largest inverse loss scale {ours:.3g}, of softmax {softmax:.3g}; the loss scale was lowered "
+        f"{times(lowered[0])}, that of softmax {times(lowered[1])}.",
     )
+
+
+def times(count: int) -> str:
+    return {0: "never", 1: "once"}.get(count, f"{count} times")
 
 
 def sweep(attention: str, by: dict[float, Spread], matched: Spread) -> list[Verdict]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 import statistics
@@ -79,15 +80,19 @@ def chosen(
 
 
 def over_seeds(runs: list[Found], series: Callable[[Found], dict[str, dict[int, float]]]) -> Rows:
-    """Means over seeds. `series` gives of a run {name: {step: value}}."""
+    """Means over seeds. `series` gives of a run {name: {step: value}}. Runs may have looked at other steps than others:
+    a curve would jump at those that few of them have, so they are left out."""
     found: dict[tuple[str, int], list[float]] = {}
+    runs_of: collections.Counter[str] = collections.Counter()
     for run in runs:
         for name, points in series(run).items():
+            runs_of[name] += bool(points)
             for step, value in points.items():
                 found.setdefault((name, step), []).append(value)
     return [
         {"series": name, "step": step, "value": statistics.fmean(values), "seeds": len(values)}
         for (name, step), values in sorted(found.items(), key=lambda item: item[0][1])
+        if 2 * len(values) >= runs_of[name]
     ]
 
 
@@ -111,6 +116,11 @@ def logged(run: Found, name: str) -> dict[int, float]:
 
 def inverse_scale(run: Found) -> dict[int, float]:
     return {step: 1 / scale for step, scale in logged(run, "loss_scale").items() if scale > 0}
+
+
+def lowered(run: Found) -> int:
+    """How often the loss scale was, from one look at it to the next."""
+    return sum(after > before for before, after in itertools.pairwise(inverse_scale(run).values()))
 
 
 def powers(rows: Rows, chart: str) -> Rows:
@@ -174,7 +184,10 @@ def fig8(asked: Asked, runs: list[Found]) -> Made:
     missing += left
     rows += powers(over_seeds(scaled, lambda run: {run.attention: inverse_scale(run)}), "b-loss-scale")
     most = largest(rows, "b-loss-scale")
-    verdicts += [steady(a, most[a], most["softmax"]) for a in most if a != "softmax" and "softmax" in most]
+    falls = {a: max(lowered(run) for run in scaled if run.attention == a) for a in most}
+    for a in most:
+        if a != "softmax" and "softmax" in most:
+            verdicts.append(steady(a, most[a], most["softmax"], (falls[a], falls["softmax"])))
     return rows, verdicts, list({r.folder: r for r in [*used, *scaled]}.values()), missing
 
 

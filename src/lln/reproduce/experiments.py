@@ -159,7 +159,7 @@ def jobs10(asked: Asked) -> list[Job]:
             for attention in asked.attentions
             for variant in (attention, *(f"{attention}:alpha={alpha:g}" for alpha in SCALED))
         ]
-    return found
+    return list({job.folder: job for job in found}.values())  # with precision=float16 they are among the first
 
 
 def jobs_lengths(asked: Asked) -> list[Job]:
