@@ -76,7 +76,7 @@ def steady(attention: str, ours: float, softmax: float, lowered: tuple[int, int]
 
 
 def times(count: int) -> str:
-    return {0: "never", 1: "once"}.get(count, f"{count} times")
+    return f"{count} time{'s' * (count != 1)}"
 
 
 def sweep(attention: str, by: dict[float, Spread], matched: Spread) -> list[Verdict]:
