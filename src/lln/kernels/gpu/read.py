@@ -203,6 +203,8 @@ def fold_backward_kernel(
     factor, low = two_words(beta)
     # Vectors that a loop keeps in registers crowd out what it works on: with blocks they are read again in each turn.
     LEAN: tl.constexpr = BS > 0 and D == BD and not WIDE
+    # Wide keys and values that several query heads need would take up more shared memory than there is: read again.
+    AGAIN: tl.constexpr = BS > 0 and G > 1 and DOT == tl.float32  # noqa: SIM300
     if not LEAN:
         log, log_low = key_log(LOG, state, D, BD)
         pull = tl.load(PULL + state * D + d, mask=d < D, other=0.0)
@@ -221,15 +223,18 @@ def fold_backward_kernel(
     for t in tl.range(begin, end, disable_licm=BS > 0):
         rows = (origin + t * USED + r).to(tl.int64)
         ok = (rows >= 0) & (rows < n) & (r < USED)
-        k = load_rows(K, k_base, rows, ok, k_n, k_d, D, BD, EVEN)
-        v = load_rows(V, v_base, rows, ok, v_n, v_d, E, BE, EVEN)
+        if not AGAIN:
+            k = load_rows(K, k_base, rows, ok, k_n, k_d, D, BD, EVEN)
+            v = load_rows(V, v_base, rows, ok, v_n, v_d, E, BE, EVEN)
         visible = visible_keys(MASK, mask_base, rows, ok, mask_n, MASKED)
         dk = tl.zeros([BM, BD], tl.float32)
         dv = tl.zeros([BM, BE], tl.float32)
         if BS:
             for g_head in range(G):
                 head = h * G + g_head
-                if G > 1:
+                if AGAIN:
+                    k = load_rows(K, k_base, rows, ok, k_n, k_d, D, BD, EVEN)
+                    v = load_rows(V, v_base, rows, ok, v_n, v_d, E, BE, EVEN)
                     alpha = load_factor(ALPHA, b, head, alpha_b, alpha_h, alpha_d, D, BD, FLAT)
                     alpha_factor, alpha_low = two_words(alpha)
                     lln_weight = load_factor(LLN_WEIGHT, b, head, lln_b, lln_h, lln_e, E, BE, UNIFORM)
@@ -272,6 +277,9 @@ def fold_backward_kernel(
                         tl.store(at, part, mask=e < E)
                     else:
                         dweight += part
+        if AGAIN:
+            k = load_rows(K, k_base, rows, ok, k_n, k_d, D, BD, EVEN)
+            v = load_rows(V, v_base, rows, ok, v_n, v_d, E, BE, EVEN)
         if LEAN:
             log = tl.load(LOG2 + state * D + d)
             pull = tl.load(PULL + state * D + d)

@@ -1,0 +1,35 @@
+"""What Triton's compiler makes of the kernels: that it takes them, and that they fit into a card's shared memory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMPILED = Path(__file__).with_name("compiled_kernels.py")
+A100, H100 = "80", "90"
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "mode"),
+    [
+        (H100, "float32", "bidirectional"),
+        (H100, "float32", "causal"),
+        (H100, "bfloat16", "bidirectional"),
+        (H100, "bfloat16", "causal"),
+        (A100, "float32", "bidirectional"),
+        (A100, "bfloat16", "bidirectional"),
+    ],
+)
+def test_kernels_compile_and_fit_into_shared_memory(capability: str, dtype: str, mode: str, tmp_path: Path) -> None:
+    """All that takes room at once: several query heads a key head, blocks, dropout, a mask, every gradient."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-W", "ignore", str(COMPILED), capability, dtype, mode, "64"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    expected = {"bidirectional": "fold_backward_kernel", "causal": "slow_keys_kernel"}[mode]
+    assert found["shared"][expected] > 0
+    assert {name: size for name, size in found["shared"].items() if size > found["limit"]} == {}
