@@ -13,20 +13,22 @@ A100, H100 = "80", "90"
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "mode"),
+    ("capability", "dtype", "mode", "block_size"),
     [
-        (H100, "float32", "bidirectional"),
-        (H100, "float32", "causal"),
-        (H100, "bfloat16", "bidirectional"),
-        (H100, "bfloat16", "causal"),
-        (A100, "float32", "bidirectional"),
-        (A100, "bfloat16", "bidirectional"),
+        (H100, "float32", "bidirectional", "64"),
+        (H100, "float32", "causal", "64"),
+        (H100, "bfloat16", "bidirectional", "128"),
+        (H100, "bfloat16", "causal", "64"),
+        (A100, "float32", "bidirectional", "64"),
+        (A100, "bfloat16", "bidirectional", "128"),
     ],
 )
-def test_kernels_compile_and_fit_into_shared_memory(capability: str, dtype: str, mode: str, tmp_path: Path) -> None:
+def test_kernels_compile_and_fit_into_shared_memory(
+    capability: str, dtype: str, mode: str, block_size: str, tmp_path: Path
+) -> None:
     """All that takes room at once: several query heads a key head, blocks, dropout, a mask, every gradient."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-W", "ignore", str(COMPILED), capability, dtype, mode, "64"]
+    command = [sys.executable, "-W", "ignore", str(COMPILED), capability, dtype, mode, block_size]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lln import LLNState, lln_attention
+from lln.kernels.gpu import plan
 from reference import normal, relative_error
 from triton_cases import BACKEND, DEVICE, GPU, MARKS, Case, assemble, attend, build, check, errors, evaluate
 
@@ -85,6 +86,18 @@ LEAVES = [
     (mode, name) for mode, case in ALONE.items() for name, x in build(case).items()
     if isinstance(x, Tensor) and x.is_floating_point()
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_card_with_less_shared_memory(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large blocks then read keys and values twice, and give what they give elsewhere."""
+    case = Case((210, 210), group=group, block_size=100, mask="left", alpha="[H]", mix="[H]", dtype=torch.bfloat16)
+    elsewhere = evaluate(case)
+    assert relative_error(elsewhere["d query"], evaluate(case, "eager", wide=True)["d query"]) <= 5e-3
+    monkeypatch.setattr(plan, "shared_memory", lambda device: plan.LEAST)
+    found = evaluate(case)
+    assert found.keys() == elsewhere.keys() >= {"out", "d query", "d key", "d value", "d mix"}
+    assert all(relative_error(found[name], elsewhere[name]) <= 1e-6 for name in found)
 
 
 @pytest.mark.parametrize(("mode", "name"), LEAVES)

@@ -171,6 +171,8 @@ class Backward(Launch):
         dbeta = self.parts(self.wanted.beta, count, self.dim)
         dweight = self.parts(self.blocks and self.wanted.weights, self.query_heads * w.works, self.width)
         pointers, numbers, flags = self.place(w, shifted, True)
+        wide = self.group > 1 and self.dtype != torch.bfloat16  # matrices of float32
+        again = self.blocks and (wide or (w.rows > plan.TILE and not self.roomy))
         self.launch(
             fold_backward_kernel, (count,),
             a.query, a.key, a.value, self.grad, a.alpha, a.beta, self.log, self.mean, dmean, pull,
@@ -181,7 +183,7 @@ class Backward(Launch):
             *steps(a.alpha), *steps(a.beta), *steps(a.lln_weight), *steps(a.block_weight), *self.mask,
             a.scale, a.dropout, *numbers, self.heads,
             G=self.group, **self.sizes, **flags, BS=a.block_size or 0, **self.masked,
-            LOW=self.dtype == torch.bfloat16 and self.size <= 64,
+            LOW=self.dtype == torch.bfloat16 and self.size <= 64, AGAIN=again,
             HAS_DBETA=self.wanted.beta, HAS_DWEIGHT=dweight is not None,
             **self.uniform, **self.drop, **self.numeric, options=s.options,
         )  # fmt: skip

@@ -182,10 +182,14 @@ def fold_backward_kernel(
     scale, dropout, N, works, splits, tiles, H,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     USED: tl.constexpr, BS: tl.constexpr, PACKED: tl.constexpr, SHIFT: tl.constexpr, MASKED: tl.constexpr,
-    EVEN: tl.constexpr, UNIFORM: tl.constexpr, LOW: tl.constexpr, HAS_DBETA: tl.constexpr, HAS_DWEIGHT: tl.constexpr,
+    EVEN: tl.constexpr, UNIFORM: tl.constexpr, LOW: tl.constexpr, AGAIN: tl.constexpr,
+    HAS_DBETA: tl.constexpr, HAS_DWEIGHT: tl.constexpr,
     DROPOUT: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Per split and key head: dk, dv and dbeta; with blocks also dq of the G query heads and the block weight's."""
+    """Per split and key head: dk, dv and dbeta; with blocks also dq of the G query heads and the block weight's.
+
+    AGAIN: keys and values are read anew for each query head and for what comes after the blocks. To keep them would
+    take shared memory, more than there may be."""
     h, w, b, first, n, origin, begin, end, _opened = place(
         works, splits, tiles, N, CU, OWNER, BEGIN, START, PACKED, SHIFT, USED
     )
@@ -203,8 +207,6 @@ def fold_backward_kernel(
     factor, low = two_words(beta)
     # Vectors that a loop keeps in registers crowd out what it works on: with blocks they are read again in each turn.
     LEAN: tl.constexpr = BS > 0 and D == BD and not WIDE
-    # Wide keys and values that several query heads need would take up more shared memory than there is: read again.
-    AGAIN: tl.constexpr = BS > 0 and G > 1 and DOT == tl.float32  # noqa: SIM300
     if not LEAN:
         log, log_low = key_log(LOG, state, D, BD)
         pull = tl.load(PULL + state * D + d, mask=d < D, other=0.0)
@@ -235,6 +237,7 @@ def fold_backward_kernel(
                 if AGAIN:
                     k = load_rows(K, k_base, rows, ok, k_n, k_d, D, BD, EVEN)
                     v = load_rows(V, v_base, rows, ok, v_n, v_d, E, BE, EVEN)
+                if G > 1:
                     alpha = load_factor(ALPHA, b, head, alpha_b, alpha_h, alpha_d, D, BD, FLAT)
                     alpha_factor, alpha_low = two_words(alpha)
                     lln_weight = load_factor(LLN_WEIGHT, b, head, lln_b, lln_h, lln_e, E, BE, UNIFORM)
