@@ -67,7 +67,15 @@ def all_pairs() -> list[Case]:
 
 CASES = all_pairs()
 if GPU:
-    CASES += [dataclasses.replace(c, lengths=(700, 0, 500) if c.packed else (1100, 1100), dim=64) for c in CASES]
+    CASES += [
+        dataclasses.replace(
+            c,
+            lengths=(700, 0, 500) if c.packed else (1100, 1100),
+            dim=64,
+            value_dim=64 if c.value_dim == 16 else c.value_dim,
+        )
+        for c in CASES
+    ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from found_runs import RESULTS, ROOT, accuracy, arena, grid, known, load, matching, needles, stored, variants, vision
+from found_arena import arena
+from found_runs import RESULTS, ROOT, accuracy, grid, known, load, matching, needles, stored, variants, vision
 from paper_page import HOLDS
 
 BENCH = ROOT / "benchmarks" / "results"
