@@ -172,7 +172,7 @@ class Backward(Launch):
         dweight = self.parts(self.blocks and self.wanted.weights, self.query_heads * w.works, self.width)
         pointers, numbers, flags = self.place(w, shifted, True)
         wide = self.group > 1 and self.dtype != torch.bfloat16  # matrices of float32
-        again = self.blocks and (wide or (w.rows > plan.TILE and not self.roomy))
+        again = self.blocks and (wide or not self.roomy)
         self.launch(
             fold_backward_kernel, (count,),
             a.query, a.key, a.value, self.grad, a.alpha, a.beta, self.log, self.mean, dmean, pull,
