@@ -120,6 +120,13 @@ def test_fig8_has_the_loss_scale_of_float16_runs(tmp_path: Path) -> None:
     assert by(result, "b-loss-scale")["lln", 30] == pytest.approx(30 / 2**13)
     assert [v["holds"] for v in result["verdicts"] if "inverse loss scale" in v["claim"]] == [False, True]
     assert "lowered 2 times, that of softmax 2 times" in result["verdicts"][-1]["sentence"]
+    assert "in float16. They end at: lln 3, lln_diag 3, softmax 3." in result["differs"][-1]
+    for path in tmp_path.glob("*float16*"):  # scales that only rise
+        text = "".join(json.dumps({"step": s, "loss": 3.0, "loss_scale": 2.0**s}) + "\n" for s in (10, 20))
+        (path / "metrics.jsonl").write_text(text)
+    verdict = figure("fig8", what)["verdicts"][-1]
+    assert verdict["holds"] is None
+    assert "(the one that runs begin with); the loss scale was lowered 0 times" in verdict["sentence"]
     assert "-b-loss-scale" in drawings(result)
     assert result["missing"] == []
     # Those runs are not part of Fig. 8a.

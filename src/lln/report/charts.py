@@ -85,6 +85,8 @@ def lines(
     the rows themselves; `shaded` lists ranges of x."""
     names = [name for name in styles if any(row["series"] == name for row in rows)]
     chosen = [styles[name] for name in names]
+    # Drawn in this order: the first, often the broadest line, lies under the others.
+    rows = sorted(rows, key=lambda row: names.index(row["series"]))
 
     # Above the drawing, since these curves leave no corner free. It shows the shapes of points, else the dashes of
     # lines: both at once make neither plain.
@@ -120,7 +122,7 @@ def lines(
 
 def columns(names: list[str]) -> int:
     """Of a legend, so that it is no wider than the drawing: else all of the chart shrinks. Rows are equally full."""
-    fits = max(1, min(5, WIDTH // (7 * max(map(len, names)) + 32)))
+    fits = max(1, min(5, WIDTH // (8 * max(map(len, names)) + 40)))
     return math.ceil(len(names) / math.ceil(len(names) / fits))
 
 
@@ -143,7 +145,8 @@ def bars(rows: list[dict[str, Any]], styles: dict[str, Style], title: str) -> al
 
 def axis_options(axis: Axis, rows: list[dict[str, Any]]) -> dict[str, Any]:
     if axis.from_zero:
-        return {"title": axis.title, "scale": alt.Scale(zero=True, nice=False)}
+        apart = alt.Axis(labelOverlap="greedy", labelSeparation=10)
+        return {"title": axis.title, "scale": alt.Scale(zero=True, nice=False), "axis": apart}
     if not axis.logarithmic:
         marks = {} if axis.ticks is None else {"axis": alt.Axis(values=list(axis.ticks))}
         return {"title": axis.title, "scale": alt.Scale(zero=False, padding=10), **marks}

@@ -36,7 +36,7 @@ def charts_of(result: dict[str, Any]) -> dict[str, str]:
 
 
 def axis(field: str, title: str, rows: list[dict[str, Any]]) -> Axis:
-    """With ticks at 1, 3, 10, 30, ... between the least and the largest value."""
+    """With ticks at 1, 2, 5, 10, ... between the least and the largest value."""
     low, high = (end(row[field] for row in rows) for end in (min, max))
-    ticks = [digit * 10.0**power for power in range(-3, 9) for digit in (1, 3)]
+    ticks = [digit * 10.0**power for power in range(-3, 9) for digit in (1, 2, 5)]
     return Axis(field, title, logarithmic=True, ticks=tuple(t for t in ticks if low <= t <= high))

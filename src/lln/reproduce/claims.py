@@ -64,13 +64,17 @@ def follows(attention: str, ours: Spread, softmax: Spread) -> Verdict:
     )
 
 
-def steady(attention: str, ours: float, softmax: float, lowered: tuple[int, int]) -> Verdict:
-    """lowered: how often ours and softmax's scale was. Without that the largest is the one that runs begin with."""
+def steady(attention: str, ours: float, softmax: float, first: float, lowered: tuple[int, int]) -> Verdict:
+    """first: the inverse scale that runs begin with; lowered: how often ours and softmax's scale was. Where no scale
+    came below the first one, the largest inverse is that of the beginning, and says nothing."""
+    tested = max(ours, softmax) > first
+    begun = "" if tested else " (the one that runs begin with)"
     return Verdict(
         claim=f"The largest inverse loss scale of {attention} does not exceed that of softmax.",
-        holds=ours <= softmax,
-        numbers={"largest": ours, "softmax": softmax, "lowered": lowered[0], "softmax_lowered": lowered[1]},
-        sentence=f"Largest inverse loss scale {ours:.3g}, of softmax {softmax:.3g}; the loss scale was lowered "
+        holds=ours <= softmax if tested else None,
+        numbers={"largest": ours, "softmax": softmax, "first": first}
+        | {"lowered": lowered[0], "softmax_lowered": lowered[1]},
+        sentence=f"Largest inverse loss scale {ours:.3g}, of softmax {softmax:.3g}{begun}; the loss scale was lowered "
         f"{times(lowered[0])}, that of softmax {times(lowered[1])}.",
     )
 

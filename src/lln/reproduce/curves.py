@@ -53,9 +53,15 @@ def differs(used: list[Found]) -> list[str]:
     tasks: dict[str, list[Found]] = {}
     for run in used:
         tasks.setdefault(run.config["task"], []).append(run)
-    found = {task: marks(runs) for task, runs in tasks.items()}
+    usual = {task: [run for run in runs if run.config["precision"] != FLOAT16] or runs for task, runs in tasks.items()}
+    found = {task: marks(runs) for task, runs in usual.items()}
     of = {task: f"{OF[task]}: " if len(tasks) > 1 else "" for task in tasks}  # Fig. 9 may show two kinds of models
-    return [of[task] + said for task, m in found.items() for said in (*m["model"], *m["budget"], *m["data"])]
+    said = [of[task] + text for task, m in found.items() for text in (*m["model"], *m["budget"], *m["data"])]
+    halves = [run for task, runs in tasks.items() for run in runs if run not in usual[task] and run.score is not None]
+    if halves:
+        ends = ", ".join(f"{run.attention} {run.score:.4g}" for run in halves)
+        said.append(f"The loss scale is that of runs of their own, in {FLOAT16}. They end at: {ends}.")
+    return said
 
 
 def chosen(
@@ -116,6 +122,11 @@ def logged(run: Found, name: str) -> dict[int, float]:
 
 def inverse_scale(run: Found) -> dict[int, float]:
     return {step: 1 / scale for step, scale in logged(run, "loss_scale").items() if scale > 0}
+
+
+def begun(runs: list[Found]) -> float:
+    """The inverse loss scale that these begin with."""
+    return max(next(iter(found.values())) for run in runs if (found := inverse_scale(run)))
 
 
 def lowered(run: Found) -> int:
@@ -187,7 +198,7 @@ def fig8(asked: Asked, runs: list[Found]) -> Made:
     falls = {a: max(lowered(run) for run in scaled if run.attention == a) for a in most}
     for a in most:
         if a != "softmax" and "softmax" in most:
-            verdicts.append(steady(a, most[a], most["softmax"], (falls[a], falls["softmax"])))
+            verdicts.append(steady(a, most[a], most["softmax"], begun(scaled), (falls[a], falls["softmax"])))
     return rows, verdicts, list({r.folder: r for r in [*used, *scaled]}.values()), missing
 
 

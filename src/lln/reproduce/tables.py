@@ -32,9 +32,11 @@ def assemble(experiment: Experiment, asked: Asked, runs: list[Found], unavailabl
     }
     shown = list(groups)
     if experiment.columns and AVERAGE in experiment.columns and set(experiment.columns) - {AVERAGE} <= set(groups):
-        shown.append(AVERAGE)
         wanted = [column for column in experiment.columns if column != AVERAGE]
-        cells |= {(name, AVERAGE): average([cells[name, column] for column in wanted]) for name in names}
+        averages = {(name, AVERAGE): average([cells[name, column] for column in wanted]) for name in names}
+        if any(averages.values()):
+            shown.append(AVERAGE)
+            cells |= averages
     paper = experiment.paper or {}
     used = [run for group in groups.values() for run in group]
     return {
