@@ -31,13 +31,14 @@ def arena() -> list[str]:
             ["a guess", *(f"{guess[c]:.1f}" for c in columns)],
         ]),
         *(f"- {c}: {' '.join((*marks[c]['budget'], *marks[c]['data']))}" for c in columns), "",
-        "Retrieval, whether one author wrote two short passages, none of them learns, and Pathfinder neither of the "
-        "two that were tried.", "",
+        "Nobody learns Retrieval, whether one author wrote two short passages, and of the two that were tried nobody "
+        "Pathfinder. The images of Image were compressed once more, as their card says.", "",
         *small_arena(),
-        f"Time of single steps at the paper's sizes (Table 4, {steps['provenance']['device']}): torch's softmax takes "
-        f"these multiples of LLN+Diag's: {', '.join(ratio)}. LLN+Diag, in models this small, takes as long for 2,000 "
-        f"tokens (listops, {ms['lln_diag', 'listops']:.1f} ms) as for 4,000 (text, {ms['lln_diag', 'text']:.1f} ms). "
-        f"The others take at least {', '.join(least)} times as long; they compute in float32 within. Memory is that of "
+        f"Time of training steps at the paper's sizes (Table 4, {steps['provenance']['device']}): torch's softmax "
+        f"takes these multiples of LLN+Diag's: {', '.join(ratio)}. LLN+Diag, in models this small, takes as long for "
+        f"2,000 tokens (listops, {ms['lln_diag', 'listops']:.1f} ms) as for 4,000 (text, "
+        f"{ms['lln_diag', 'text']:.1f} ms), as if the host that launches kernels decided there, and not attention. The "
+        f"others take at least these multiples: {', '.join(least)}; they compute in float32 within. Memory is that of "
         "torch's softmax.", "",
     ]  # fmt: skip
 
@@ -46,7 +47,10 @@ def small_arena() -> list[str]:
     """Tasks so small that they are learned within minutes on a CPU."""
     table = load(RESULTS / "tiny" / "table5.json")
     columns = [column for column in table["columns"] if column != "average"]
-    guess = {run["column"]: 100 * run["guess"]["accuracy"] for run in table["runs"]}
+    guesses: dict[str, set[float]] = {}  # the examples of generated tasks differ from seed to seed
+    for run in table["runs"]:
+        guesses.setdefault(run["column"], set()).add(100 * run["guess"]["accuracy"])
+    guess = {column: max(found) for column, found in guesses.items()}
     for row in table["rows"]:
         assert all(cell["mean"] > guess[name] + 5 for name, cell in row["cells"].items() if name != "average")
     return [
@@ -54,7 +58,7 @@ def small_arena() -> list[str]:
         "learns every task that it was given, in %, mean ± standard deviation (seeds):", "",
         *grid(["attention", *columns], [
             *([row["attention"], *(shown(row["cells"].get(c), 1) for c in columns)] for row in table["rows"]),
-            ["a guess", *(f"{guess[c]:.1f}" for c in columns)],
+            ["a guess", *(" or ".join(f"{value:.1f}" for value in sorted(guesses[c])) for c in columns)],
         ]),
         *beyond(table),
     ]  # fmt: skip

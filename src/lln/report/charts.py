@@ -93,7 +93,8 @@ def lines(
     look: dict[str, Any] = {"symbolSize": 250, "symbolStrokeWidth": 2.5}
     if points:
         look = {"symbolSize": 120}
-    legend = alt.Legend(title=None, orient="top", columns=columns(names), **look)
+    # Room between columns: where a page has broader letters, names would touch the next sign.
+    legend = alt.Legend(title=None, orient="top", columns=columns(names), columnPadding=18, **look)
 
     def signs(values: list[Any], legend: alt.Legend | None = legend) -> dict[str, Any]:
         return {"scale": alt.Scale(type="ordinal", domain=names, range=values), "legend": legend}
@@ -122,7 +123,7 @@ def lines(
 
 def columns(names: list[str]) -> int:
     """Of a legend, so that it is no wider than the drawing: else all of the chart shrinks. Rows are equally full."""
-    fits = max(1, min(5, WIDTH // (8 * max(map(len, names)) + 40)))
+    fits = max(1, min(5, WIDTH // (7 * max(map(len, names)) + 32)))
     return math.ceil(len(names) / math.ceil(len(names) / fits))
 
 
@@ -145,8 +146,8 @@ def bars(rows: list[dict[str, Any]], styles: dict[str, Style], title: str) -> al
 
 def axis_options(axis: Axis, rows: list[dict[str, Any]]) -> dict[str, Any]:
     if axis.from_zero:
-        apart = alt.Axis(labelOverlap="greedy", labelSeparation=10)
-        return {"title": axis.title, "scale": alt.Scale(zero=True, nice=False), "axis": apart}
+        # Few ticks, whose labels do not run together.
+        return {"title": axis.title, "scale": alt.Scale(zero=True, nice=False), "axis": alt.Axis(tickCount=6)}
     if not axis.logarithmic:
         marks = {} if axis.ticks is None else {"axis": alt.Axis(values=list(axis.ticks))}
         return {"title": axis.title, "scale": alt.Scale(zero=False, padding=10), **marks}
