@@ -125,6 +125,8 @@ def speed() -> list[str]:
         "under a hundredth at every length of these batches.",
         "- How near the kernels are to the memory limit, and where they are not: [Benchmarks](benchmarks.md).", "",
         "![time of a training step against length](../results/paper/paper/table2-16384-tokens-time.svg)", "",
+        "A step has 16,384 tokens, and beyond that length one sequence: from there on it grows for that reason alone "
+        "where time is linear.", "",
     ]  # fmt: skip
 
 

@@ -86,7 +86,8 @@ def lines(
     names = [name for name in styles if any(row["series"] == name for row in rows)]
     chosen = [styles[name] for name in names]
     # Drawn in this order: the first, often the broadest line, lies under the others.
-    rows = sorted(rows, key=lambda row: names.index(row["series"]))
+    order = {name: number for number, name in enumerate(styles)}
+    rows = sorted(rows, key=lambda row: order.get(row["series"], len(order)))
 
     # Above the drawing, since these curves leave no corner free. It shows the shapes of points, else the dashes of
     # lines: both at once make neither plain.
