@@ -52,10 +52,11 @@ def small_arena() -> list[str]:
         guesses.setdefault(run["column"], set()).add(100 * run["guess"]["accuracy"])
     guess = {column: max(found) for column, found in guesses.items()}
     for row in table["rows"]:
+        assert set(columns) <= row["cells"].keys()
         assert all(cell["mean"] > guess[name] + 5 for name, cell in row["cells"].items() if name != "average")
     return [
         "At scale tiny, with smaller images, shorter expressions and texts that come with Python, every attention "
-        "learns every task that it was given, in %, mean ± standard deviation (seeds):", "",
+        "learns every task, in %, mean ± standard deviation (seeds):", "",
         *grid(["attention", *columns], [
             *([row["attention"], *(shown(row["cells"].get(c), 1) for c in columns)] for row in table["rows"]),
             ["a guess", *(" or ".join(f"{value:.1f}" for value in sorted(guesses[c])) for c in columns)],
