@@ -18,6 +18,8 @@ def attend(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """(out [B, Hq, N, E], log_sum [B, Hk, D], mean_value [B, Hk, D, E]) of a checked call."""
     dim, width, dtype = call.query.shape[-1], call.value.shape[-1], call.query.dtype
     size = call.block_size
+    if call.is_causal and call.key_mask is not None and not plan.masks_fit(dim, dtype):
+        return eager.attend(call)
     if size is not None and (call.scale < 1e-30 or not plan.blocks_fit(size, dim, width, dtype)):
         return with_eager_blocks(call)
     # On the device, so that a CUDA graph draws anew at each replay.

@@ -146,6 +146,11 @@ def blocks_fit(block_size: int, dim: int, width: int, dtype: torch.dtype) -> boo
     return rows * size * (2 if dtype == torch.bfloat16 else 4) <= 16384
 
 
+def masks_fit(dim: int, dtype: torch.dtype) -> bool:
+    """Whether causal kernels have room for a key mask: with the largest head dims Triton 3.6 asks for 256 KiB."""
+    return dtype == torch.bfloat16 or padded(dim) <= 128
+
+
 def cut(
     device: torch.device, length: int, batch: int, heads: int, rows: int, used: int, shifted: bool,
     cu_seqlens: Tensor | None, programs: int,
