@@ -26,7 +26,7 @@ A100, H100 = "80", "90"
 def test_kernels_compile_and_fit_into_shared_memory(
     capability: str, dtype: str, mode: str, block_size: str, tmp_path: Path
 ) -> None:
-    """All that takes room at once: several query heads a key head, blocks, dropout, a mask, every gradient."""
+    """With several query heads a key head, blocks, dropout, a mask, and every gradient."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-W", "ignore", str(COMPILED), capability, dtype, mode, block_size]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -1,5 +1,6 @@
 """backend="triton": every gradient for every pair of options, through states, of one argument alone, with dropout."""
 
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lln import LLNState, lln_attention
-from lln.kernels.gpu import plan
+from lln.kernels.gpu import op, plan
 from reference import normal, relative_error
 from triton_cases import BACKEND, DEVICE, GPU, MARKS, Case, assemble, attend, build, check, errors, evaluate
 
@@ -106,6 +107,15 @@ def test_a_card_with_less_shared_memory(group: int, monkeypatch: pytest.MonkeyPa
     found = evaluate(case)
     assert found.keys() == elsewhere.keys() >= {"out", "d query", "d key", "d value", "d mix"}
     assert all(relative_error(found[name], elsewhere[name]) <= 1e-6 for name in found)
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(130, torch.float32), (256, torch.float16), (128, torch.float32)])
+def test_masks_that_causal_kernels_have_no_room_for(dim: int, dtype: torch.dtype, monkeypatch: Any) -> None:
+    case = Case((20,), key_heads=1, dim=dim, value_dim=16, is_causal=True, mask="left", dtype=dtype)
+    check(case)
+    monkeypatch.setattr(op, "apply", None)  # the kernels
+    with contextlib.nullcontext() if dim > 128 else pytest.raises(TypeError):
+        evaluate(case)
 
 
 @pytest.mark.parametrize(("mode", "name"), LEAVES)

@@ -9,6 +9,7 @@ from typing import Any
 
 from lln.reproduce.figure import WORDS
 from lln.reproduce.render import differences, shown
+from lln.training.sources import PUBLISHED
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "paper"
@@ -209,8 +210,9 @@ def variants() -> list[str]:
         f"softmax without one; that of softmax by {gains['softmax']:.2f} ({judged['softmax']['noise']:.2f}); that of "
         f"LLN+Diag by {gains['lln_diag']:.2f}, which is within the noise ({judged['lln_diag']['noise']:.2f}). Where "
         f"both have it, LLN is {left:.2f} behind softmax. On SST-2 models with it are ahead by "
-        f"{', '.join(f'{value:.1f} ({name})' for name, value in tuned.items())}: one fine-tuning each, judged on 872 "
-        "sentences. Alpha and beta learned for each channel do no better than the fixed alpha = beta = 2 that they "
+        f"{', '.join(f'{value:.1f} ({name})' for name, value in tuned.items())}: one fine-tuning each, judged on "
+        f"{PUBLISHED['nyu-mll/glue/sst2']['validation']} sentences. Alpha and beta learned for each channel do no "
+        "better than the fixed alpha = beta = 2 that they "
         f"start from ({first['lln:alpha=2:learnable=channel']:.2f} and {fixed:.2f}, the first seed), a learned feature "
         f"map a little ({first['lln:feature_map=linear:statistics=fixed']:.2f}, one seed); overlapping windows in "
         "place of blocks change LLN+Diag by "

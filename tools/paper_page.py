@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from lln.bench.measure import without_places
 from lln.reproduce import costs, render
+from lln.reproduce.distribution import FAR, STRAIGHT
 from lln.reproduce.published import COLUMNS1, COLUMNS3, COLUMNS5, TABLE1, TABLE3, TABLE5, Numbers
 
 ROOT = Path(__file__).parents[1]
@@ -104,22 +105,22 @@ ITEMS = (
         "fig7", "Figure 7: histogram of log P",
         "After moment matching the distribution of LLN closely follows softmax's; the means differ slightly.",
         "Softmax is log-normal to the eye and by every measure; LLN only roughly: its log P is skewed to the right. "
-        "Log-normal is taken to mean a distance of at most 0.02 and R² of at least 0.998.",
+        f"Log-normal is taken to mean a distance of at most {FAR} and R² of at least {STRAIGHT}.",
     ),
     Item(
         "fig8", "Figure 8: loss and loss scale of pre-training",
         "LLN's loss follows softmax's, and its largest inverse loss scale does not exceed softmax's.",
         "In runs this short attention has to start to work first: LLN+Diag is ahead of softmax early and a little "
         "behind in the end, LLN alone shows no steep fall at all. The loss scale, of one float16 run each at scale "
-        "mini, is raised every 2,000 steps and hardly ever has to be lowered: in models this small the claim is not "
-        "put to the test. Curves are means over those seeds that looked at a step: at scale mini the training loss of "
-        "three, the validation loss of two, and of three in the end.",
+        "mini, rises and hardly ever has to be lowered: in models this small the claim is not put to the test. Curves "
+        "are means over those seeds that looked at a step; at scale mini not all looked at the same steps of "
+        "validation.",
     ),
     Item(
         "table3", "Table 3: a vision transformer on Dogs vs Cats",
         "Softmax 81.37 %, LLN+Diag 81.72, Linformer 79.89, one run each.",
-        "At scale mini there are 2,000 images to learn from, less than a tenth of the paper's, and all attentions "
-        "overfit. At scale tiny they are scikit-learn's digits of 8 by 8 pixels, and what is compared is not the "
+        "At scale mini there are far fewer images to learn from than the paper had, and all attentions overfit. At"
+        " scale tiny they are scikit-learn's digits of 8 by 8 pixels, and what is compared is not the "
         "paper's task.",
         TABLE3, COLUMNS3,
     ),

@@ -107,8 +107,8 @@ def convolution() -> str:
     assert {cells[name + end]["n"] for name in ("lln", "lln_diag", "softmax") for end in ("", ":convolution=5")} == {2}
     return (
         f"The loss of a masked language model after 3,000 steps, means of two seeds: {'; '.join(said)}. "
-        f"The gain of LLN+Diag is within the noise of its seeds. Alpha and beta learned for each channel did no better "
-        f"than the fixed values they start from.\n"
+        "The gain of LLN+Diag is within the noise of its seeds. Alpha and beta learned for each channel did no better "
+        "than the fixed values they start from.\n"
     )
 
 

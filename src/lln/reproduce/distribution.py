@@ -17,6 +17,7 @@ CLOSE = 0.03  # relative: what "matches" is taken to mean; a set of draws has it
 ROUGHLY = 0.1  # what "approximates" is taken to mean
 BINS = 80
 SIGMA = 1.0  # of Fig. 7
+FAR, STRAIGHT = 0.02, 0.998  # the largest distance and the least Q-Q R² of what is called log-normal
 THEORY = {
     "measured": Style("#0072B2", (1, 0), "circle"),
     "Prop. 3.1": Style("#D55E00", (8, 3), "square"),
@@ -202,13 +203,13 @@ def judge_7(plan: Plan, rows: Rows) -> list[Verdict]:
         ),
         Verdict(
             claim="Softmax attention is log-normal (Prop. 3.1).",
-            holds=softmax["distance"] <= 0.02 and softmax["qq_r2"] >= 0.998,
+            holds=softmax["distance"] <= FAR and softmax["qq_r2"] >= STRAIGHT,
             numbers={"distance": softmax["distance"], "qq_r2": softmax["qq_r2"], "skewness": softmax["skewness"]},
             sentence=f"Kolmogorov-Smirnov distance {softmax['distance']:.3f}, Q-Q R² {softmax['qq_r2']:.4f}.",
         ),
         Verdict(
             claim="LLN attention is log-normal (Prop. 4.1).",
-            holds=paper["distance"] <= 0.02 and paper["qq_r2"] >= 0.998,
+            holds=paper["distance"] <= FAR and paper["qq_r2"] >= STRAIGHT,
             numbers={"distance": paper["distance"], "qq_r2": paper["qq_r2"], "skewness": paper["skewness"]},
             sentence=f"Distance {paper['distance']:.3f}, Q-Q R² {paper['qq_r2']:.4f}, "
             f"skewness {paper['skewness']:.2f}, with paper matching.",

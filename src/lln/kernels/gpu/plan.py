@@ -147,7 +147,7 @@ def blocks_fit(block_size: int, dim: int, width: int, dtype: torch.dtype) -> boo
 
 
 def masks_fit(dim: int, dtype: torch.dtype) -> bool:
-    """Whether causal kernels have room for a key mask: with the largest head dims Triton 3.6 asks for 256 KiB."""
+    """Whether causal kernels have shared memory for a key mask: with the largest head dims they ask for too much."""
     return dtype == torch.bfloat16 or padded(dim) <= 128
 
 
