@@ -30,7 +30,7 @@ test: check
 # make VENV_FLAGS=--system-site-packages test-gpu
 test-gpu: $(READY)
 	$(VENV)/bin/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no GPU")'
-	$(VENV)/bin/python -m pytest -n 8 --dist worksteal tests/test_devices.py tests/test_training_graph.py tests/test_instruments.py tests/test_triton*.py
+	$(VENV)/bin/python -m pytest -n 8 --dist worksteal tests/core/test_devices.py tests/lab/test_training_graph.py tests/instruments/test_instruments.py tests/triton
 
 check: $(READY)
 	$(VENV)/bin/ruff check .

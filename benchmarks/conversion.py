@@ -28,10 +28,10 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 import lln.hf
 from in_readme import command, put
-from lln.bench.measure import provenance
 from lln.files import write_json
-from lln.hf.layers import compare_layers
-from lln.hf.passages import as_batches, special_tokens
+from lln.lab.convert.layer_errors import compare_layers
+from lln.lab.convert.passages import as_batches, special_tokens
+from lln.lab.core.measure import provenance
 
 MARKS = "<!-- benchmarks/conversion.py -->\n", "<!-- end of conversion -->"
 PYDOC = "pydoc_data.topics"
@@ -66,7 +66,7 @@ def minilm() -> Path:
 
 def pydoc(tokenizer: Any, length: int) -> tuple[Passages, Passages]:
     """(for learning, for measuring): every third topic that has a passage is for measuring."""
-    from lln.training.embedded import _paragraphs
+    from lln.lab.data.embedded import _paragraphs
 
     topics: dict[str, Passages] = {}
     for topic, paragraphs in itertools.groupby(_paragraphs(), key=lambda pair: pair[0]):

@@ -16,8 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from in_readme import run
 from lln import lln_attention
-from lln.bench.lengths import ALPHA, BETA, check
-from lln.bench.measure import Work, peak_memory, provenance, show, time_calls
+from lln.lab.bench.length_times import ALPHA, BETA, check
+from lln.lab.core.measure import Work, peak_memory, provenance, show, time_calls
 
 MARKS = "<!-- benchmarks/cpu_forward.py -->\n", "<!-- end -->"
 SHAPE = {"batch": 1, "heads": 12, "length": 8192, "dim": 64}

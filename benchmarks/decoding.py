@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 
 import lln.hf
 from in_readme import run
-from lln.bench.measure import Work, provenance, show, time_calls
+from lln.lab.core.measure import Work, provenance, show, time_calls
 
 MARKS = "<!-- benchmarks/decoding.py -->\n", "<!-- end of decoding -->"
 SHAPE = {"layers": 4, "hidden": 256, "heads": 4, "key_heads": 2, "vocabulary": 1000}

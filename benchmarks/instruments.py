@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from lln import match_moments
-from lln.bench.measure import number, provenance, summarize
 from lln.files import write_json
 from lln.instruments import AttentionMap, entropy, lln_map, principal_std, softmax_map, spectral_gap
+from lln.lab.core.measure import number, provenance, summarize
 
 CPU = torch.device("cpu")
 ALPHA, BETA = (float(x) for x in match_moments(1.0, 1.0, 64))

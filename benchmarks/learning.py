@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from lln.bench.measure import provenance
 from lln.files import write_json
-from lln.recipes import NAMES, recipe
-from lln.training.run import train
+from lln.lab.core.measure import provenance
+from lln.lab.recipes import NAMES, recipe
+from lln.lab.train.run import train
 
 ATTENTIONS = ("softmax", "lln", "lln_diag")
 # The tiny presets of GLUE's three tasks on pairs are one.

@@ -18,9 +18,9 @@ import torch
 from transformers import BertConfig, BertForMaskedLM
 
 from in_readme import command, put
-from lln.bench.measure import number, provenance, summarize
 from lln.files import write_json
 from lln.instruments import record
+from lln.lab.core.measure import number, provenance, summarize
 
 EVERY, MOST = 50, 0.10
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}

@@ -17,9 +17,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for repeatable sums in `poisoned_memory`
 
-collect_ignore_glob = [] if torch.cuda.is_available() else ["test_triton_cuda.py"]
+collect_ignore_glob = [] if torch.cuda.is_available() else ["triton/test_triton_cuda.py"]
 if sys.platform != "linux":  # there is no triton
-    collect_ignore_glob.append("test_triton*.py")
+    collect_ignore_glob.append("triton/*")
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lln.bench.measure import number
+from lln.lab.core.measure import number
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -16,7 +16,7 @@ import typer
 from rich.text import Text
 from typer.models import ArgumentInfo
 
-from lln.cli import app
+from lln.lab.cli.app import app
 
 HEAD = """# Command line
 

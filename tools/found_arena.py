@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from found_runs import RESULTS, beyond, grid, load
-from lln.reproduce.render import shown
+from lln.lab.paper.render import shown
 
 
 def arena() -> list[str]:

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lln.reproduce.figure import WORDS
-from lln.reproduce.render import differences, shown
-from lln.training.sources import PUBLISHED
+from lln.lab.data.sources import PUBLISHED
+from lln.lab.paper.analysis import WORDS
+from lln.lab.paper.render import differences, shown
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "paper"

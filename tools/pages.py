@@ -18,7 +18,7 @@ import picture
 import quoted
 import stored_tables
 from lln.files import write_text
-from lln.mechanisms import table
+from lln.peers import table
 
 DOCS = Path(__file__).parents[1] / "docs"
 

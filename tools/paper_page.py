@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lln.bench.measure import without_places
-from lln.reproduce import costs, render
-from lln.reproduce.distribution import FAR, STRAIGHT
-from lln.reproduce.published import COLUMNS1, COLUMNS3, COLUMNS5, TABLE1, TABLE3, TABLE5, Numbers
+from lln.lab.core.measure import without_places
+from lln.lab.paper import costs, render
+from lln.lab.paper.distribution import FAR, STRAIGHT
+from lln.lab.paper.published import COLUMNS1, COLUMNS3, COLUMNS5, TABLE1, TABLE3, TABLE5, Numbers
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "paper"

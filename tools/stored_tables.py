@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lln.reproduce import costs, lengths, render
+from lln.lab.paper import costs, render
+from lln.lab.paper import needle_lengths as lengths
 
 RESULTS = Path(__file__).parents[1] / "results"
 

@@ -1,11 +1,11 @@
 """Linear-time attention that behaves like softmax attention."""
 
 from lln import instruments
-from lln.attention import lln_attention
-from lln.mechanisms import attention, mechanism, mechanisms
-from lln.moments import match_data, match_moments
-from lln.multihead import MultiheadAttention
-from lln.nn import LLNAttention
+from lln.functional import lln_attention
+from lln.matching.moments import match_data, match_moments
+from lln.nn.attention import LLNAttention
+from lln.nn.multihead import MultiheadAttention
+from lln.peers import attention, mechanism, mechanisms
 from lln.state import LLNState
 
 __version__ = "0.1.0"

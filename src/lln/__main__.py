@@ -1,5 +1,5 @@
 """`python -m lln` is `lln`."""
 
-from lln.cli import main
+from lln.lab.cli.app import main
 
 main()

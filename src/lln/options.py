@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from lln.attention import Coefficient, check_backend
 from lln.checks import check_block_size, check_number
-from lln.moments import MATCHINGS
+from lln.functional import Coefficient, check_backend
+from lln.matching.moments import MATCHINGS
 
 Statistics = Literal["sample", "batch", "running", "fixed"]
 STATISTICS = ("sample", "batch", "running", "fixed")

@@ -11,11 +11,11 @@ import importlib.util
 if importlib.util.find_spec("transformers") is None:
     raise ModuleNotFoundError("lln.hf needs transformers; install it with: pip install 'lln-attention[hf]'")
 
-from lln.hf.attention import register
 from lln.hf.cache import LLNCache
-from lln.hf.convert import convert
-from lln.hf.distill import distill, fine_tune
+from lln.hf.converting import convert
+from lln.hf.distillation import distill, fine_tune
 from lln.hf.hooks import install
+from lln.hf.interface import register
 from lln.hf.options import IMPLEMENTATIONS, Options
 
 register()

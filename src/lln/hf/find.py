@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lln.nn import LLNAttention
+from lln.nn.attention import LLNAttention
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name under which transformers' modules look their function up
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import EncoderDecoderCache, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationMode
 
+from lln.hf.attach import ModelAttention, attach, check_saved
+from lln.hf.attach_learned import LearnedPeer
 from lln.hf.cache import LLNCache
 from lln.hf.card import write_card
 from lln.hf.find import attention_modules, check_class, check_model, configs
-from lln.hf.learned import LearnedPeer
-from lln.hf.modules import ModelAttention, attach, check_saved
 from lln.hf.options import IMPLEMENTATIONS, read, runs_lln, runs_ours, write
 
 

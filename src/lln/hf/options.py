@@ -5,16 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from lln.hf.peers import LLN, PEERS, check_peer
-from lln.moments import LENGTH, MATCHINGS
-from lln.options import (
-    STATISTICS,
-    check_convolution,
-    check_feature_map,
-    check_numbers,
-    check_options,
-    check_overlap,
-)
+from lln.hf.attach_peers import LLN, PEERS, check_peer
+from lln.matching.moments import LENGTH, MATCHINGS
+from lln.options import STATISTICS, check_convolution, check_feature_map, check_numbers, check_options, check_overlap
 
 IMPLEMENTATIONS = (*LLN, *PEERS)
 BLOCK_SIZE = 64

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from lln.checks import check_number
-from lln.instruments.checks import check_count
-from lln.instruments.draws import Estimate, draw_rows, estimate_entropy
+from lln.instruments.arguments import check_count
+from lln.instruments.estimates import Estimate, draw_rows, estimate_entropy
 from lln.instruments.heads import Heads, Rows, take
 from lln.instruments.maps import AttentionMap, LLNMap, SoftmaxMap
 from lln.instruments.scores import lln_spread, score_moments
-from lln.moments import PAPER_A, PAPER_B
+from lln.matching.moments import PAPER_A, PAPER_B
 
 
 @overload

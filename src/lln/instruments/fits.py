@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lln.instruments.checks import check_count, check_masks, check_pair
-from lln.instruments.draws import draw_rows
+from lln.instruments.arguments import check_count, check_masks, check_pair
+from lln.instruments.estimates import draw_rows
 from lln.instruments.heads import Heads, span_elements
 from lln.instruments.maps import AttentionMap
 from lln.kernels.common import wide_dtype

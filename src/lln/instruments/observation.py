@@ -16,7 +16,7 @@ from lln.instruments.maps import AttentionMap, dense_map, lln_map, softmax_map
 from lln.instruments.spectrum import spectral_gap
 from lln.instruments.temperatures import temperature
 from lln.kernels.common import wide_dtype
-from lln.moments import moments, sigma
+from lln.matching.moments import moments, sigma
 
 MEASURED = ("sigma_q", "sigma_k", "temperature", "entropy", "spectral_gap", "log_variance", "lognormality")
 ENTRIES = 2**16  # of log P that the log-normality of a head is taken from

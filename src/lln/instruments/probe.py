@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lln.instruments.known_modules import Look, Remove
 from lln.instruments.observation import Observation, Pattern, observe_softmax, read_mask
-from lln.instruments.watch import Look, Remove
-from lln.nn import LLNAttention
+from lln.nn.attention import LLNAttention
 
 NAMES = (
     ("query", "key", "value"),

@@ -15,15 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from lln.kernels.common import (
-    Dropout,
-    compute_dtype,
-    drop,
-    full_precision,
-    softmax_or_zero,
-    spans,
-    zeros_like,
-)
+from lln.kernels.common import Dropout, compute_dtype, drop, full_precision, softmax_or_zero, spans, zeros_like
 
 
 def slot_rows(start: Tensor, slots: Tensor, length: int | Tensor, block_size: int) -> tuple[Tensor, Tensor]:

@@ -1,1 +1,0 @@
-"""`lln compare`: mechanisms side by side on the same inputs: cost, concentration, and how near to softmax they come."""

@@ -1,0 +1,152 @@
+"""The public op: LLN attention on query, key and value tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from lln.checks import check_call
+from lln.kernels import eager
+from lln.kernels.call import Call
+from lln.kernels.carry import open_block
+from lln.kernels.common import autocast_enabled
+from lln.kernels.step import is_step, step
+from lln.kernels.triton import attend as triton
+from lln.kernels.triton.support import refusal
+from lln.state import LLNState
+
+Coefficient = float | Tensor
+Mix = Coefficient | tuple[Coefficient, Coefficient]
+Backend = Literal["auto", "eager", "triton"]
+CuSeqlens = Tensor | tuple[Tensor, Tensor]
+
+
+@overload
+def lln_attention(
+    query: Tensor, key: Tensor, value: Tensor, alpha: Coefficient, beta: Coefficient, *,
+    block_size: int | None = ..., mix: Mix = ..., is_causal: bool = ..., key_mask: Tensor | None = ...,
+    dropout_p: float = ..., cu_seqlens: CuSeqlens | None = ..., state: LLNState | None = ...,
+    return_state: Literal[False] = ..., scale: float | None = ..., backend: Backend = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def lln_attention(
+    query: Tensor, key: Tensor, value: Tensor, alpha: Coefficient, beta: Coefficient, *,
+    block_size: int | None = ..., mix: Mix = ..., is_causal: bool = ..., key_mask: Tensor | None = ...,
+    dropout_p: float = ..., cu_seqlens: CuSeqlens | None = ..., state: LLNState | None = ...,
+    return_state: Literal[True], scale: float | None = ..., backend: Backend = ...,
+) -> tuple[Tensor, LLNState]: ...  # fmt: skip
+@overload
+def lln_attention(
+    query: Tensor, key: Tensor, value: Tensor, alpha: Coefficient, beta: Coefficient, *,
+    block_size: int | None = ..., mix: Mix = ..., is_causal: bool = ..., key_mask: Tensor | None = ...,
+    dropout_p: float = ..., cu_seqlens: CuSeqlens | None = ..., state: LLNState | None = ...,
+    return_state: bool, scale: float | None = ..., backend: Backend = ...,
+) -> Tensor | tuple[Tensor, LLNState]: ...  # fmt: skip
+def lln_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: Coefficient,
+    beta: Coefficient,
+    *,
+    block_size: int | None = None,
+    mix: Mix = 0.5,
+    is_causal: bool = False,
+    key_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: CuSeqlens | None = None,
+    state: LLNState | None = None,
+    return_state: bool = False,
+    scale: float | None = None,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, LLNState]:
+    """Linear Log-Normal attention, eq. (8) of the paper, in time and memory linear in the length.
+
+        P_ij = sum_c exp(alpha q_ic + beta k_jc) / sum_l sum_c exp(alpha q_ic + beta k_lc)         out = P v
+
+    computed exactly as two softmaxes, one over the keys and one over the channels, that cannot overflow.
+
+    Args:
+        query: [batch, heads, length, dim], as in torch.nn.functional.scaled_dot_product_attention. float32, float64,
+            bfloat16 or float16; everything inside is computed in float32 (float64 for float64).
+        key: [batch, key heads, key length, dim]. Fewer key heads than query heads is grouped-query attention.
+        value: [batch, key heads, key length, value dim].
+        alpha: factor of the queries: a positive number, or a tensor [heads], [batch, heads], [heads, dim] or
+            [batch, heads, dim]. Tensors may require grad. Larger means more concentrated attention.
+        beta: factor of the keys, likewise with key heads.
+        block_size: LLN+Diag: adds softmax attention inside consecutive blocks of so many tokens, counted from each
+            sequence's first valid token. None: LLN alone.
+        mix: out = mix * lln + (1 - mix) * diag; a pair (r, p) gives r * lln + p * diag. Numbers, or tensors as alpha
+            (with value dim for dim). Needs block_size.
+        is_causal: a query attends its own and earlier positions. Needs query and key of equal length.
+        key_mask: [batch, key length] bool, True = attend. It hides keys; it never touches query rows. A row that has
+            nothing to attend to gives zeros. What is hidden must still be finite: 0 times NaN is NaN.
+        dropout_p: dropout on the softmax over channels and on the blocks' P. Applied whenever it is not 0, as in
+            scaled_dot_product_attention: pass 0.0 in eval.
+        cu_seqlens: int32 offsets [sequences + 1] of sequences packed along the length with batch 1, as in
+            flash-attention; a pair (queries, keys) for cross attention. "batch" of alpha, beta, mix and state is then
+            the number of sequences.
+        state: what came before, an LLNState: earlier tokens when causal, more keys and values when not.
+        return_state: also return the LLNState after these keys and values (including `state`). A query of length 0
+            just folds the keys; keys of length 0 just read the state.
+        scale: of the softmax in the blocks, default 1 / sqrt(dim). LLN itself has alpha and beta instead.
+        backend: "eager" (any device), "triton", or "auto" for the fastest that can run the call.
+
+    Returns:
+        [batch, heads, length, value dim] in the dtype of query; with return_state also the state.
+
+    Raises:
+        ValueError or TypeError: it names the argument, what came, and what is allowed.
+    """
+    query, key, value = autocast(query, key, value)
+    call = check_call(
+        query, key, value, alpha, beta, block_size, mix, is_causal, key_mask, dropout_p, cu_seqlens, state,
+        return_state, scale,
+    )  # fmt: skip
+    attend = choose(backend, call)
+    if attend is eager.attend and is_step(call):
+        out, log_sum, mean_value, block = step(call)
+    else:
+        out, log_sum, mean_value = attend(call)
+        block = {} if block_size is None or not return_state else open_block(call)
+    if not return_state:
+        return out
+    if key.shape[-2] == 0:  # no new keys, so whatever beta is now has no part in the state
+        used = None if state is None else state.beta
+    else:
+        # A copy: a learnable beta changes in place with the next optimiser step.
+        used = call.beta.detach().clone() if isinstance(beta, Tensor) else float(beta)
+    return out, LLNState(log_sum, mean_value, used, **block)
+
+
+def choose(backend: str, call: Call) -> Callable[[Call], tuple[Tensor, Tensor, Tensor]]:
+    """The one place that decides a back end."""
+    check_backend(backend)
+    if backend == "eager" or (backend == "auto" and not call.query.is_cuda):
+        return eager.attend
+    reason = refusal(call.query)
+    if reason is None:
+        return triton.attend
+    if backend == "auto":
+        return eager.attend
+    raise ValueError(f"backend='triton' cannot run this call: {reason}; use 'auto' or 'eager'.")
+
+
+def check_backend(backend: str) -> None:
+    if backend not in ("auto", "eager", "triton"):
+        raise ValueError(f"backend must be 'auto', 'eager' or 'triton'; got {backend!r}.")
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under torch.autocast the inputs take its dtype, as they do for scaled_dot_product_attention."""
+    first = tensors[0]
+    if not isinstance(first, Tensor) or not autocast_enabled(first.device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in tensors
+    )

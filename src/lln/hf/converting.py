@@ -1,0 +1,195 @@
+"""Choose a model's attention and its options in one call, and attach what is measured or learned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lln.hf.attach import ModelAttention, attach
+from lln.hf.attach_peers import LLN
+from lln.hf.find import attention_modules, check_model, configs
+from lln.hf.options import IMPLEMENTATIONS, KINDS, Options, read, write
+from lln.hf.softmax_calls import measure
+
+Coefficients = float | Tensor | Mapping[str, float | Tensor]
+
+
+def convert(
+    model: PreTrainedModel,
+    implementation: str | None = None,
+    *,
+    matching: str | None = None,
+    statistics: str | dict[str, str] | None = None,
+    block_size: int | None = None,
+    mix: float | str | None = None,
+    learnable: str | None = None,
+    feature_map: str | None = None,
+    convolution: int | None = None,
+    overlap: bool | None = None,
+    alpha: Coefficients | None = None,
+    beta: Coefficients | None = None,
+    length: int | None = None,
+    momentum: float | None = None,
+    batches: Iterable[Mapping[str, Any]] | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Let `model` run LLN attention, or another mechanism, with these options. What is left out stays as it is, or has
+    its default.
+
+    The options go into `config.lln` (see `lln.hf.Options`); running statistics, given or learnable alpha and beta and a
+    learned mix become part of the model's weights. Both are saved and loaded with the model.
+
+    Args:
+        model: a transformers model, changed in place.
+        implementation: "lln", "lln_diag" or another of `lln.hf.IMPLEMENTATIONS`; default: what runs already, else
+            "lln_diag".
+        matching: "paper", "variance" or "entropy"; "data": alpha and beta of each head are found on `batches`, so that
+            LLN attention has the entropy of the model's softmax attention there (`lln.match_data`).
+        statistics: "sample", "batch", "running", "fixed", "auto", or {"encoder": name, "decoder": name}. With "data"
+            matching, and with given or learnable alpha and beta, it is "fixed".
+        block_size, mix: of "lln_diag". mix: a number, "ratio" or "scales". Of another kernel mechanism: adds blocks to
+            it, as in `lln.attention` (mix: a number).
+        learnable: "head" or "channel": alpha and beta become parameters.
+        feature_map: "linear": each head learns a linear map of its queries and keys (see `lln.LLNAttention`), which
+            starts at the identity; what `lln.hf.distill` can train.
+        convolution: an odd width: each head learns a convolution over the tokens of its queries, keys and values (see
+            `lln.LLNAttention`), which starts at zero. Not for cross attention, nor with a cache. Also of
+            "convolved_softmax".
+        overlap: of "lln_diag": windows that overlap in place of blocks (see `lln.LLNAttention`).
+        alpha, beta: positive numbers or tensors [heads] or [heads, dim] for all attention modules with "fixed"
+            statistics, or a dict from the name of a module (as in model.named_modules()) to them; the two go together.
+        length: number of keys that "entropy" matching assumes where it cannot count them.
+        momentum: weight of a new batch in "running" statistics.
+        batches: inputs of the model, each a dict of arguments. The model runs on them with softmax attention, without
+            gradients, and what "running" statistics and "data" matching need is measured.
+        options: of another mechanism than LLN, its own: `lln.mechanisms()[implementation].options`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError or TypeError: it names the argument. The model is as it was then.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers model; got {type(model).__name__}.")
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    held = next((one for part in parts if (one := read(part.config)) is not None), None)
+    if implementation is None:
+        runs = held is not None and held.implementation in IMPLEMENTATIONS
+        implementation = held.implementation if held is not None and runs else "lln_diag"
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}; got {implementation!r}.")
+    if implementation not in LLN:
+        of_lln = {
+            "matching": matching, "statistics": statistics, "learnable": learnable, "feature_map": feature_map,
+            "alpha": alpha, "beta": beta, "length": length, "momentum": momentum, "batches": batches,
+            "overlap": overlap,
+        }  # fmt: skip
+        if foreign := [name for name, value in of_lln.items() if value is not None]:
+            raise ValueError(f"{foreign[0]} goes with 'lln' and 'lln_diag'; got implementation={implementation!r}.")
+        shared = {"block_size": block_size, "mix": mix, "convolution": convolution}
+        options |= {name: value for name, value in shared.items() if value is not None}
+        base = held or Options()
+        mine = base.mechanisms.get(implementation, {}) | options
+        changed: dict[str, Any] = {"implementation": implementation}
+        changed["mechanisms"] = base.mechanisms | {implementation: mine}
+        change(model, parts, [dataclasses.replace(read(part.config) or Options(), **changed) for part in parts])
+        return model
+    if options:
+        raise TypeError(f"{implementation} has no option {next(iter(options))!r}; see the arguments of lln.hf.convert.")
+    if implementation == "lln" and block_size is not None:
+        raise ValueError(f"block_size goes with implementation='lln_diag'; got {block_size!r}.")
+    if implementation == "lln" and mix not in (None, 0.5):
+        raise ValueError(f"mix goes with implementation='lln_diag'; got {mix!r}.")
+    if implementation == "lln" and overlap:
+        raise ValueError(f"overlap goes with implementation='lln_diag'; got {overlap!r}.")
+    if (alpha is None) != (beta is None):
+        raise ValueError("alpha and beta go together; give both or neither.")
+    if matching == "data" and alpha is None and batches is None:
+        raise ValueError("matching='data' needs batches to find alpha and beta on, or alpha and beta themselves.")
+    asked = {
+        "matching": matching, "statistics": statistics, "block_size": block_size, "mix": mix, "learnable": learnable,
+        "feature_map": feature_map, "convolution": convolution, "overlap": overlap, "length": length,
+        "momentum": momentum,
+    }  # fmt: skip
+    changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    fixes = alpha is not None or learnable is not None or feature_map is not None
+    if statistics is None and (matching == "data" or fixes):
+        changes["statistics"] = "fixed"
+    if alpha is not None or matching == "data":
+        changes["coefficients"] = "channel" if any(map(per_channel, (alpha, beta))) else "head"
+    elif statistics not in (None, "fixed") or matching is not None:
+        # What was given or found before goes when something else is asked for in its place.
+        changes["coefficients"] = None
+        if statistics is not None:
+            changes["learnable"], changes["feature_map"] = learnable, feature_map
+        elif held is not None and held.coefficients is not None and learnable is None and held.learnable is None:
+            changes["statistics"] = "auto"
+        if matching is None and held is not None and held.matching == "data":
+            changes["matching"] = "paper"
+    for part in parts:
+        check_model(part, implementation)
+    chosen = [
+        dataclasses.replace(read(part.config) or Options(), implementation=implementation, **changes) for part in parts
+    ]
+    data = matching == "data" and alpha is None
+    if batches is not None and not data and not any("running" in map(o.statistics_of, KINDS) for o in chosen):
+        raise ValueError("batches: there is nothing to measure; it goes with statistics='running' or matching='data'.")
+    modules = dict(attention_modules(model))
+    for what, given in (("alpha", alpha), ("beta", beta)):
+        if isinstance(given, Mapping) and (unknown := sorted(set(given) - set(modules))):
+            raise ValueError(f"{what}: {unknown[0]!r} is no attention module in model.named_modules().")
+    found = None if batches is None else measure(model, batches, data)
+
+    def give(name: str, attention: ModelAttention) -> None:
+        if alpha is not None and beta is not None and attention.statistics == "fixed":
+            attention.set_coefficients(*(named(what, c, name) for what, c in (("alpha", alpha), ("beta", beta))))
+        if found is not None:
+            found[name].give(attention)
+
+    change(model, parts, chosen, give)
+    return model
+
+
+def change(
+    model: PreTrainedModel,
+    parts: list[PreTrainedModel],
+    chosen: list[Options],
+    give: Callable[[str, ModelAttention], None] | None = None,
+) -> None:
+    """Bring the options into the parts' configs and attach what they ask for; after a refusal all is as it was."""
+    before = [(config, getattr(config, "lln", None), config._attn_implementation) for config in configs(model)]
+    modules = dict(attention_modules(model))
+    old = {name: getattr(module, "lln", None) for name, module in modules.items()}
+    try:
+        for part, options in zip(parts, chosen, strict=True):
+            write(part.config, options)
+            part.config._attn_implementation_internal = options.implementation
+        attach(model, fresh=True)
+        if give is not None:
+            for name, module in modules.items():
+                assert isinstance(module.lln, ModelAttention)
+                give(name, module.lln)
+    except (ValueError, TypeError):
+        for config, was, running in before:
+            config.lln, config._attn_implementation_internal = was, running
+        for name, module in modules.items():
+            module.lln = old[name]
+        raise
+
+
+def per_channel(given: Coefficients | None) -> bool:
+    values = given.values() if isinstance(given, Mapping) else [given]
+    return any(isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] > 1 for value in values)
+
+
+def named(what: str, given: Coefficients, name: str) -> float | Tensor:
+    if not isinstance(given, Mapping):
+        return given
+    if name not in given:
+        raise ValueError(f"{what} has no value for {name}; got values for {', '.join(given) or 'nothing'}.")
+    return given[name]

@@ -1,0 +1,193 @@
+"""Teach LLN attention what softmax attention gives, layer by layer, and then the model as a whole.
+
+`distill`: the model runs with softmax attention, and in each layer LLN attention is asked for the same output on the
+same queries, keys and values. The inputs of a layer are always those of the softmax model, so that layers learn
+independently of each other, all in the same pass, and nothing but LLN's own parameters changes: alpha and beta, the
+mix, the feature map. The loss of a layer is the squared error of a head's output over its squared size, a mean over
+heads: a head whose values are small is worth as much as any other, and the number reads the same in every layer.
+
+`fine_tune`: what is left adds up over the layers. All weights of the body are then trained so that the last hidden
+states are those of the softmax model: relative squared error over all tokens. Hidden states and not logits, because
+every head stands on them, and they are there where a model has no head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lln.hf.adam import Learner, check_batches, choose, relative
+from lln.hf.attach import ModelAttention
+from lln.hf.find import attention_modules
+from lln.hf.options import runs_lln
+from lln.hf.softmax_calls import SoftmaxCall, shown
+
+Batch = Mapping[str, Any]
+Progress = Callable[[int, float], None]  # steps done, loss
+RATE = 0.03
+FINE_RATE, FINE_LLN_RATE = 1e-4, 1e-3
+
+
+class Lesson:
+    """Asks the LLN attention of one module for what softmax gave, and leaves its gradients."""
+
+    def __init__(self, attention: ModelAttention, name: str) -> None:
+        self.attention, self.name = attention, name
+        self.losses: list[float] = []
+
+    def look(self, call: SoftmaxCall) -> None:
+        check_pattern(call, self.name)
+        with torch.enable_grad():
+            out = self.attention(call.query, call.key, call.value, **call.where)
+            loss = relative(out.transpose(1, 2), call.out, call.query_mask, (0, 1, 3))
+            loss.backward()
+        self.losses.append(loss.item())
+
+
+def check_pattern(call: SoftmaxCall, name: str) -> None:
+    """ValueError where the model hides single pairs, which LLN attention cannot."""
+    if call.mask is None or call.mask.shape[2] != call.query.shape[2]:
+        return
+    seen = torch.ones_like(call.mask) if call.key_mask is None else call.key_mask[:, None, None].expand_as(call.mask)
+    seen = seen.tril() if call.is_causal else seen
+    counts = True if call.query_mask is None else call.query_mask[:, None, :, None]
+    if bool(((seen != call.mask) & counts).any()):
+        raise ValueError(
+            f"batches: {name} hides other keys from each query (packed sequences, a window), and LLN attention would "
+            "not; give each sequence a row of its own."
+        )
+
+
+def distillation(model: PreTrainedModel, steps: int, rate: float = RATE) -> Learner:
+    """The learner of `distill`, before its first step."""
+    names = [name for name, _ in attention_modules(model)]
+    held = {name: p for name, p in model.named_parameters() if name.rpartition(".")[0] in {f"{n}.lln" for n in names}}
+    if not held:
+        raise ValueError(
+            "distill: the model's attention has nothing to learn; first call lln.hf.convert(model, ..., "
+            "learnable='channel'), which makes alpha and beta parameters, with mix='ratio' or feature_map='linear'."
+        )
+    return Learner(held, dict.fromkeys(held, rate), steps)
+
+
+def distill(
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    *,
+    steps: int = 300,
+    rate: float = RATE,
+    seed: int = 0,
+    learner: Learner | None = None,
+    progress: Progress = lambda done, loss: None,
+) -> PreTrainedModel:
+    """Train what `lln.hf.convert` made learnable in the model's attention so that each layer gives what its softmax
+    attention gives on the same inputs.
+
+    Args:
+        model: runs "lln" or "lln_diag", with learnable alpha and beta, a learned mix, a feature map, or all of them.
+        batches: inputs of the model, each a dict of arguments; padding does not count. The sequences should be as long
+            as those that the model is for: how much lies outside a block depends on it.
+        steps: a batch each.
+        rate: of Adam at its highest.
+        seed: of the order of the batches.
+        learner: of `distillation(model, steps)`, to go on after the steps that it has done.
+        progress: called after every step with the number of steps done and the loss, a mean over layers.
+
+    Returns:
+        The model. Nothing but the parameters of its attention's `.lln` has changed.
+
+    Raises:
+        ValueError or TypeError: it names the argument.
+        NotFinite: a loss that is NaN or infinite.
+    """
+    check_batches(batches)
+    if not runs_lln(model.config):
+        raise ValueError(
+            f"distill: the model runs {model.config._attn_implementation!r}; first lln.hf.convert(model, 'lln_diag')."
+        )
+    learner = distillation(model, steps, rate) if learner is None else learner
+    lessons = {name: Lesson(module.lln, name) for name, module in attention_modules(model)}
+    with shown(model, lessons) as run:
+        while learner.done < learner.steps:
+            run(choose(batches, learner.done, seed))
+            losses = [loss for lesson in lessons.values() for loss in lesson.losses]
+            for lesson in lessons.values():
+                lesson.losses.clear()
+            loss = sum(losses) / len(losses)
+            learner.step(loss)
+            progress(learner.done, loss)
+    return model
+
+
+def fine_tuning(model: PreTrainedModel, steps: int, rate: float = FINE_RATE) -> Learner:
+    """The learner of `fine_tune`, before its first step."""
+    held = {name: p for name, p in model.base_model.named_parameters() if p.requires_grad and p.is_floating_point()}
+    factor = rate / FINE_RATE
+    rates = {name: factor * (FINE_LLN_RATE if ".lln." in name else FINE_RATE) for name in held}
+    return Learner(held, rates, steps)
+
+
+def fine_tune(
+    model: PreTrainedModel,
+    teacher: PreTrainedModel,
+    batches: Sequence[Batch],
+    *,
+    steps: int = 100,
+    rate: float = FINE_RATE,
+    seed: int = 0,
+    learner: Learner | None = None,
+    progress: Progress = lambda done, loss: None,
+) -> PreTrainedModel:
+    """Train all weights of the model's body so that its last hidden states are the teacher's.
+
+    Args:
+        model: what learns; without dropout, whatever mode it is in.
+        teacher: the softmax model that it was made from, another object.
+        batches, steps, seed, learner, progress: as in `distill`; learner: of `fine_tuning(model, steps)`.
+        rate: of Adam at its highest, for weights; ten times that for LLN's own parameters.
+
+    Returns:
+        The model.
+    """
+    check_batches(batches)
+    if model is teacher or any(a is b for a, b in zip(model.parameters(), teacher.parameters(), strict=False)):
+        raise ValueError("teacher must be another model than the one that learns, with weights of its own.")
+    learner = fine_tuning(model, steps, rate) if learner is None else learner
+    with evaluating(model), evaluating(teacher):
+        while learner.done < learner.steps:
+            batch = on_device(choose(batches, learner.done, seed), model)
+            with torch.no_grad():
+                wanted = teacher.base_model(**batch).last_hidden_state
+            rows = batch.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+            found = model.base_model(**batch).last_hidden_state
+            loss = relative(found, wanted, None if rows is None else rows.bool(), (0, 1, 2))
+            loss.backward()
+            learner.step(loss.item())
+            progress(learner.done, loss.item())
+    return model
+
+
+def on_device(batch: Batch, model: PreTrainedModel) -> dict[str, Any]:
+    return {k: v.to(model.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+
+
+@contextlib.contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Without dropout, and without a cache of keys and values."""
+    training = {module: module.training for module in model.modules()}
+    caches = getattr(model.config, "use_cache", None)
+    try:
+        model.eval()
+        if caches:
+            model.config.use_cache = False
+        yield
+    finally:
+        if caches:
+            model.config.use_cache = caches
+        for module, mode in training.items():
+            module.training = mode

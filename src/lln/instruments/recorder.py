@@ -1,0 +1,206 @@
+"""Instruments on models: what every attention layer does while the model runs, or trains."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lln.instruments.arguments import check_count
+from lln.instruments.known_modules import Look, Remove, replace_forward, watch_lln, watch_multihead
+from lln.instruments.observation import MEASURED, Observation, measure
+from lln.instruments.probe import watch_linear
+from lln.nn.statistics import in_backward
+
+if TYPE_CHECKING:
+    import pandas
+
+COLUMNS = (
+    "step", "layer", "call", "head", "attention", "sigma_q", "sigma_k", "temperature", "entropy", "max_entropy",
+    "spectral_gap", "log_variance", "lognormality", "alpha", "beta",
+)  # fmt: skip
+WORDS = ("step", "layer", "call", "head", "attention")  # columns that are not measured numbers
+
+
+def record(
+    model: nn.Module,
+    *,
+    every: int = 1,
+    samples: int | None = 1,
+    keep: bool = False,
+    instruments: tuple[str, ...] | list[str] = MEASURED,
+) -> Recorder:
+    """Observe the queries and keys of every attention layer of a model, and measure them at once:
+
+        with lln.instruments.record(model) as rec:
+            model(**inputs)
+        rec.table()                      # pandas, a row for each step, layer and head; rec.rows() as plain dicts
+
+    What the model computes does not change by a bit, nothing is left behind afterwards, and a recomputation inside
+    backward (activation checkpointing) is not looked at again. Observed are lln.LLNAttention (in lln.MultiheadAttention
+    and in models of lln.hf, too), torch.nn.MultiheadAttention, the attention of transformers' models, and modules with
+    linear layers named like query, key and value whose softmax attention can be verified from outside.
+
+    Args:
+        model: the module that is called, without torch.compile. A call of it is a step, in training or not.
+        every: record the first step and every so many steps after it.
+        samples: of each batch the first so many; None: all. Numbers are means over them.
+        keep: also keep what was observed, queries and keys included, in `rec.observations`.
+        instruments: which of sigma_q, sigma_k (standard deviations of the elements of queries and keys), temperature,
+            entropy (bits; with max_entropy, that of rows which spread evenly), spectral_gap, log_variance (of log P)
+            and lognormality (Kolmogorov-Smirnov distance of log P from a Gaussian) to measure.
+
+    Returns:
+        A Recorder, to be used as a context manager.
+
+    Raises:
+        ValueError or TypeError: it names the argument; on entering, ValueError for a model in which nothing can be
+            observed; in a recorded step, ValueError for a layer that attends in a way that the instruments do not
+            know.
+    """
+    return Recorder(model, every, samples, keep, instruments)
+
+
+class Recorder:
+    """What `record` gives. It may be entered again, and then goes on counting steps.
+
+    Attributes:
+        step: the number of the next step; set it to number steps otherwise.
+        observations: with keep, a list of (step, call, Observation).
+    """
+
+    def __init__(self, model: nn.Module, every: int, samples: int | None, keep: bool, instruments: Any) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
+        check_count("every", every)
+        if samples is not None:
+            check_count("samples", samples)
+        unknown = [name for name in instruments if name not in MEASURED]
+        if isinstance(instruments, str) or unknown:
+            came = instruments if isinstance(instruments, str) else unknown[0]
+            raise ValueError(f"instruments must be some of {', '.join(MEASURED)}; got {came!r}.")
+        self.model, self.every, self.samples, self.keep = model, every, samples, keep
+        self.instruments = tuple(instruments)
+        self.step = 0
+        self.observations: list[tuple[int, int, Observation]] = []
+        self._rows: list[dict[str, Any]] = []
+        self._calls: dict[str, int] = {}  # of the layers in this step
+        self._looking = False
+        self._stack: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> Recorder:
+        if self._stack is not None:
+            raise RuntimeError("record: this recorder is recording already.")
+        with contextlib.ExitStack() as stack:
+            for remove in self._watch():
+                stack.callback(remove)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        stack, self._stack, self._looking = self._stack, None, False
+        if stack is not None:
+            stack.close()
+
+    def _watch(self) -> list[Remove]:
+        if any(map(is_compiled, self.model.modules())):
+            raise ValueError("record: the model is compiled, and a compiled graph shows nothing; record it as it was.")
+        look = Look(self._active, self._see, self.samples)
+        removes = watch_lln(self.model, look) + watch_multihead(self.model, look)
+        skip: Any = lambda module: isinstance(module, nn.MultiheadAttention)  # noqa: E731
+        if is_of_transformers(self.model):
+            from lln.hf.watch import watch_transformers, watched_elsewhere
+
+            removes += watch_transformers(self.model, look)
+            skip = lambda module: isinstance(module, nn.MultiheadAttention) or watched_elsewhere(module)  # noqa: E731
+        removes += watch_linear(self.model, look, skip)
+        if not removes:
+            raise ValueError(
+                f"record: no attention of {type(self.model).__name__} can be observed; known are lln's modules, "
+                "torch.nn.MultiheadAttention, models that use transformers' attention interface, and modules with "
+                "linear layers named like query, key and value and a number of heads."
+            )
+        if isinstance(self.model, nn.TransformerEncoderLayer):  # see replace_forward
+            removes.append(replace_forward(self.model, self._around))
+        else:  # before and after what is watched, which may be the model itself
+            removes.append(self.model.register_forward_pre_hook(lambda *_: self._begin(), prepend=True).remove)
+            removes.append(self.model.register_forward_hook(lambda *_: self._end(), always_call=True).remove)
+        return removes
+
+    def _around(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._begin()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._end()
+
+    def _begin(self) -> None:
+        if in_backward() or torch.compiler.is_compiling():
+            return
+        self._looking = self.step % self.every == 0
+        self._calls.clear()
+        self.step += 1
+
+    def _end(self) -> None:
+        if not in_backward():
+            self._looking = False
+
+    def _active(self) -> bool:
+        return self._looking and not torch.compiler.is_compiling() and not in_backward()
+
+    def _see(self, seen: Observation) -> None:
+        layer = seen.layer or type(self.model).__name__
+        step, call = self.step - 1, self._calls.get(layer, 0)
+        self._calls[layer] = call + 1
+        if self.keep:
+            self.observations.append((step, call, seen))
+        if not self.instruments and seen.alpha is None:
+            return
+        found = {name: mean_over_samples(values) for name, values in measure(seen, self.instruments).items()}
+        for head in range(seen.query.shape[1]):
+            row = {"step": step, "layer": layer, "call": call, "head": head, "attention": seen.attention}
+            numbers = {name: found[name][head] if name in found else None for name in COLUMNS if name not in WORDS}
+            self._rows.append(row | numbers)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A dict for each step, layer, call (of a layer that is used several times a step) and head; None: nothing to
+        measure. alpha and beta are means over channels where each has its own."""
+        return list(self._rows)
+
+    def table(self) -> pandas.DataFrame:
+        """The rows as a pandas table; NaN where there is nothing to measure. Needs pandas, the extra `instruments`."""
+        try:
+            import pandas
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError(
+                "table() needs pandas; install it with: pip install 'lln-attention[instruments]'. rows() needs nothing."
+            ) from None
+        table = pandas.DataFrame(self._rows, columns=list(COLUMNS))
+        return table.astype({name: "float64" for name in COLUMNS if name not in WORDS})
+
+    def clear(self) -> None:
+        """Forget what was recorded, but not the number of the next step."""
+        self._rows.clear()
+        self.observations.clear()
+
+
+def mean_over_samples(values: Tensor) -> list[float | None]:
+    """[B, H] -> H numbers; samples without one (nothing but padding) are left out."""
+    means = values.nanmean(0).tolist()
+    return [None if mean != mean else mean for mean in means]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """By torch.compile(module) or module.compile(). Without importing the compiler, which takes seconds."""
+    compiler = sys.modules.get("torch._dynamo")
+    wrapped = compiler is not None and isinstance(module, compiler.OptimizedModule)
+    return wrapped or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Without importing transformers: a model of it has done so."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    return transformers is not None and any(isinstance(m, transformers.PreTrainedModel) for m in model.modules())

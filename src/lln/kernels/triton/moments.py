@@ -1,0 +1,174 @@
+"""Launches of the kernels that take the statistics of queries and keys, and the same as operators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from lln.kernels.triton.library import define
+from lln.kernels.triton.moments_kernels import LANE, match_kernel, merge_kernel, sample_kernel, split_kernel
+from lln.kernels.triton.plan import on_device
+from lln.kernels.triton.tape import Recording, replayed, signature
+
+PROGRAMS = 528  # four for each multiprocessor of an H100 or H200; fixed, so that results do not depend on the device
+LEAST = 2**15  # elements that are worth a program, and up to twice as many a program that needs no merging
+
+
+def both_moments(
+    query: Tensor, key: Tensor, key_heads: int, query_mask: Tensor | None, key_mask: Tensor | None,
+    cu_query: Tensor | None, cu_key: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """(count, sum, sum of squares) of queries and of keys: [2, 3, samples, key heads] in float64."""
+    given = query, key, query_mask, key_mask, cu_query, cu_key
+
+    def launches(recording: Recording | None) -> Sequence[Tensor]:
+        out = empty_moments(query, key, key_heads, query_mask, key_mask, cu_query, cu_key)
+        launch(*given, key_heads, None, out, None, None, recording)
+        return (out,)
+
+    return replayed(("moments", query.device, key_heads, signature(given)), given, launches)[0]
+
+
+def paper_coefficients(
+    query: Tensor, key: Tensor, key_heads: int, query_mask: Tensor | None, key_mask: Tensor | None,
+    cu_query: Tensor | None, cu_key: Tensor | None, factor: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(alpha [samples, heads, 1], beta [samples, key heads, 1]) in float32 by eq. (10), with the score variance
+    factor (sigma_q sigma_k)^2 of each sample and key head."""
+    given = query, key, query_mask, key_mask, cu_query, cu_key
+
+    def launches(recording: Recording | None) -> Sequence[Tensor]:
+        both = empty_coefficients(query, key, key_heads, query_mask, key_mask, cu_query, cu_key, factor)
+        launch(*given, key_heads, factor, None, *both, recording)
+        return both
+
+    alpha, beta = replayed(("coefficients", query.device, key_heads, factor, signature(given)), given, launches)
+    return alpha, beta
+
+
+def paper_match(variance_q: Tensor, variance_k: Tensor, heads: int, factor: float) -> tuple[Tensor, Tensor]:
+    """(alpha [1, heads, 1], beta [1, key heads, 1]) in float32 from contiguous variances [key heads]."""
+    given, key_heads = (variance_q, variance_k), variance_k.shape[0]
+
+    def launches(recording: Recording | None) -> Sequence[Tensor]:
+        alpha, beta = empty_match(variance_q, variance_k, heads, factor)
+        with on_device(variance_q.device):
+            args = (variance_q, variance_k, alpha, beta, factor, heads // key_heads)
+            run(recording, (alpha, beta), match_kernel, key_heads, args, 1)
+        return alpha, beta
+
+    alpha, beta = replayed(("match", variance_q.device, heads, factor, signature(given)), given, launches)
+    return alpha, beta
+
+
+def run(
+    recording: Recording | None, made: Sequence[Tensor | None], kernel: Any, programs: int, args: tuple[Any, ...],
+    warps: int,
+) -> None:  # fmt: skip
+    """One launch; `made` are tensors that it writes to."""
+    compiled = kernel[(programs,)](*args, num_warps=warps)
+    if recording is None:
+        return
+    for t in made:
+        if t is not None:
+            recording.make(t)
+    recording.launch(kernel, compiled, (programs,), args, {})
+
+
+def empty_moments(
+    query: Tensor, key: Tensor, key_heads: int, query_mask: Tensor | None, key_mask: Tensor | None,
+    cu_query: Tensor | None, cu_key: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return query.new_empty(2, 3, samples(query, cu_query), key_heads, dtype=torch.float64)
+
+
+def empty_coefficients(
+    query: Tensor, key: Tensor, key_heads: int, query_mask: Tensor | None, key_mask: Tensor | None,
+    cu_query: Tensor | None, cu_key: Tensor | None, factor: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    number = samples(query, cu_query)
+    alpha = query.new_empty(number, query.shape[1], 1, dtype=torch.float32)
+    return alpha, query.new_empty(number, key_heads, 1, dtype=torch.float32)
+
+
+def empty_match(variance_q: Tensor, variance_k: Tensor, heads: int, factor: float) -> tuple[Tensor, Tensor]:
+    alpha = variance_q.new_empty(1, heads, 1, dtype=torch.float32)
+    return alpha, variance_q.new_empty(1, variance_k.shape[0], 1, dtype=torch.float32)
+
+
+def samples(query: Tensor, cu_query: Tensor | None) -> int:
+    return query.shape[0] if cu_query is None else cu_query.shape[0] - 1
+
+
+def launch(
+    query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None,
+    cu_query: Tensor | None, cu_key: Tensor | None, key_heads: int, factor: float | None,
+    out: Tensor | None, alpha: Tensor | None, beta: Tensor | None, recording: Recording | None,
+) -> None:  # fmt: skip
+    """Into `out`, or with a factor into alpha and beta. What is launched is decided by shapes alone."""
+    batch, heads, length, dim = query.shape
+    key_length, groups = key.shape[2], heads // key_heads
+    packed = cu_query is not None
+    number = samples(query, cu_query)
+    cells = number * key_heads
+    if cells == 0:
+        return
+    if cu_query is not None and cu_key is not None:
+        cu_query, cu_key = cu_query.contiguous(), cu_key.contiguous()
+    arguments = (
+        *query.stride(), *key.stride(),
+        *((0, 0) if query_mask is None else query_mask.stride()), *((0, 0) if key_mask is None else key_mask.stride()),
+        length, key_length,
+    )  # fmt: skip
+    each = (groups * length + key_length) * dim  # of one sample and key head; packed: of all its sequences
+    total = each * batch * key_heads
+    columns = triton.next_power_of_2(dim)
+    with on_device(query.device):
+        if each <= (2 * LEAST if packed else max(2 * LEAST, total // PROGRAMS)):
+            # A wide program is quicker alone, several narrow ones hide each other's beginnings and ends.
+            warps = 16 if cells < PROGRAMS // 2 and each > (number if packed else 1) * LEAST // 4 else 4
+            rows = max(warps * 32 * LANE // columns, 1)
+            args = (
+                query, key, query_mask, key_mask, cu_query, cu_key, out, alpha, beta, *arguments, key_heads,
+                factor, groups, dim, rows, columns,
+            )  # fmt: skip
+            run(recording, (out, alpha, beta), sample_kernel, cells, args, warps)
+            return
+        rows = max(8 * 32 * LANE // columns, 1)
+        work = max(total // PROGRAMS, LEAST)
+        chunk_q, chunk_k = (-(-work // (n * dim * rows)) * rows for n in (groups, 1))
+        if packed:
+            splits_q, splits_k = length // chunk_q + number, key_length // chunk_k + number
+            programs_q, programs_k = key_heads * splits_q, key_heads * splits_k
+        else:
+            splits_q, splits_k = max(-(-length // chunk_q), 1), max(-(-key_length // chunk_k), 1)
+            programs_q, programs_k = cells * splits_q, cells * splits_k
+        programs = programs_q + programs_k
+        parts = query.new_empty(3, programs, dtype=torch.float64)
+        args = (
+            query, key, query_mask, key_mask, cu_query, cu_key, parts, *arguments,
+            chunk_q, chunk_k, splits_q, splits_k, number, key_heads, programs_q,
+            groups, dim, rows, columns,
+        )  # fmt: skip
+        run(recording, (parts,), split_kernel, programs, args, 8)
+        args = (
+            parts, cu_query, cu_key, out, alpha, beta, chunk_q, chunk_k, splits_q, splits_k, key_heads, programs_q,
+            programs, factor, groups, 128,
+        )  # fmt: skip
+        run(recording, (out, alpha, beta), merge_kernel, cells, args, 1)
+
+
+INPUTS = (
+    "Tensor query, Tensor key, int key_heads, Tensor? query_mask, Tensor? key_mask, Tensor? cu_query, Tensor? cu_key"
+)
+for schema, function, empty in (
+    (f"both_moments({INPUTS}) -> Tensor", both_moments, empty_moments),
+    (f"paper_coefficients({INPUTS}, float factor) -> (Tensor, Tensor)", paper_coefficients, empty_coefficients),
+    ("paper_match(Tensor variance_q, Tensor variance_k, int heads, float factor) -> (Tensor, Tensor)", paper_match,
+     empty_match),
+):  # fmt: skip
+    define(schema, function, empty, torch.Tag.flexible_layout)

@@ -1,0 +1,66 @@
+"""Which calls the GPU kernels can run; nothing here imports Triton."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+import re
+
+import torch
+from torch import Tensor
+
+from lln.kernels.triton import plan
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LARGEST_DIM = 256
+OLDEST_TRITON = (3, 6)  # 3.2 aborts on some of the kernels
+
+
+def interpreted() -> bool:
+    """Whether Triton runs its kernels on the CPU, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def installed() -> tuple[int, ...] | None:
+    """The version of Triton, without importing it."""
+    for name in ("triton", "pytorch-triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return tuple(int(n) for n in re.findall(r"\d+", importlib.metadata.version(name))[:2])
+    return None
+
+
+TRITON = installed()
+
+
+def refusal(query: Tensor) -> str | None:
+    """Why the kernels cannot run a call with this query; None when they can."""
+    device = query.device
+    if TRITON is None:
+        return "it needs the triton package, which is not installed"
+    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+        return f"it runs on CUDA devices, and the tensors are on {device}"
+    if device.type == "cuda" and torch.version.hip is not None:
+        return "its kernels are for NVIDIA devices"
+    if TRITON < OLDEST_TRITON:
+        needed, found = (".".join(map(str, version)) for version in (OLDEST_TRITON, TRITON))
+        return f"its kernels need Triton {needed} or newer, and {found} is installed"
+    if query.dtype not in DTYPES:
+        return f"its kernels are for float32, bfloat16 and float16, and the tensors are {query.dtype}"
+    if query.shape[-1] > LARGEST_DIM:
+        return f"its kernels are for head dims up to {LARGEST_DIM}, and this one is {query.shape[-1]}"
+    # A compiler's tracer cannot ask the device; by then a first eager call has, or the kernels' own compiler will.
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return None
+    return lacking(device)
+
+
+@functools.cache
+def lacking(device: torch.device) -> str | None:
+    if torch.cuda.get_device_capability(device) < (8, 0) or plan.shared_memory(device) < plan.LEAST:
+        return (
+            f"its kernels need compute capability 8.0 and {plan.LEAST // 1024} KiB of shared memory, which "
+            f"{torch.cuda.get_device_name(device)} lacks"
+        )
+    return None

@@ -1,0 +1,170 @@
+"""The attentions that `lln bench` sets beside each other, under the names that its options and tables use."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import dropout, logsigmoid, scaled_dot_product_attention
+
+from lln.functional import Backend, lln_attention
+from lln.lab.bench.length_times import ALPHA, BETA
+from lln.nn.attention import LLNAttention
+
+BLOCK_SIZE = 64
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Shape(NamedTuple):
+    batch: int
+    heads: int
+    length: int
+    dim: int
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.heads} x {self.length:,} x {self.dim}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What an attention is built for."""
+
+    shape: Shape
+    causal: bool
+    dtype: torch.dtype
+    device: torch.device
+    dropout: float = 0.0
+
+
+Build = Callable[[Case], Attend]
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    build: Build
+    reference: Build | None = None  # the same attention on the eager back end, for the check in float64
+    softmax: bool = False  # softmax attention: quadratic in the length, and what speed-ups are counted from
+    matrix: bool = False  # keeps the matrix P
+    floor: tuple[int, int] | None = None  # N D elements a head that forward, forward + backward must move
+    causality: tuple[bool, ...] = (False, True)
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    peer: str | None = None  # the library that --peers names
+    drops: bool = True  # has dropout of P
+    heads_first: bool = True  # takes [B, H, N, D], else [B, N, H, D]
+    # Entered around the calls, so that no call is charged for it.
+    context: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+
+def sdpa(case: Case) -> Attend:
+    return functools.partial(scaled_dot_product_attention, is_causal=case.causal, dropout_p=case.dropout)
+
+
+def eager_softmax(case: Case) -> Attend:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores: Tensor = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        if case.causal:
+            later = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(later, float("-inf"))
+        return dropout(scores.softmax(-1), case.dropout) @ v
+
+    return attend
+
+
+def usual_form(case: Case) -> Attend:
+    """LLN as it is usually written: live standard deviations, maxima subtracted, epsilon in the denominator."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        dtype = q.dtype
+        q, k, v = q.float(), k.float(), v.float()
+        with torch.no_grad():
+            sigma_q, sigma_k = q.std(), k.std()
+            spread = (((sigma_q * sigma_k) ** 2 + 0.35487) / (2 * 0.14855)).sqrt()  # eq. (10), the paper's constants
+        x, y = q * (spread / sigma_q), k * (spread / sigma_k)
+        a = (x - x.amax(-1, keepdim=True)).exp()
+        b = (y - y.amax((-1, -2), keepdim=True)).exp()
+        out = a @ (b.transpose(-1, -2) @ v) / (a @ b.sum(-2).unsqueeze(-1) + 1e-5)
+        return out.to(dtype)
+
+    return attend
+
+
+def lln(block_size: int | None, sample: bool, backend: Backend) -> Build:
+    def build(case: Case) -> Attend:
+        if sample:
+            return LLNAttention(
+                case.shape.heads, case.shape.dim, statistics="sample", block_size=block_size, backend=backend,
+                dropout=case.dropout,
+            )  # fmt: skip
+        return lambda q, k, v: lln_attention(
+            q, k, v, ALPHA, BETA, block_size=block_size, is_causal=case.causal, dropout_p=case.dropout, backend=backend
+        )
+
+    return build
+
+
+def lln_variant(block_size: int | None = None, *, sample: bool = False, backend: Backend = "auto") -> Attention:
+    # Forward reads q, k, v and writes out; backward reads q, k, v and grad out and writes three gradients. Blocks need
+    # k and v beside the queries, so LLN+Diag reads these two once more in each direction.
+    forward, training = (4, 11) if block_size is None else (6, 15)
+    statistics = 2 if sample else 0  # one more look at q and k
+    return Attention(
+        lln(block_size, sample, backend),
+        reference=lln(block_size, sample, "eager"),
+        floor=(forward + statistics, training + statistics),
+        causality=(False,) if sample else (False, True),
+        devices=("cuda",) if backend == "eager" else ("cpu", "cuda"),  # on a CPU "auto" is the eager back end
+    )
+
+
+def torch_backend(which: SDPBackend, *devices: str) -> Attention:
+    return Attention(sdpa, softmax=True, devices=devices, context=lambda: sdpa_kernel(which))
+
+
+def fla_linear(case: Case) -> Attend:
+    linear = importlib.import_module("fla.ops.linear_attn").chunk_linear_attn
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = linear(q, k, v, normalize=False)[0]
+        return out
+
+    return attend
+
+
+def fla_gated(case: Case) -> Attend:
+    gated = importlib.import_module("fla.ops.gla").chunk_gla
+    batch, heads, length, dim = case.shape
+    gates = logsigmoid(torch.randn(batch, length, heads, dim, dtype=case.dtype, device=case.device)) / 16
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = gated(q, k, v, gates)[0]
+        return out
+
+    return attend
+
+
+def fla(build: Build) -> Attention:
+    return Attention(build, causality=(True,), devices=("cuda",), peer="fla", drops=False, heads_first=False)
+
+
+ATTENTIONS: dict[str, Attention] = {
+    "flash": torch_backend(SDPBackend.FLASH_ATTENTION, "cpu", "cuda"),
+    "cudnn": torch_backend(SDPBackend.CUDNN_ATTENTION, "cuda"),
+    "efficient": torch_backend(SDPBackend.EFFICIENT_ATTENTION, "cuda"),
+    "math": Attention(eager_softmax, softmax=True, matrix=True),
+    "usual": Attention(usual_form, causality=(False,), drops=False),
+    "LLN": lln_variant(),
+    "LLN-sample": lln_variant(sample=True),
+    "LLN-eager": lln_variant(backend="eager"),
+    "LLN+Diag": lln_variant(BLOCK_SIZE),
+    "LLN+Diag-sample": lln_variant(BLOCK_SIZE, sample=True),
+    "LLN+Diag-eager": lln_variant(BLOCK_SIZE, backend="eager"),
+    "fla-linear": fla(fla_linear),
+    "fla-gla": fla(fla_gated),
+}

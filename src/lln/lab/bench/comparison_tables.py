@@ -1,0 +1,105 @@
+"""A comparison as a table for the terminal and as Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from lln.lab.core.measure import number
+from lln.peers import mechanisms
+
+MOST_LENGTHS = 3  # that fit a terminal beside the rest; all are in the JSON and the Markdown
+KEYS = ("entropy", "gap", "error")
+SHORT = {"out of memory": "OOM", "too slow": "slow", "unsupported": "no"}
+EXPLAINED = (
+    "ms, MiB: forward + backward and peak extra memory at each length; x: how many times as fast as softmax. "
+    "bits, gap: entropy and spectral gap of P on Gaussian q and k, or a model's; error: of the output, relative "
+    "to softmax's. OOM: out of memory; no: this mechanism cannot; -: nothing to measure (learned, no matrix, rows "
+    "that are no distribution)."
+)
+
+
+def cell(row: dict[str, Any] | None, base: dict[str, Any] | None) -> tuple[str, str, str]:
+    """(milliseconds, times as fast as softmax, MiB) of one mechanism at one length."""
+    if row is None:
+        return "", "", ""
+    if row["training_ms"] is None:
+        return SHORT.get(row["note"], row["note"]), "", ""
+    ms = row["training_ms"]["median"]
+    faster = "" if base is None or base["training_ms"] is None else f"{base['training_ms']['median'] / ms:.2g}"
+    return number(ms), faster, number(row["training_bytes"] / 2**20)
+
+
+def columns(result: dict[str, Any], lengths: list[int], temperature: float) -> tuple[list[str], list[list[str]]]:
+    """(headings, one row of text for each mechanism)"""
+    costs = {(row["mechanism"], row["length"]): row for row in result["costs"]}
+    spread = {(row["mechanism"], row["temperature"]): row for row in result["concentration"]}
+    headings = ["mechanism"]
+    for length in lengths:
+        headings += [f"ms @{length}", "x", "MiB"]
+    headings += ["bits", "gap", "error"]
+    rows = []
+    for name in result["settings"]["names"]:
+        row = [name]
+        for length in lengths:
+            row += cell(costs.get((name, length)), costs.get(("softmax", length)))
+        found = spread.get((name, temperature), {})
+        values = (found.get(key) for key in KEYS)
+        if "recorded" in result:
+            here = [one for one in result["recorded"] if one["mechanism"] == name]
+            values = (mean([one[key] for one in here]) for key in KEYS)
+        row += ["-" if value is None else f"{value:.3g}" if abs(value) > 1e-6 else "0" for value in values]
+        rows.append(row)
+    return headings, rows
+
+
+def mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def middle(result: dict[str, Any]) -> float:
+    """The temperature that the table shows: the one nearest to 1."""
+    return float(min(result["settings"]["temperatures"], key=lambda t: abs(t - 1.0)))
+
+
+def rich_table(result: dict[str, Any]) -> Table:
+    lengths, temperature = sorted(result["settings"]["lengths"])[-MOST_LENGTHS:], middle(result)
+    headings, rows = columns(result, lengths, temperature)
+    table = Table(title=head(result, temperature), caption=EXPLAINED, title_justify="left", caption_justify="left")
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if i == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def head(result: dict[str, Any], temperature: float) -> str:
+    s = result["settings"]
+    way = "causal" if s["causal"] else "bidirectional"
+    where = f"at {s['matrix_length']} tokens and temperature {temperature:g}"
+    if "recorded" in result:
+        where = f"on the queries and keys of {result['model']}, means over layers and texts"
+    return (
+        f"{result['provenance']['device']}, {s['dtype']}, batch {s['batch']}, {s['heads']} heads of {s['dim']}, {way}; "
+        f"concentration {where}"
+    )
+
+
+def markdown(result: dict[str, Any]) -> str:
+    s, p = result["settings"], result["provenance"]
+    parts = ["# Attention mechanisms side by side", "", f"{p['date'][:10]}, commit {p['commit']}, `{p['command']}`", ""]
+    for temperature in s["temperatures"] if "recorded" not in result else [middle(result)]:
+        headings, rows = columns(result, sorted(s["lengths"]), temperature)
+        parts += [head(result, temperature), "", line(headings), "|---" + "|---:" * (len(headings) - 1) + "|"]
+        parts += [line(row) for row in rows] + [""]
+    reasons = {
+        row["mechanism"]: row["reason"] for row in (*result["costs"], *result["concentration"]) if "reason" in row
+    }
+    parts += [f"- {mechanisms()[name].title}: {reason}" for name, reason in reasons.items()]
+    return "\n".join([*parts, "", EXPLAINED, ""])
+
+
+def line(texts: list[str]) -> str:
+    return "| " + " | ".join(texts) + " |"

@@ -1,0 +1,113 @@
+"""Charts of a result of `lln bench`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+from lln.lab.bench.attentions import ATTENTIONS, Shape
+from lln.lab.bench.kernel_tables import direction
+from lln.lab.core.charts import Axis, Style, bars, lines, svg
+
+# A hue for a family; dashes and shapes tell its members apart.
+SOFTMAX, USUAL, LLN, DIAG, PEER = "#D55E00", "#CC79A7", "#0072B2", "#009E73", "#E69F00"
+STYLES = {
+    "flash": Style(SOFTMAX, (1, 0), "circle"),
+    "cudnn": Style(SOFTMAX, (8, 3), "diamond"),
+    "efficient": Style(SOFTMAX, (4, 4), "triangle-down"),
+    "math": Style(SOFTMAX, (2, 2), "cross"),
+    "usual": Style(USUAL, (8, 3), "cross"),
+    "LLN": Style(LLN, (1, 0), "square"),
+    "LLN-sample": Style(LLN, (8, 3), "diamond"),
+    "LLN-eager": Style(LLN, (2, 2), "triangle-down"),
+    "LLN+Diag": Style(DIAG, (1, 0), "triangle-up"),
+    "LLN+Diag-sample": Style(DIAG, (8, 3), "diamond"),
+    "LLN+Diag-eager": Style(DIAG, (2, 2), "triangle-down"),
+    "fla-linear": Style(PEER, (1, 0), "circle"),
+    "fla-gla": Style(PEER, (4, 4), "square"),
+}
+Rows = list[dict[str, Any]]
+
+
+def charts_of(result: dict[str, Any]) -> dict[str, str]:
+    """SVG texts by the name of their file. Time and speed-up against length where lengths of one size were measured,
+    speed-up as bars for other shapes, and the share of the floor as bars."""
+    measured = [row for row in result["rows"] if row["device_ms"] is not None]
+    drawn: dict[str, str] = {}
+    for causal in (False, True):
+        ways = [row for row in measured if row["causal"] == causal]
+        sizes, single = series(ways, by_batch=result["settings"]["tokens"] is None)
+        for size, rows in sizes.items():
+            name = direction(causal) + (f"-{size}" if len(sizes) > 1 else "")
+            drawn[f"time-{name}"] = time_chart(rows)
+            if faster := compared(rows):
+                drawn[f"speedup-{name}"] = speedup_chart(faster)
+        if faster := compared(single):
+            values = [bar(row, row["speedup"]["training"]) for row in faster]
+            title = f"times as fast as the fastest softmax attention, {direction(causal)}"
+            drawn[f"speedup-shapes-{direction(causal)}"] = svg(bars(values, STYLES, title))
+    if floored := [row for row in measured if row["percent_of_floor"] is not None]:
+        values = [bar(row, row["percent_of_floor"]["training"]) for row in floored]
+        drawn["percent-of-floor"] = svg(bars(values, STYLES, "forward + backward: % of the speed of a copy"))
+    return drawn
+
+
+def series(rows: Rows, by_batch: bool) -> tuple[dict[str, Rows], Rows]:
+    """Rows that differ in length alone, by their size, and the rows whose length is the only one of its size. With a
+    number of tokens a batch, the batch follows from the length and is no size of its own."""
+
+    def size(row: dict[str, Any]) -> str:
+        return (f"batch{row['batch']}-" if by_batch else "") + f"{row['heads']}x{row['dim']}"
+
+    found: dict[str, Rows] = {}
+    single: Rows = []
+    for name, group in itertools.groupby(sorted(rows, key=size), size):
+        same = list(group)
+        if len({row["length"] for row in same}) > 1:
+            found[name] = same
+        else:
+            single += same
+    return found, single
+
+
+def compared(rows: Rows) -> Rows:
+    """Those with a speed-up to show: softmax attention itself is what it is counted from."""
+    return [row for row in rows if row["speedup"] is not None and not ATTENTIONS[row["attention"]].softmax]
+
+
+def time_chart(rows: Rows) -> str:
+    points = [
+        {"series": row["attention"], "length": row["length"], "ms": row["device_ms"]["training"]["median"]}
+        | {key: row["device_ms"]["training"][key] for key in ("low", "high")}
+        for row in rows
+    ]
+    values = [point[key] for point in points for key in ("low", "high")]
+    axis = Axis("ms", "forward + backward (ms)", True, ticks(min(values), max(values)))
+    return svg(lines(points, STYLES, lengths_of(rows), axis, points=True))
+
+
+def speedup_chart(rows: Rows) -> str:
+    points = [
+        {"series": row["attention"], "length": row["length"], "speedup": row["speedup"]["training"]} for row in rows
+    ]
+    values = [1.0, *(point["speedup"] for point in points)]  # above 1 it is faster than softmax
+    axis = Axis("speedup", "times the fastest softmax", True, ticks(min(values), max(values)))
+    return svg(lines(points, STYLES, lengths_of(rows), axis, points=True))
+
+
+def lengths_of(rows: Rows) -> Axis:
+    return Axis("length", "length (tokens)", True, tuple(sorted({row["length"] for row in rows})))
+
+
+def ticks(low: float, high: float) -> tuple[float, ...]:
+    """Powers of ten, and where there are few of them also their 2 and 5 times."""
+    factors = (1, 2, 5) if high / low < 1000 else (1,)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return tuple(
+        factor * 10.0**power for power in powers for factor in factors if low / 2 < factor * 10.0**power < high * 2
+    )
+
+
+def bar(row: dict[str, Any], value: float) -> dict[str, Any]:
+    return {"series": row["attention"], "group": str(Shape(*(row[key] for key in Shape._fields))), "value": value}

@@ -1,0 +1,131 @@
+"""A stored result of `lln bench` as a table on the terminal and as Markdown."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from lln.lab.bench.attentions import Shape
+from lln.lab.bench.ratios import place
+from lln.lab.core.measure import number, show
+
+MIB = 2**20
+HEADER = "attention", "forward ms", "forward + backward ms", "times softmax", "% of floor", "host ms", "extra MiB"
+NOTES = (
+    "Times softmax: how many times as fast as the fastest softmax attention of torch here, forward + backward. "
+    "% of floor: the time that a copy takes for the bytes LLN must move, as a share of its time, forward / forward + "
+    "backward. Host ms: host time to issue forward + backward. *: plain calls, since no CUDA graph could be captured."
+)
+
+
+def rich_table(result: dict[str, Any]) -> Table:
+    table = Table(title=escape(machine(result)), title_justify="left", caption=NOTES, caption_justify="left")
+    for heading in HEADER:
+        table.add_column(heading, justify="left" if heading == HEADER[0] else "right")
+    for title, rows in groups(result):
+        table.add_section()
+        table.add_row(f"[bold]{title}[/bold]")
+        for row in rows:
+            texts = [escape(text) for text in cells(row, quartiles=False)]
+            if row["error"]:
+                texts[0] += f"\n  [red]{escape(row['error'])}[/red]"
+            table.add_row(*texts)
+    return table
+
+
+def growth(result: dict[str, Any]) -> list[str]:
+    """Sentences on how time grows with length, one for all attentions that were measured alike."""
+
+    def alike(entry: dict[str, Any]) -> tuple[Any, ...]:
+        return entry["causal"], entry["batch"], entry["heads"], entry["dim"], *entry["lengths"]
+
+    said = []
+    for (causal, batch, heads, dim, *lengths), entries in itertools.groupby(
+        sorted(result["scaling"], key=alike), alike
+    ):
+        powers = ", ".join(f"{entry['attention']} {entry['training']:.2f}" for entry in entries)
+        said.append(
+            f"{direction(causal).capitalize()}, batch {batch}, {heads} heads of {dim}: from {lengths[0]:,} to "
+            f"{lengths[1]:,} tokens time grows with length to the power of {powers}."
+        )
+    return said
+
+
+def markdown(result: dict[str, Any]) -> str:
+    lines = ["# Attentions side by side", "", machine(result), "", f"`{result['provenance']['command']}`", ""]
+    if not result["finished"]:
+        lines += ["The run was cut short: shapes are missing.", ""]
+    for title, rows in groups(result):
+        lines += [f"## {title}", "", "| " + " | ".join(HEADER) + " |", "|---" + "|---:" * (len(HEADER) - 1) + "|"]
+        for row in rows:
+            texts = cells(row, quartiles=True)
+            if row["error"]:
+                texts[1] = row["error"]
+            lines.append("| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |")
+        lines.append("")
+    lines += [text for said in growth(result) for text in (said, "")]
+    lines += [checked(result), "", NOTES.replace("*:", "\\*:"), "", result["how"]]
+    return "\n".join(lines) + "\n"
+
+
+def groups(result: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The rows that compare: one shape, one causality."""
+    for _, group in itertools.groupby(result["rows"], place):
+        rows = list(group)
+        shape = Shape(*(rows[0][key] for key in Shape._fields))
+        yield f"{shape}, {direction(rows[0]['causal'])}", rows
+
+
+def direction(causal: bool) -> str:
+    return "causal" if causal else "bidirectional"
+
+
+def cells(row: dict[str, Any], *, quartiles: bool) -> list[str]:
+    if row["device_ms"] is None:
+        return [row["attention"], *[""] * (len(HEADER) - 1)]
+
+    def timing(value: dict[str, Any] | None) -> str:
+        if value is None:
+            return ""
+        return show(value) if quartiles else number(value["median"])
+
+    mark = "*" if row["graph"] is False else ""
+    percent, faster = row["percent_of_floor"], row["speedup"]
+    return [
+        row["attention"] + mark,
+        timing(row["device_ms"]["forward"]),
+        timing(row["device_ms"]["training"]),
+        "" if faster is None else number(faster["training"]),
+        "" if percent is None else f"{percent['forward']:.0f} / {percent['training']:.0f}",
+        timing(row["host_ms"]),
+        "" if row["training_bytes"] is None else number(row["training_bytes"] / MIB),
+    ]
+
+
+def machine(result: dict[str, Any]) -> str:
+    made = result["provenance"]
+    parts = [made["device"]]
+    if "multiprocessors" in made:
+        parts += [f"{made['multiprocessors']} multiprocessors", f"driver {made['driver']}", f"CUDA {made['cuda']}"]
+        parts += [f"triton {made['triton']}"]
+    else:
+        parts.append(f"{made['threads']} threads")
+    bandwidth = result["copy_bytes_per_second"] / 1e9
+    parts += [f"torch {made['torch']}", f"copies at {number(bandwidth)} GB/s", result["settings"]["dtype"]]
+    if dropped := result["settings"].get("dropout"):
+        parts.append(f"dropout {dropped:g}")
+    return f"{', '.join(parts)}; {made['date'][:10]}, commit {made['commit'] or 'unknown'}"
+
+
+def checked(result: dict[str, Any]) -> str:
+    errors = [error for entry in result["checks"] for error in entry["errors"].values()]
+    if not errors:
+        return "No LLN attention was among those timed, so none was checked."
+    return (
+        f"Checked first: outputs and gradients of {len(result['checks'])} variants of LLN in "
+        f"{result['settings']['dtype']} are within {max(errors):.1e} of float64 (relative 2-norm)."
+    )

@@ -1,0 +1,65 @@
+"""The command line: one file in `commands` for each command. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from lln.lab.cli import bench, calibrate, compare, convert, info, inspect, report, reproduce, train
+
+app = typer.Typer(
+    help="Linear-time attention that behaves like softmax attention.",
+    epilog="Example: [bold]lln report[/bold] for a page about it, measured here; [bold]lln train mlm[/bold] for a "
+    "model of its own; [bold]lln inspect MODEL[/bold] to see how a pretrained model attends.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+app.command(epilog=report.EPILOG)(report.report)
+app.command(epilog=inspect.EPILOG)(inspect.inspect)
+app.command(epilog=compare.EPILOG)(compare.compare)
+app.command(epilog=convert.EPILOG)(convert.convert)
+app.command(epilog=train.EPILOG)(train.train)
+app.command(epilog=reproduce.EPILOG)(reproduce.reproduce)
+app.command(epilog=bench.EPILOG)(bench.bench)
+app.command(epilog=calibrate.EPILOG)(calibrate.calibrate)
+app.command(epilog=info.EPILOG)(info.info)
+
+
+def version(wanted: bool) -> None:
+    if wanted:
+        import lln
+
+        typer.echo(f"lln-attention {lln.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", callback=version, is_eager=True)
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show where an error comes from; may stand anywhere. Also LLN_DEBUG=1.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Exit codes: 0 it worked, 1 it failed, 2 it was asked for in a wrong way, 130 it was interrupted."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    debug = len(arguments) < len(sys.argv) - 1 or os.environ.get("LLN_DEBUG", "0") not in ("", "0")
+    try:
+        app(arguments)
+    except Exception as error:
+        if debug:
+            raise
+        text = " ".join(str(error).split()) or "no more is known"
+        typer.echo(f"lln: {type(error).__name__}: {text} (--debug shows where)", err=True)
+        sys.exit(1)

@@ -1,0 +1,45 @@
+"""`lln calibrate` on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lln.lab.cli.common import parse_device, parse_lengths, progress_bar
+
+EPILOG = "Example: [bold]lln calibrate --head-dims 64 --lengths 1024 --seeds 8 --out my-curves.json[/bold]"
+
+
+def calibrate(
+    out: Annotated[Path, typer.Option(help="The JSON file to write.")] = Path("curves.json"),
+    head_dims: Annotated[str, typer.Option(help="Head dims to measure, with commas between. Default: all.")] = "",
+    lengths: Annotated[str, typer.Option(help="Numbers of keys for the entropy curves. Default: all.")] = "",
+    seeds: Annotated[int, typer.Option(min=0, help="Draws for each entropy curve; 0: as shipped.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all draws.")] = 0,
+    device: Annotated[str, typer.Option(help="Where to measure: cpu, cuda, ...", callback=parse_device)] = "cpu",
+) -> None:
+    """Measure the curves of variance and entropy matching (minutes on a GPU, hours for all of them on a CPU)."""
+    import dataclasses
+
+    import torch
+
+    from lln.files import write_json
+    from lln.lab.calibration import Plan, measure
+    from lln.lab.core.measure import provenance
+
+    changed: dict[str, Any] = {}
+    if head_dims:
+        changed["head_dims"] = tuple(parse_lengths(head_dims, "--head-dims"))
+    if lengths:
+        changed["lengths"] = tuple(parse_lengths(lengths))
+    if seeds == 1:
+        raise typer.BadParameter("a standard error needs at least 2 seeds.", param_hint="--seeds")
+    if seeds:
+        changed["entropy_seeds"] = seeds
+    plan, where = dataclasses.replace(Plan(), **changed), torch.device(device)
+    with progress_bar(plan.steps()) as step:
+        curves = measure(plan, seed, where, step)
+    write_json(out, {"provenance": provenance(seed, where), **curves})
+    typer.echo(f"The curves are in {out}.")

@@ -1,0 +1,107 @@
+"""`lln compare` on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lln.lab.cli.common import missing, need, need_folder, parse_device, parse_lengths, progress_bar
+
+EPILOG = (
+    "Example: [bold]lln compare[/bold] for a few mechanisms; "
+    "[bold]lln compare --all --lengths 512,2048[/bold] for every one of them; "
+    "[bold]lln compare --only softmax,lln_diag,elu --model ./my-model[/bold] on the queries and keys of a model."
+)
+
+
+def compare(
+    lengths: Annotated[str, typer.Option(help="Sequence lengths, with commas between.")] = "512,2048",
+    only: Annotated[str | None, typer.Option(help="Mechanisms, with commas between.", show_default="a few")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every mechanism of lln.mechanisms().")] = False,
+    temperatures: Annotated[str, typer.Option(help="Where entropy, gap and error are measured.")] = "0.5,1,2",
+    model: Annotated[
+        str | None,
+        typer.Option(help="Measure entropy, gap and error on this model's queries and keys: a folder or a Hub id."),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
+    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 4,
+    dim: Annotated[int, typer.Option(min=1, help="Head dim.")] = 64,
+    causal: Annotated[bool, typer.Option("--causal", help="Causal attention, where a mechanism can.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Calls timed of each.")] = 3,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...", show_default="cuda if there is one")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for compare.json, compare.md and the charts (SVG).")] = Path(
+        "compare"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of the table.")] = False,
+) -> None:
+    """Mechanisms side by side on the same inputs: time, memory, entropy, spectral gap, distance from softmax."""
+    import torch
+    from rich.console import Console
+
+    from lln.files import write_json, write_text
+    from lln.lab.bench.comparison import measure, on_model
+    from lln.lab.bench.comparison_plan import DEFAULT, Plan
+    from lln.lab.bench.comparison_tables import markdown, rich_table
+    from lln.peers import mechanisms
+
+    need_folder(out)
+    if only is not None and everything:
+        raise typer.BadParameter("--only and --all exclude each other.", param_hint="--only")
+    names = tuple(mechanisms()) if everything else DEFAULT if only is None else tuple(only.split(","))
+    chosen = parse_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        plan = Plan(
+            names=names, lengths=tuple(parse_lengths(lengths)), temperatures=parse_temperatures(temperatures),
+            batch=batch, heads=heads, dim=dim, causal=causal, device=torch.device(chosen or "cpu"), repeats=repeats,
+            seed=seed,
+        )  # fmt: skip
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--only") from None
+    loaded = None
+    if model is not None:
+        need("hf")
+
+        from lln.lab.core.pretrained import CannotLoad, load
+
+        try:
+            loaded = load(model)
+        except CannotLoad as error:
+            typer.echo(f"lln compare: {error}", err=True)
+            raise typer.Exit(2) from None
+    with progress_bar(plan.steps() if loaded is None else None) as step:
+        result = measure(plan, store=lambda found: write_json(out / "compare.json", found), progress=step)
+        if loaded is not None:
+            result |= {"model": Path(str(model)).name, "recorded": on_model(plan, *loaded, step)}
+            write_json(out / "compare.json", result)
+    write_text(out / "compare.md", markdown(result))
+    said = f"Table and result are in {out}; charts need: pip install 'lln-attention[report]'"
+    if not missing("report"):
+        from lln.lab.bench.comparison_charts import charts_of
+
+        drawn = charts_of(result)
+        for name, text in drawn.items():
+            write_text(out / f"{name}.svg", text)
+        said = f"Table, result and {len(drawn)} charts are in {out}."
+    if as_json:
+        typer.echo(json.dumps(result, indent=1))
+    else:
+        console = Console()
+        console = console if console.is_terminal else Console(width=max(110, console.width))
+        console.print(rich_table(result))
+    typer.echo(said, err=True)
+
+
+def parse_temperatures(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(sorted({float(part) for part in text.split(",")}))
+    except ValueError:
+        found = ()
+    if not found or not 0.0 < found[0] <= found[-1] < float("inf"):
+        raise typer.BadParameter(
+            f"must be positive numbers with commas between, like 0.5,1,2; got {text!r}", param_hint="--temperatures"
+        )
+    return found

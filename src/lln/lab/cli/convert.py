@@ -1,0 +1,159 @@
+"""`lln convert` on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lln.lab.cli.common import need, parse_device
+
+EPILOG = (
+    "Example: [bold]lln convert ./my-model ./my-lln-model --calibration notes.txt[/bold] finds alpha and beta on a "
+    "text; [bold]lln convert gpt2 gpt2-lln --calibration a.txt --calibration b.txt --distill 400 --feature-map "
+    "linear[/bold] also teaches every layer; [bold]... --fine-tune 200[/bold] then the whole model. A conversion that "
+    "was stopped: the same command."
+)
+
+
+def convert(
+    model: Annotated[str, typer.Argument(help="A folder that a model was saved to, or a Hub id.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="Folder for the converted model.", show_default=False)],
+    calibration: Annotated[
+        list[Path],
+        typer.Option(help="A text file, laid end to end and cut into passages; may be given several times."),
+    ],
+    attention: Annotated[str, typer.Option(help="lln or lln_diag.")] = "lln_diag",
+    matching: Annotated[str, typer.Option(help="data, entropy, variance or paper.")] = "data",
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a block of lln_diag.")] = 64,
+    distill: Annotated[int, typer.Option(min=0, help="Steps that teach each layer softmax's outputs.")] = 0,
+    fine_tune: Annotated[int, typer.Option(min=0, help="Steps that then train all weights on the whole model.")] = 0,
+    learn: Annotated[str, typer.Option(help="Distilled alpha and beta: one a head or one a channel.")] = "channel",
+    mix: Annotated[
+        str,
+        typer.Option(
+            help="Distilled mix of lln_diag: ratio (one a head), or scales (two a channel; no output_attentions)."
+        ),
+    ] = "scales",
+    feature_map: Annotated[
+        str | None,
+        typer.Option(help="linear: a map of queries and keys, distilled for each head.", show_default="none"),
+    ] = None,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a passage, where the model has so many places.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Passages a step.")] = 4,
+    rate: Annotated[float, typer.Option(help="Learning rate of distillation.")] = 0.03,
+    fine_rate: Annotated[float, typer.Option(help="Learning rate of fine-tuning.")] = 1e-4,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...", callback=parse_device)] = "cpu",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the order of passages.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of the table.")] = False,
+) -> None:
+    """Convert a pretrained softmax model to LLN attention, and report how far each layer is from softmax.
+
+    OUT is a checkpoint that transformers loads after `import lln.hf`, in the dtype of MODEL. The report is measured on
+    passages that nothing is learned from, one in eight and four at most; OUT/conversion.json and the card have it.
+    """
+    need("hf")
+
+    import torch
+    from rich.console import Console
+
+    from lln.hf.adam import NotFinite
+    from lln.lab.convert.layer_tables import whole
+    from lln.lab.convert.passages import CannotRead, read_texts
+    from lln.lab.convert.pipeline import CannotConvert, Plan, convert_checkpoint
+    from lln.lab.convert.workplace import Occupied
+    from lln.lab.core.measure import provenance
+    from lln.lab.core.pretrained import CannotLoad
+
+    try:
+        plan = Plan(
+            attention=attention, matching=matching, block_size=block_size, distill=distill, fine_tune=fine_tune,
+            coefficients=learn, mix=mix, feature_map=feature_map, length=length, batch_size=batch_size, rate=rate,
+            fine_rate=fine_rate, seed=seed,
+        )  # fmt: skip
+        texts = read_texts(calibration)
+        with bars() as told:
+            about = provenance(seed, torch.device(device))
+            result = convert_checkpoint(model, out, texts, plan, device=device, about=about, progress=told)
+    except (CannotConvert, CannotLoad, CannotRead, Occupied, ValueError, TypeError) as error:
+        typer.echo(f"lln convert: {error}", err=True)
+        raise typer.Exit(2) from None
+    except NotFinite as error:
+        typer.echo(f"lln convert: {error}", err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.echo(f"Stopped. The same command goes on from what is in {out}.partial.", err=True)
+        raise typer.Exit(130) from None
+    except OSError as error:
+        typer.echo(f"lln convert: {error.strerror or error}; the same command goes on once that is solved.", err=True)
+        raise typer.Exit(1) from None
+    if as_json:
+        typer.echo(json.dumps(result, indent=1, allow_nan=False))
+        return
+    console = Console()
+    console = console if console.is_terminal else Console(width=max(120, console.width))
+    console.print(rich_table(result))
+    typer.echo(whole(result))
+    typer.echo(
+        f"The model is in {out}: `import lln.hf` before transformers loads it. The report is conversion.json there."
+    )
+
+
+def rich_table(result: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    from lln.lab.convert.layer_tables import columns, rows, stages_of
+
+    request = result["request"]
+    table = Table(title=f"{request['model']} with {request['attention']}: {stages_of(result)}")
+    for name in columns(result):
+        table.add_column(name, justify="left" if name == "layer" else "right")
+    for row in rows(result):
+        table.add_row(*row)
+    return table
+
+
+class bars:
+    """A progress bar for each stage, on stderr."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TaskID,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        names = (
+            TextColumn("{task.description:22}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]:12}"),
+        )
+        self.progress = Progress(*names, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True))
+        self.stage, self.task = "", TaskID(0)
+
+    def __enter__(self) -> bars:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.finish()
+        self.progress.stop()
+
+    def finish(self) -> None:
+        if self.stage:
+            task = self.progress.tasks[-1]
+            self.progress.update(task.id, completed=task.total)
+
+    def __call__(self, stage: str, done: int, total: int, text: str) -> None:
+        if stage != self.stage:
+            self.finish()
+            self.stage, self.task = stage, self.progress.add_task(stage, total=total, text=text)
+        self.progress.update(self.task, completed=done, total=total, text=text)

@@ -1,0 +1,62 @@
+"""`lln info` on the command line."""
+
+from __future__ import annotations
+
+import json
+import platform
+from typing import Annotated, Any
+
+import typer
+
+from lln.lab.cli import common
+
+EPILOG = "Example: [bold]lln info[/bold] before you report a problem; [bold]lln info --json[/bold] to attach it."
+
+
+def facts() -> dict[str, Any]:
+    import torch
+
+    import lln
+    from lln.kernels.triton.support import OLDEST_TRITON, TRITON
+
+    devices = ["cpu"]
+    if torch.cuda.is_available():
+        devices += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    kernels = TRITON is not None and TRITON >= OLDEST_TRITON and torch.cuda.is_available()
+    return {
+        "lln-attention": lln.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "devices": devices,
+        "triton": ".".join(map(str, TRITON)) if TRITON else None,
+        "back ends": ["eager", "triton"] if kernels else ["eager"],
+        "missing": {extra: common.missing(extra) for extra in common.EXTRAS},
+    }
+
+
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+) -> None:
+    """Show versions, devices, back ends, and which extras are missing."""
+    found = facts()
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None)
+    for name in ("lln-attention", "python", "torch"):
+        table.add_row(name, found[name])
+    table.add_row("devices", ", ".join(found["devices"]))
+    table.add_row("triton", found["triton"] or "not installed")
+    ends = ", ".join(found["back ends"])
+    table.add_row("back ends", ends if "triton" in ends else f"{ends} (triton needs a CUDA device and Triton 3.6)")
+    for extra, names in found["missing"].items():
+        remedy = f"missing {', '.join(names)}: pip install 'lln-attention[{extra}]'"
+        table.add_row(f"extra {extra}", escape(remedy) if names else "installed")
+    Console().print(table)

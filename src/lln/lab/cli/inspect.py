@@ -1,0 +1,118 @@
+"""`lln inspect` on the command line."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from lln.lab.cli.common import need, need_folder, parse_device, progress_bar
+
+EPILOG = (
+    "Example: [bold]lln inspect sentence-transformers/all-MiniLM-L6-v2[/bold], then open inspected/index.html; "
+    "[bold]lln inspect ./my-model --text notes.txt --max-length 256[/bold] for a saved folder and your own lines; "
+    '[bold]lln inspect gpt2 --texts "One sentence." --texts "Another." --json[/bold].'
+)
+Bar = Callable[[int], AbstractContextManager[Callable[[str], None]]]
+
+
+class Refused(Exception):
+    """A mistake of the user's, in one line."""
+
+
+def read_texts(file: Path | None, given: list[str]) -> list[str]:
+    """One text a line, or the given ones, or those that come with the package."""
+    from lln.lab.inspect.inspection import TEXTS
+
+    if file is None:
+        texts = [text for text in given if text.strip()]
+        if given and not texts:
+            raise Refused("--texts: there is nothing but blanks in it")
+        return texts or list(TEXTS)
+    if given:
+        raise Refused("--text and --texts are two ways to say one thing; give one of them")
+    try:
+        lines = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise Refused(f"--text: there is no file {file}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise Refused(f"--text: {file} cannot be read: {reason}") from None
+    texts = [line.strip() for line in lines.splitlines() if line.strip()]
+    if not texts:
+        raise Refused(f"--text: {file} is empty; it should hold a text in each line")
+    return texts
+
+
+def run(
+    name: str, texts: list[str], *, out: Path, max_length: int, batch_size: int, device: str, seed: int, as_json: bool,
+    bar: Bar,
+) -> None:  # fmt: skip
+    """Measure, print the table (or JSON), write inspect.json and the page. Refused for what cannot be inspected."""
+    from rich.console import Console
+
+    from lln.lab.core.measure import provenance
+    from lln.lab.core.pretrained import CannotLoad, load
+    from lln.lab.inspect.inspect_page import layer_table, write
+    from lln.lab.inspect.inspection import CannotInspect, inspect
+
+    torch.manual_seed(seed)
+    try:
+        model, tokenizer = load(name, device)
+    except CannotLoad as error:
+        raise Refused(str(error)) from None
+    try:
+        with bar(-(-len(texts) // batch_size)) as step:
+            found = inspect(
+                model, tokenizer, texts, max_length=max_length, batch_size=batch_size, progress=step
+            )  # fmt: skip
+    except CannotInspect as error:
+        raise Refused(f"{name} ({type(model).__name__}) cannot be inspected: {error}") from None
+    path = Path(name).expanduser()
+    # Where a machine keeps its files is nobody's business; the last two parts of a path tell models apart.
+    shown = "/".join(path.resolve().parts[-2:]) if path.is_dir() else name
+    result = {
+        "model": shown, "class": type(model).__name__, "texts": texts, "max_length": max_length, **found,
+        "provenance": provenance(seed, torch.device(device)),
+    }  # fmt: skip
+    page = write(result, out)
+    if as_json:
+        print(json.dumps(result, indent=1, allow_nan=False))
+        return
+    Console().print(layer_table(result))
+    print(f"The page is {page}: open it in a browser. Charts and inspect.json are beside it.")
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(help="A folder that a model was saved to, or a Hub id.", show_default=False)],
+    text: Annotated[Path | None, typer.Option(help="A file with a text in each line; - reads stdin.")] = None,
+    texts: Annotated[list[str] | None, typer.Option(help="A text; may be given several times.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the page, its charts (SVG) and data (JSON).")] = Path(
+        "inspected"
+    ),
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens of a text at most; the rest is cut off.")] = 512,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts at a time.")] = 8,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...", callback=parse_device)] = "cpu",
+    seed: Annotated[int, typer.Option(min=0, help="Seed, for models that draw random numbers.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of the table.")] = False,
+) -> None:
+    """See how each head of a pretrained model attends, and what LLN would give on the same queries and keys."""
+    need("report")
+    need("hf")
+    need_folder(out)
+
+    try:
+        run(
+            model, read_texts(text, texts or []), out=out, max_length=max_length, batch_size=batch_size, device=device,
+            seed=seed, as_json=as_json, bar=functools.partial(progress_bar, transient=True),
+        )  # fmt: skip
+    except Refused as error:
+        typer.echo(f"lln inspect: {error}", err=True)
+        raise typer.Exit(2) from None

@@ -1,0 +1,91 @@
+"""`lln report` on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lln.lab.cli.common import missing, need, need_folder, parse_device, parse_lengths, progress_bar
+
+EPILOG = (
+    "Example: [bold]lln report[/bold], then open report/index.html; [bold]lln report --quick --out look[/bold] for a "
+    "first look; [bold]lln report --sections explorer,moments[/bold] for some of it. A report that was stopped goes on "
+    "where it was: the same command."
+)
+SHOWN = "256,512,1024,2048,4096,8192"
+
+
+def report(
+    out: Annotated[Path, typer.Option(help="Folder for the page, its charts (SVG) and data (JSON, CSV).")] = Path(
+        "report"
+    ),
+    sections: Annotated[
+        str | None,
+        typer.Option(
+            help="Parts of the page, with commas between: distribution, explorer, moments, training, lengths, kernels "
+            "(on a GPU).",
+            show_default="all",
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Less of everything: under a minute.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Measure anew what the folder already holds.")] = False,
+    lengths: Annotated[
+        str | None, typer.Option(help="Sequence lengths to time, with commas between.", show_default=SHOWN)
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Calls of each; the page shows median and quartiles.", show_default="5")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")] = 0,
+    device: Annotated[str, typer.Option(help="Where to measure: cpu, cuda, ...", callback=parse_device)] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> None:
+    """Measure softmax attention and LLN on this machine and write a page about it."""
+    need("report")
+    need_folder(out)
+
+    from lln.lab.page.build import LENGTHS, PARTS, QUICK_LENGTHS, Options, make, part, stored, write
+
+    names = list(PARTS) if sections is None else [name.strip() for name in sections.split(",")]
+    for name in names:
+        if name not in PARTS:
+            raise typer.BadParameter(f"must be of {', '.join(PARTS)}; got {name!r}", param_hint="--sections")
+    chosen = tuple(parse_lengths(lengths)) if lengths else QUICK_LENGTHS if quick else LENGTHS
+    options = Options(out, quick, seed, device, chosen, repeats or (2 if quick else 5))
+    left_out = []
+    for name, why in absent(device).items():
+        if sections is not None and name in names:
+            raise typer.BadParameter(f"{name}: {why}", param_hint="--sections")
+        if name in names:
+            names.remove(name)
+            left_out.append(f"Left out: {name}. It {why}")
+    parts = [part(name, options) for name in PARTS if name in names]
+    kept = [one.name for one in parts if not again and stored(options, one) is not None]
+    if kept:
+        typer.echo(f"Kept from before: {', '.join(kept)} (--again measures anew).", err=True)
+    steps = sum(one.steps for one in parts if one.name not in kept)
+    try:
+        with progress_bar(steps, transient=steps == 0) as step:
+            results = make(options, parts, step, again=again)
+    except KeyboardInterrupt:
+        typer.echo(f"Stopped. What is finished is kept in {out}; the same command goes on from there.", err=True)
+        raise typer.Exit(130) from None
+    page = write(options, parts, results, left_out)
+    for sentence in left_out:
+        typer.echo(sentence, err=True)
+    if as_json:
+        typer.echo(json.dumps(results, indent=1))
+    else:
+        typer.echo(f"The page is {page}: open it in a browser. Charts and data are beside it.")
+
+
+def absent(device: str) -> dict[str, str]:
+    """Parts that cannot be measured here, and what they need."""
+    found = {}
+    if names := missing("train"):
+        found["training"] = f"needs {', '.join(names)}: pip install 'lln-attention[train]'"
+    if not device.startswith("cuda"):
+        found["kernels"] = "needs a GPU: --device cuda"
+    return found

@@ -1,0 +1,222 @@
+"""`lln reproduce` on the command line."""
+
+from __future__ import annotations
+
+import enum
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lln.lab.cli.common import missing, need, need_folder, parse_device, progress_bar
+
+EPILOG = (
+    "Example: [bold]lln reproduce fig2 --quick[/bold] for a look in seconds; "
+    "[bold]lln reproduce table2 --scale paper --device cuda --set tokens=16384 --set compile=yes[/bold] on a GPU; "
+    "[bold]lln reproduce table1 --scale mini --data-root DIR --seeds 2 --attentions softmax,lln,lln:matching=entropy "
+    "--set mlm.data.name=corpus/mine[/bold] to train. At scale tiny, on two cores and with no download, table1 takes "
+    "about 10 minutes, table5 20, fig8 6, fig10 3, table3, fig1, fig9 and lengths 1 or 2. Ours: [bold]matching[/bold] "
+    "(how alpha and beta are found), [bold]variants[/bold] (what else may help LLN), [bold]lengths[/bold] (needles in "
+    "text). Stopped, the same command goes on; [bold]lln reproduce fig8 --from DIR[/bold] draws from runs that exist."
+)
+
+
+class FigureName(enum.StrEnum):
+    table1 = "table1"
+    table2 = "table2"
+    table3 = "table3"
+    table4 = "table4"
+    table5 = "table5"
+    fig1 = "fig1"
+    fig2 = "fig2"
+    fig5a = "fig5a"
+    fig5b = "fig5b"
+    fig6a = "fig6a"
+    fig6b = "fig6b"
+    fig7 = "fig7"
+    fig8 = "fig8"
+    fig9 = "fig9"
+    fig10 = "fig10"
+    matching = "matching"
+    variants = "variants"
+    lengths = "lengths"
+
+
+# From training runs; the last three are not of the paper.
+TRAINED = (
+    "table1", "table3", "table5", "fig1", "fig8", "fig9", "fig10", "matching", "variants", "lengths",
+)  # fmt: skip
+TUNED = ("table1", "matching", "variants")  # pre-trained, then fine-tuned
+MEASURED = ("table2", "table4")  # of single training steps
+
+
+class Scale(enum.StrEnum):
+    tiny = "tiny"
+    mini = "mini"
+    paper = "paper"
+
+
+def reproduce(
+    figure: Annotated[FigureName, typer.Argument(help="A figure or table of the paper, or of ours.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder for data (JSON, CSV), tables (Markdown), charts (SVG) and runs.")
+    ] = Path("reproduced"),
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter sequences and fewer draws.")] = False,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Sets of draws, or training runs.", show_default="4, quick 2; runs 1")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    scale: Annotated[Scale, typer.Option(help="Sizes of models, sequences and runs.")] = Scale.tiny,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda.", callback=parse_device, show_default="cuda if there is one")
+    ] = None,
+    attentions: Annotated[
+        str | None, typer.Option(help="Names; of runs with options like lln:alpha=2.", show_default="the paper's")
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Of table1 and table5; of fig9 image or mlm.", show_default="all; fig9 image"),
+    ] = None,
+    tunings: Annotated[
+        int | None, typer.Option(min=1, help="Fine-tunings of each pre-trained model.", show_default="3, tiny 1")
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="An option of runs, like precision=bfloat16, or of some of them, glue.sst2.data.length=64; of lengths "
+            "lengths, like 512,2048; of table2 lengths, tokens (a batch), compile, precision.",
+        ),
+    ] = None,
+    data_root: Annotated[
+        Path | None, typer.Option(help="Folder with data in the Hub's layout.", envvar="LLN_DATA_ROOT")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Run nothing: use the runs, or the result, in this folder.")
+    ] = None,
+    no_charts: Annotated[bool, typer.Option("--no-charts", help="Draw nothing; --from draws later.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and run nothing.")] = False,
+    retry: Annotated[bool, typer.Option("--retry-failed", help="Run failed runs again.")] = False,
+    keep: Annotated[bool, typer.Option("--keep-all", help="Keep checkpoints and all models of finished runs.")] = False,
+    at_once: Annotated[
+        int, typer.Option(min=1, help="Runs side by side on the device; their times then say little.")
+    ] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Make a figure or table of the paper from scratch and say whether its claims hold, in numbers."""
+    need_folder(out)
+    name = figure.value
+    if source is not None and at_once > 1:
+        raise typer.BadParameter("--from runs nothing, so nothing at once.", param_hint="--at-once")
+    if name in TRAINED:
+        need("train")
+        if quick:
+            raise typer.BadParameter(f"{name} is made of runs: --scale says how long they are.", param_hint="--quick")
+        if tunings and name not in TUNED:
+            raise typer.BadParameter(f"it goes with {', '.join(TUNED)}, not with {name}.", param_hint="--tunings")
+
+        from lln.lab.cli.reproduce_runs import Request, reproduce_runs
+
+        reproduce_runs(
+            Request(
+                name=name, scale=scale.value, attentions=attentions, tasks=tasks, seeds=seeds or 1, first=seed,
+                tunings=tunings, changes=changes or [], data_root=data_root, device=device, out=out, source=source,
+                charts=not no_charts, dry_run=dry_run, retry=retry, keep=keep, at_once=at_once,
+                as_json=as_json,
+            )
+        )  # fmt: skip
+        return
+    if name in MEASURED and not any((tasks, tunings, dry_run, retry, keep, at_once > 1)):
+        asked = attentions.split(",") if attentions else []
+        reproduce_costs(
+            name, scale.value, device, out, asked, changes or [], repeats=1 if quick else 3, seed=seed, source=source,
+            draw=not no_charts, as_json=as_json,
+        )  # fmt: skip
+        return
+    given = {
+        "--attentions": attentions, "--tasks": tasks, "--tunings": tunings, "--set": changes, "--from": source,
+        "--no-charts": no_charts, "--dry-run": dry_run, "--retry-failed": retry, "--keep-all": keep,
+        "--at-once": at_once > 1,
+    }  # fmt: skip
+    shared = ("--attentions", "--set", "--from", "--no-charts")
+    if foreign := [o for o, value in given.items() if value and not (name in MEASURED and o in shared)]:
+        also = MEASURED if foreign[0] in shared else ()
+        raise typer.BadParameter(f"it goes with {', '.join(TRAINED + also)}, not with {name}.", param_hint=foreign[0])
+    need("report")
+
+    import dataclasses
+
+    from lln.lab.paper.analysis import QUICK, Plan, run, write
+    from lln.lab.paper.analysis_figures import FIGURES
+
+    chosen, plan = FIGURES[figure.value], QUICK if quick else Plan()
+    plan = dataclasses.replace(plan, seeds=seeds or plan.seeds)
+    with progress_bar(chosen.steps(plan)) as step:
+        result = run(chosen, plan, seed, step)
+    paths = write(chosen, plan, result, out)
+    if as_json:
+        typer.echo(json.dumps(result, indent=1))
+    else:
+        show_verdicts(f"{chosen.name}: {chosen.title}", result["verdicts"])
+        typer.echo(f"\nWritten: {', '.join(map(str, paths))}.")
+
+
+def show_verdicts(title: str, verdicts: list[dict[str, Any]]) -> None:
+    from lln.lab.paper.analysis import WORDS
+
+    typer.echo(title)
+    for verdict in verdicts:
+        typer.echo(f"\n{WORDS[verdict['holds']]}: {verdict['claim']}\n  {verdict['sentence']}")
+
+
+def reproduce_costs(
+    name: str, scale: str, device: str | None, out: Path, attentions: list[str], changes: list[str], *, repeats: int,
+    seed: int, source: Path | None, draw: bool, as_json: bool,
+) -> None:  # fmt: skip
+    need("train")
+    draw = draw and name == "table2"  # table4 has no lengths to draw against
+    if draw and (names := missing("report")):
+        raise typer.BadParameter(
+            f"charts need {', '.join(names)} (pip install 'lln-attention[report]'); --no-charts measures without, and "
+            "--from draws later."
+        )
+
+    import torch
+
+    from lln.files import write_json, write_text
+    from lln.lab.paper.costs import TABLES, markdown, measure, parse_setting, write
+
+    table = TABLES[name]
+    if unknown := [a for a in attentions if a not in table.attentions]:
+        raise typer.BadParameter(
+            f"{name} has {', '.join(table.attentions)}; got {unknown[0]!r}.", param_hint="--attentions"
+        )
+    try:
+        setting = parse_setting(changes)
+        cells = [c for c in table.cells(scale, setting) if not attentions or c.attention in attentions]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--set") from None
+    file = f"{name}{setting.end}.json"
+    if source is not None:
+        if attentions:
+            raise typer.BadParameter("a result is drawn as it is; leave it out with --from.", param_hint="--attentions")
+        if not (source / file).exists():
+            raise typer.BadParameter(f"{source} holds no {file}.", param_hint="--from")
+        result = json.loads((source / file).read_text(encoding="utf-8"))
+    else:
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        with progress_bar(len(cells)) as step:
+            result = measure(
+                table, cells, scale, setting, device=torch.device(device), repeats=repeats, seed=seed, progress=step,
+                store=lambda found: write_json(out / file, found),
+            )  # fmt: skip
+    paths = write(table, result, out)
+    if draw:
+        from lln.lab.paper.cost_charts import charts_of
+
+        for end, text in charts_of(result).items():
+            paths.append(out / f"{name}{setting.end}{end}.svg")
+            write_text(paths[-1], text)
+    typer.echo(json.dumps(result, indent=1) if as_json else markdown(table, result))
+    typer.echo(f"Written: {', '.join(map(str, paths))}.", err=True)

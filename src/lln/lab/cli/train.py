@@ -1,0 +1,185 @@
+"""`lln train` on the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lln.lab.cli.common import need
+
+EPILOG = (
+    "Example: [bold]lln train mlm[/bold] for a tiny run on embedded text; "
+    "[bold]lln train lra --name listops --attention softmax --set optimisation.steps=800[/bold] to change an option; "
+    "[bold]lln train glue --name sst2 --preset mini --data-root DIR --start runs/mlm/model[/bold] to fine-tune; "
+    "[bold]torchrun --nproc-per-node 2 -m lln train mlm[/bold] on two devices. A stopped run: the same command."
+)
+
+
+def train(
+    task: Annotated[str, typer.Argument(help="mlm, glue, image, lra or needles.")],
+    attention: Annotated[str, typer.Option(help="softmax, lln, lln_diag, or another mechanism.")] = "lln_diag",
+    preset: Annotated[str, typer.Option(help="tiny, mini or paper.")] = "tiny",
+    name: Annotated[str | None, typer.Option(help="Which GLUE or LRA task.", show_default="the first")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder.", show_default="runs/TASK-NAME-...")] = None,
+    start: Annotated[Path | None, typer.Option(help="Folder of a trained model to begin from.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, order and masks.")] = 0,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="An option of the config, like optimisation.rate=1e-3.")
+    ] = None,
+    data_root: Annotated[
+        Path | None, typer.Option(help="Folder with data in the Hub's layout.", envvar="LLN_DATA_ROOT")
+    ] = None,
+    report_to: Annotated[str, typer.Option(help="tensorboard, wandb, trackio, with commas between.")] = "",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")] = None,
+    graph: Annotated[bool, typer.Option("--graph", help="Capture the whole step in a CUDA graph.")] = False,
+    fsdp: Annotated[bool, typer.Option("--fsdp", help="Spread weights over the processes of torchrun.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the config and sizes, and train nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Train one of the paper's models with any attention; stopped runs go on where they were."""
+    need("train")
+
+    import torch
+
+    from lln.lab.core.errors import DataError
+    from lln.lab.recipes import recipe
+    from lln.lab.train.config import change
+    from lln.lab.train.loop import NotFinite
+    from lln.lab.train.run import train as run
+
+    asked = dict(pair(text) for text in changes or [])
+    asked["seed"] = str(seed)
+    asked |= {name: "yes" for name, on in (("graph", graph), ("fsdp", fsdp)) if on}
+    if start is not None:
+        asked["model.start"] = str(start)
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if where not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"must be cpu or cuda; got {where!r}.", param_hint="--device")
+    try:
+        config = change(recipe(task, preset, attention, name), asked)
+        folder = out or Path("runs") / "-".join(filter(None, (task, name, preset, attention, f"seed{seed}")))
+        if dry_run:
+            show_sizes(config, data_root)
+            return
+        with bar(config.optimisation.steps) as (say, progress):
+            result = run(
+                config, folder, device=where, data_root=data_root, say=say, progress=progress,
+                report_to=report_to.split(",") if report_to else [],
+            )  # fmt: skip
+    except (ValueError, TypeError, DataError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    except NotFinite as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.echo(f"Stopped. The same command goes on from the last checkpoint in {folder}.", err=True)
+        raise typer.Exit(130) from None
+    except OSError as error:
+        typer.echo(
+            f"{error.strerror or error}: the run in {folder} stops here; the same command goes on from its last whole "
+            "checkpoint.",
+            err=True,
+        )
+        raise typer.Exit(1) from None
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if as_json:
+        typer.echo(json.dumps(result, indent=1))
+    else:
+        show(result, folder)
+
+
+def pair(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign or not name:
+        raise typer.BadParameter(f"must be NAME=VALUE, like optimisation.rate=1e-3; got {text!r}.", param_hint="--set")
+    return name, value
+
+
+class bar:
+    """A progress bar with the last values beside it, on stderr; in processes that do not write, nothing."""
+
+    def __init__(self, steps: int) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        columns = TextColumn("{task.description:34}"), BarColumn(), MofNCompleteColumn()
+        quiet = os.environ.get("RANK", "0") != "0"
+        self.progress = Progress(
+            *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True, quiet=quiet)
+        )
+        self.task = self.progress.add_task("start", total=steps)
+
+    def __enter__(self) -> Any:
+        self.progress.start()
+        return self.say, self.step
+
+    def __exit__(self, *error: Any) -> None:
+        self.progress.stop()
+
+    def say(self, text: str) -> None:
+        self.progress.console.print(text, markup=False, highlight=False)
+
+    def step(self, number: int, values: dict[str, float]) -> None:
+        known = {"loss": "loss", "eval_loss": "eval", "eval_accuracy": "accuracy"}
+        text = ", ".join(f"{short} {values[name]:.3f}" for name, short in known.items() if name in values)
+        self.progress.update(self.task, completed=number, description=text)
+
+
+def show(result: dict[str, Any], folder: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    config = result["config"]
+    what = " ".join(filter(None, (config["task"], config["data"]["subset"])))
+    table = Table(title=f"{what}, {config['attention']['name']}", show_header=False)
+    for name, value in result["metrics"].items():
+        table.add_row(name, f"{value:.4f}")
+    for name, value in result["guess"].items():
+        table.add_row(f"{name} of a guess", f"{value:.4f}")
+    table.add_row("parameters", f"{result['parameters']:,}")
+    table.add_row("time", f"{result['seconds']:.0f} s")
+    Console().print(table)
+    for note in result["notes"]:
+        typer.echo(f"Data: {note}")
+    typer.echo(f"The run is in {folder}: config, metrics, checkpoints, model, result.")
+
+
+def show_sizes(config: Any, data_root: Path | None) -> None:
+    """What a run would be: the config, the model's size, tokens a step, an estimate of memory."""
+    from lln.lab.train.loop import parameters
+    from lln.lab.train.models import build
+    from lln.lab.train.tasks import load
+
+    data = load(config, data_root)
+    model = build(config, data.sizes)
+    count, o = parameters(model), config.optimisation
+    first = data.train[0]
+    tokens = first["input_ids"].numel() if "input_ids" in first else (config.data.length // config.model.patch) ** 2
+    micro = o.batch // o.accumulation
+    width = 2 if config.precision != "float32" else 4
+    # Weights, gradients and two moments in float32; about 34 numbers a token, channel and layer for the backward, or 2
+    # where activations are computed again.
+    kept = 2 if config.checkpointing else 34
+    activations = kept * micro * tokens * config.model.width * config.model.layers * width
+    vocabulary = micro * tokens * data.sizes.vocabulary * 4 if config.task == "mlm" else 0
+    typer.echo(json.dumps(config.to_dict(), indent=1))
+    typer.echo(
+        f"{count:,} parameters; {len(data.train):,} examples; {o.steps:,} steps of about {o.batch * tokens:,} tokens"
+    )
+    typer.echo(f"memory, roughly: {16 * count / 2**20:,.0f} MiB for weights and optimiser, ", nl=False)
+    typer.echo(f"{(activations + vocabulary) / 2**20:,.0f} MiB for activations")
+    for note in data.notes:
+        typer.echo(f"Data: {note}")

@@ -1,0 +1,96 @@
+"""Text files as batches of passages that a model takes: what a conversion looks at and learns from.
+
+The text of a file is laid end to end, line ends and all, and cut into passages of `length` tokens with the model's own
+special tokens around each. The rest of a file is a passage as well if it has at least `shortest` tokens, else it is
+left out. Passages of different files never mix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln.lab.inspect.inspection import positions
+
+
+class CannotRead(Exception):
+    """With a message of one line."""
+
+
+def read_texts(files: Sequence[Path]) -> list[str]:
+    """The files' texts. CannotRead where one is not there, is no text, or holds nothing."""
+    texts = []
+    for file in files:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise CannotRead(f"there is no file {file}") from None
+        except UnicodeDecodeError:
+            raise CannotRead(f"{file} cannot be read: it is not UTF-8 text") from None
+        except OSError as error:
+            raise CannotRead(f"{file} cannot be read: {error.strerror}") from None
+        if not text.strip():
+            raise CannotRead(f"{file} is empty")
+        texts.append(text)
+    return texts
+
+
+def fingerprint(texts: Sequence[str]) -> str:
+    found = hashlib.sha256()
+    for text in texts:
+        found.update(hashlib.sha256(text.encode()).digest())
+    return found.hexdigest()[:16]
+
+
+def longest(model: Any, tokenizer: Any) -> int | None:
+    """How many tokens the model takes at most; None: it does not say."""
+    limit = min(tokenizer.model_max_length, positions(model))
+    return int(limit) if limit < 10**9 else None
+
+
+def passages(tokenizer: Any, texts: Sequence[str], length: int, shortest: int) -> list[list[int]]:
+    """Token ids of each, special tokens included, at most `length`."""
+    before, after = special_tokens(tokenizer)
+    inside = length - len(before) - len(after)
+    if inside < 1:
+        raise CannotRead(f"passages of {length} tokens have no room for text beside the special tokens")
+    found, tokens = [], 0
+    for text in texts:
+        ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        tokens += len(ids)
+        pieces = [ids[at : at + inside] for at in range(0, len(ids), inside)]
+        found += [[*before, *piece, *after] for piece in pieces if len(piece) + length - inside >= shortest]
+    if not found:
+        raise CannotRead(f"the text has only {tokens} tokens; a passage needs at least {shortest}")
+    return found
+
+
+def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a text."""
+    bare = list(tokenizer("text", add_special_tokens=False)["input_ids"])
+    whole = list(tokenizer("text")["input_ids"])
+    for at in range(len(whole) - len(bare) + 1):
+        if whole[at : at + len(bare)] == bare:
+            return whole[:at], whole[at + len(bare) :]
+    return [], []
+
+
+def as_batches(model: Any, tokenizer: Any, found: Sequence[Sequence[int]], size: int) -> list[dict[str, Tensor]]:
+    """`size` passages at a time in their order, the shorter ones padded at their end."""
+    filler = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    batches = []
+    for first in range(0, len(found), size):
+        part = found[first : first + size]
+        width = max(map(len, part))
+        ids = torch.tensor([[*one, *[filler] * (width - len(one))] for one in part])
+        mask = torch.tensor([[1] * len(one) + [0] * (width - len(one)) for one in part])
+        batch = {"input_ids": ids, "attention_mask": mask}
+        if getattr(model.config, "is_encoder_decoder", False):
+            batch |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+        batches.append(batch)
+    return batches

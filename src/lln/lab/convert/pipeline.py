@@ -1,0 +1,300 @@
+"""A softmax checkpoint in, an LLN checkpoint out: matching, distillation, fine-tuning, and a report of each layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lln.hf.adam import Learner
+from lln.hf.card import add_section
+from lln.hf.converting import convert
+from lln.hf.distillation import FINE_RATE, RATE, distill, distillation, evaluating, fine_tune, fine_tuning
+from lln.hf.options import runs_ours
+from lln.lab.convert.layer_errors import compare_layers, hidden_error, last_hidden
+from lln.lab.convert.layer_tables import markdown
+from lln.lab.convert.passages import as_batches, fingerprint, longest, passages
+from lln.lab.convert.workplace import MODEL, Workplace
+from lln.lab.core.pretrained import first_line, load, quiet
+from lln.lab.inspect.inspection import labelled
+
+MATCHED = 32  # passages that matching looks at
+REPORTED = 4  # passages that the report is measured on
+KEPT_EVERY = 20  # steps after which what was learned is put away
+DOING = {"distilled": "distilling", "fine_tuned": "fine-tuning"}
+# what is being done, steps done, steps in all, a few words
+Progress = Callable[[str, int, int, str], None]
+
+
+class CannotConvert(Exception):
+    """With a message of one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a checkpoint is converted. What is not said here is in `lln.hf.convert`, `distill` and `fine_tune`."""
+
+    attention: str = "lln_diag"
+    matching: str = "data"
+    block_size: int = 64
+    distill: int = 0  # steps
+    fine_tune: int = 0  # steps
+    coefficients: str = "channel"  # what distillation learns of alpha and beta: one each a head or a channel
+    mix: str = "scales"  # what it learns of the mix
+    feature_map: str | None = None
+    length: int = 512  # tokens of a passage at most
+    batch_size: int = 4  # passages a step
+    rate: float = RATE
+    fine_rate: float = FINE_RATE
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("attention", ("lln", "lln_diag")),
+            ("matching", ("paper", "variance", "entropy", "data")),
+            ("coefficients", ("head", "channel")),
+            ("mix", ("ratio", "scales")),
+            ("feature_map", (None, "linear")),
+        ):
+            if getattr(self, name) not in allowed:
+                choices = ", ".join(str(one) for one in allowed if one is not None)
+                raise ValueError(f"{name} must be one of {choices}; got {getattr(self, name)!r}.")
+        for name in ("distill", "fine_tune", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative; got {getattr(self, name)}.")
+        for name in ("block_size", "length", "batch_size", "rate", "fine_rate"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive; got {getattr(self, name)}.")
+        if self.distill and self.matching != "data":
+            raise ValueError(
+                f"distill starts from numbers that do not change with the input, so it goes with matching='data'; got "
+                f"{self.matching!r}."
+            )
+        if self.feature_map is not None and not self.distill:
+            raise ValueError("feature_map is learned by distillation; give it steps with distill.")
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of a passage at least: within one block LLN+Diag is softmax, and nothing else could be learned."""
+        return 2 * self.block_size if self.attention == "lln_diag" else 16
+
+    @property
+    def learned(self) -> dict[str, Any]:
+        """Options of `convert` for what distillation learns."""
+        if not self.distill:
+            return {}
+        found = {"learnable": self.coefficients, "feature_map": self.feature_map}
+        return found | ({"mix": self.mix} if self.attention == "lln_diag" else {})
+
+
+def convert_checkpoint(
+    name: str,
+    out: Path,
+    texts: Sequence[str],
+    plan: Plan,
+    *,
+    device: str = "cpu",
+    about: Mapping[str, Any] | None = None,
+    progress: Progress = lambda stage, done, total, text: None,
+) -> dict[str, Any]:
+    """Convert the checkpoint `name`, a folder or a Hub id, with the text of some files, into the folder `out`; return
+    what conversion.json there says, `about` (this machine) included. Killed at any moment, the same call goes on where
+    it was and ends with the same numbers; once it is finished it only returns them again.
+
+    Raises:
+        CannotConvert, CannotLoad, CannotRead, Occupied with one line each; NotFinite where a loss is.
+    """
+    request = {"model": shown_name(name), **identity(name), **dataclasses.asdict(plan), "text": fingerprint(texts)}
+    work = Workplace(out, request)
+    if work.result is not None:
+        shutil.rmtree(work.place, ignore_errors=True)  # where the last thing before the end was a kill
+        return work.result
+    model, tokenizer = load(name, device, headed=True)
+    if runs_ours(model.config):
+        raise CannotConvert(
+            f"{name} runs {model.config._attn_implementation!r} already; convert the softmax model it was made from"
+        )
+    limit = longest(model, tokenizer)
+    length = plan.length if limit is None else min(plan.length, limit)
+    if length < plan.shortest:
+        raise CannotConvert(f"passages of {length} tokens are too short; at least {plan.shortest} are needed")
+    found = passages(tokenizer, texts, length, plan.shortest)
+    kept, learned = split(found)
+    batches = [as_batches(model, tokenizer, part, plan.batch_size) for part in (kept, learned)]
+    few = learned[:: max(1, len(learned) // MATCHED)][:MATCHED]
+    matched = as_batches(model, tokenizer, few, plan.batch_size)
+    with work.alone():
+        with evaluating(model):
+            conversion = Conversion(work, plan, model, batches[0], progress)
+            conversion.match(matched)
+            conversion.distill(batches[1])
+            conversion.fine_tune(batches[1], lambda: load(name, device, headed=True)[0])
+        result = {
+            "class": type(model).__name__,
+            "passages": {"learned": len(learned), "reported": len(kept), "held_out": kept != learned, "tokens": length},
+            **conversion.report(),
+            "provenance": {**(about or {}), "transformers": transformers.__version__},
+        }
+        save(model, tokenizer, work, name, result)
+    return {"request": work.request, **result}
+
+
+def split(found: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """(passages for the report, passages to learn from): one in eight is kept apart where there are eight or more."""
+    count = min(len(found) // 8, REPORTED)
+    if not count:
+        return found, found
+    apart = {at * len(found) // count for at in range(count)}
+    return [p for i, p in enumerate(found) if i in apart], [p for i, p in enumerate(found) if i not in apart]
+
+
+def shown_name(name: str) -> str:
+    """Where a machine keeps its files is nobody's business; the last two parts of a path tell models apart."""
+    path = Path(name).expanduser()
+    return "/".join(path.resolve().parts[-2:]) if path.is_dir() else name
+
+
+def identity(name: str) -> dict[str, Any]:
+    """What tells another model in the same folder: its config and the sizes of its files of weights."""
+    path = Path(name).expanduser()
+    if not (path / "config.json").is_file():
+        return {}
+    digest = hashlib.sha256((path / "config.json").read_bytes())
+    for file in sorted(path.iterdir()):
+        if file.suffix in (".safetensors", ".bin"):
+            digest.update(f"{file.name} {file.stat().st_size}".encode())
+    return {"weights": digest.hexdigest()[:16]}
+
+
+class Conversion:
+    """The stages of one conversion. Each leaves what it measured and learned in the workplace, or finds it there."""
+
+    def __init__(
+        self, work: Workplace, plan: Plan, model: PreTrainedModel, kept: list[dict[str, Tensor]], progress: Progress
+    ) -> None:
+        self.work, self.plan, self.model, self.kept, self.progress = work, plan, model, kept, progress
+        self.found: dict[str, dict[str, Any]] = {}
+        try:
+            self.wanted = last_hidden(model, kept)
+        except Exception as error:  # anything may happen in a model that is not made for text
+            raise CannotConvert(f"the model does not run on text alone: {first_line(error)}") from error
+
+    def match(self, batches: list[dict[str, Tensor]]) -> None:
+        plan = self.plan
+        options: dict[str, Any] = {"implementation": plan.attention, "matching": plan.matching, **plan.learned}
+        if plan.attention == "lln_diag":
+            options["block_size"] = plan.block_size
+        if plan.matching != "data":
+            options["statistics"] = {"encoder": "sample", "decoder": "running"}
+        held = self.work.stage("matched")
+        if held is not None:
+            if plan.matching == "data":
+                options |= {"alpha": 1.0, "beta": 1.0}
+            convert(self.model, **options)
+            self.take("matched", *held)
+            return
+
+        def told() -> Iterator[dict[str, Tensor]]:
+            for number, batch in enumerate(batches):
+                self.progress("matching", number, len(batches), "")
+                yield batch
+
+        convert(self.model, **options, batches=told())
+        self.end("matched", {})
+
+    def distill(self, batches: list[dict[str, Tensor]]) -> None:
+        if self.plan.distill:
+            self.learn(
+                "distilled",
+                distillation(self.model, self.plan.distill, self.plan.rate),
+                lambda learner, told: distill(
+                    self.model, batches, seed=self.plan.seed, learner=learner, progress=told
+                ),
+            )  # fmt: skip
+
+    def fine_tune(self, batches: list[dict[str, Tensor]], original: Callable[[], PreTrainedModel]) -> None:
+        if self.plan.fine_tune:
+            self.learn(
+                "fine_tuned",
+                fine_tuning(self.model, self.plan.fine_tune, self.plan.fine_rate),
+                lambda learner, told: fine_tune(
+                    self.model, original(), batches, seed=self.plan.seed, learner=learner, progress=told
+                ),
+            )  # fmt: skip
+
+    def learn(
+        self, stage: str, learner: Learner, teach: Callable[[Learner, Callable[[int, float], None]], Any]
+    ) -> None:
+        held = self.work.stage(stage)
+        if held is not None:
+            self.take(stage, *held)
+            return
+        losses: dict[str, float] = {}
+        begun = self.work.learning(stage)
+        if begun is not None:
+            notes, tensors = begun
+            learner.load(tensors, int(notes["done"]))
+            losses["first"] = float(notes["first"])
+
+        def told(done: int, loss: float) -> None:
+            losses.setdefault("first", loss)
+            losses["last"] = loss
+            self.progress(DOING[stage], done, learner.steps, f"loss {loss:.4f}")
+            if done % KEPT_EVERY == 0 and done < learner.steps:
+                self.work.keep_learning(stage, {"done": str(done), "first": repr(losses["first"])}, learner.state())
+
+        teach(learner, told)
+        self.end(stage, {"loss": losses})
+
+    def end(self, stage: str, found: dict[str, Any]) -> None:
+        """Measure the layers after a stage, and put it away."""
+        self.progress(f"measuring, {stage.replace('_', '-')}", 0, 1, "")
+        found |= {
+            "layers": compare_layers(self.model, self.kept),
+            "hidden_error": hidden_error(last_hidden(self.model, self.kept), self.wanted),
+        }
+        state = self.model.state_dict()
+        changed = state if stage == "fine_tuned" else {name: t for name, t in state.items() if ".lln." in name}
+        self.work.keep_stage(stage, found, changed)
+        self.found[stage] = found
+
+    def take(self, stage: str, found: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """What a stage left when it was over."""
+        self.model.load_state_dict(tensors, strict=False)
+        self.found[stage] = found
+
+    def report(self) -> dict[str, Any]:
+        stages = list(self.found)
+        first = self.found[stages[0]]["layers"]
+        labels = labelled([(row["layer"], 0) for row in first])
+        layers = []
+        for number, row in enumerate(first):
+            mine = {stage: self.found[stage]["layers"][number]["lln"] for stage in stages}
+            layers.append({"layer": row["layer"], "label": labels[row["layer"], 0], "softmax": row["softmax"], **mine})
+        return {
+            "stages": stages,
+            "layers": layers,
+            "hidden_error": {stage: self.found[stage]["hidden_error"] for stage in stages},
+            "loss": {stage: self.found[stage]["loss"] for stage in stages if "loss" in self.found[stage]},
+        }
+
+
+def save(model: PreTrainedModel, tokenizer: Any, work: Workplace, name: str, result: dict[str, Any]) -> None:
+    """The model, in the dtype that its checkpoint had, with its tokenizer and a card that shows the report."""
+    folder = work.place / MODEL
+    shutil.rmtree(folder, ignore_errors=True)
+    held = transformers.AutoConfig.from_pretrained(name, local_files_only=True).dtype
+    model.to(getattr(torch, held) if isinstance(held, str) else held or torch.float32)
+    with quiet(transformers, bars=False):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    add_section(folder, "How it was converted", markdown({"request": work.request, **result}))
+    work.finish(result)

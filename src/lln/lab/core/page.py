@@ -1,0 +1,81 @@
+"""Sections and the one self-contained page they make."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import markupsafe
+
+from lln.files import write_json, write_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    name: str  # of the SVG file
+    svg: str
+    caption: str  # also what a screen reader says
+    note: str = ""  # a second sentence
+    rows: Sequence[dict[str, Any]] = ()  # what it shows, for the CSV file
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """One part of the page: what it is about, the sentences that its data supports, charts, a table."""
+
+    name: str  # of the JSON file that holds `data`
+    title: str
+    sentences: list[str]
+    charts: list[Chart]
+    header: list[str]
+    table: list[list[str]]
+    data: dict[str, Any]
+    caption: str = "The numbers behind the charts: medians, quartiles in brackets"  # of the table
+    lead: str = ""  # what a reader must know first, no measurement
+    explorer: dict[str, Any] | None = None  # what the page's script shows, before the charts
+
+
+def template(name: str) -> jinja2.Template:
+    """One of the templates; all text in it is escaped but for charts, which are drawn here from numbers."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("lln.lab.core"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["drawn"] = lambda chart: markupsafe.Markup(chart.svg)
+    return environment.get_template(name)
+
+
+def write_page(
+    out: Path, sections: list[Section], provenance: dict[str, Any], *, summary: Sequence[str] = (),
+    left_out: Sequence[str] = (),
+) -> Path:  # fmt: skip
+    """Writes index.html, an SVG file for each chart with its data as CSV, and a JSON file for each section."""
+    page = template("page.html").render(sections=sections, provenance=provenance, summary=summary, left_out=left_out)
+    for section in sections:
+        write_json(out / f"{section.name}.json", section.data)
+        for chart in section.charts:
+            write_text(out / f"{chart.name}.svg", chart.svg)
+            if chart.rows:
+                write_text(out / f"{chart.name}.csv", as_csv(chart.rows))
+    path = out / "index.html"
+    write_text(path, page)
+    return path
+
+
+def as_csv(rows: Sequence[dict[str, Any]]) -> str:
+    """The columns that hold single values."""
+    names = list(dict.fromkeys(name for row in rows for name, x in row.items() if not isinstance(x, (list, dict))))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def listed(parts: Sequence[object]) -> str:
+    *most, last = (str(part) for part in parts)
+    return f"{', '.join(most)} and {last}" if most else last

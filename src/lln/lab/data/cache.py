@@ -1,0 +1,77 @@
+"""What is slow to make is made once a machine and kept on disk, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lln.files import write_json
+from lln.lab.core.errors import need
+from lln.lab.core.seeds import fingerprint
+
+MANIFEST = "manifest.json"
+
+
+def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """cache_dir, or else LLN_CACHE, or else lln in the user's cache folder."""
+    chosen = cache_dir or os.environ.get("LLN_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "lln"
+
+
+def build_once(
+    kind: str,
+    key: Mapping[str, Any],
+    build: Callable[[Path], None],
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Path:
+    """The folder with what `build(folder)` wrote for this key, which must hold everything that decides its content.
+
+    A folder appears complete or not at all: it is built beside its place and renamed. Of several processes that ask at
+    once, one builds and the others wait. A folder whose files have other sizes than at its making is built again.
+    """
+    parent = cache_root(cache_dir) / kind
+    name = fingerprint(key)[:32]
+    folder = parent / name
+    if is_whole(folder):
+        return folder
+    parent.mkdir(parents=True, exist_ok=True)
+    with need("filelock").FileLock(parent / f"{name}.lock"):
+        if is_whole(folder):
+            return folder
+        for remains in parent.glob(f"{name}*.part"):  # of a builder that was killed
+            shutil.rmtree(remains, ignore_errors=True)
+        if folder.exists():
+            shutil.rmtree(folder)
+        part = Path(tempfile.mkdtemp(dir=parent, prefix=f"{name}-", suffix=".part"))
+        try:
+            build(part)
+            sizes = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
+            for path in part.iterdir():
+                _to_disk(path)
+            write_json(part / MANIFEST, {"key": dict(key), "sizes": sizes})
+            part.chmod(0o755)
+            part.rename(folder)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+    return folder
+
+
+def is_whole(folder: Path) -> bool:
+    try:
+        sizes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sizes"]
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _to_disk(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())

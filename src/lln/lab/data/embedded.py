@@ -1,0 +1,135 @@
+"""Data that needs no download: the documentation that Python carries with it, and scikit-learn's digits.
+
+    embedded/prose    text                      for language models
+    embedded/topics   sentence, label           which of four chapters 24 words come from (a new 24 every 8 words)
+    embedded/halves   text1, text2, label       the same, with the 24 words cut in two
+    embedded/pairs    text1, text2, label       1: the second has three quarters of the first's words, mixed
+    embedded/digits   image, label              8 x 8 grey digits
+
+Every set has the splits train, validation and test.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from lln.lab.core.errors import DataError, need
+from lln.lab.core.seeds import generator, permutation
+
+PREFIX = "embedded/"
+SPLITS = ("train", "validation", "test")
+NOTES = {
+    "embedded/prose": "Text: the help texts that come with this Python (pydoc_data.topics), without repetitions.",
+    "embedded/topics": "Made from this Python's help texts: 24 words each, the label is the chapter. Not GLUE.",
+    "embedded/halves": "Made from this Python's help texts: 24 words in halves, the label is the chapter. Not GLUE.",
+    "embedded/pairs": "Made from this Python's help texts: 24 words each, label 1 = the same words, mixed. Not GLUE.",
+    "embedded/digits": "scikit-learn's load_digits: 1,797 images of 8 x 8 pixels, the levels 0-16 stretched to 0-255.",
+}
+CLASSES, WORDS, STRIDE = 4, 24, 8
+PAIRS = {"train": 4000, "validation": 500, "test": 500}
+RUN = 8  # consecutive paragraphs stay in one split, so that a sequence reads on
+
+
+def columns(name: str, split: str) -> dict[str, list[Any]]:
+    if name not in NOTES:
+        raise DataError(f"There is no embedded set {name!r}; there are: {', '.join(sorted(NOTES))}.")
+    if split not in SPLITS:
+        raise DataError(f"{name} has no split {split!r}; there are: {', '.join(SPLITS)}.")
+    if name == "embedded/digits":
+        return _digits(split)
+    if name == "embedded/topics":
+        return _topics(split)
+    if name == "embedded/halves":
+        return _halves(split)
+    if name == "embedded/pairs":
+        return _pairs(split)
+    return {"text": [text for i, (_, text) in enumerate(_paragraphs()) if _split_of(i) == split]}
+
+
+def chapters() -> list[str]:
+    """The names of the classes of embedded/topics: the chapters with the most text of their own."""
+    sizes: dict[str, int] = {}
+    for topic, text in _paragraphs():
+        sizes[topic] = sizes.get(topic, 0) + len(text)
+    return sorted(sizes, key=lambda topic: (-sizes[topic], topic))[:CLASSES]
+
+
+@cache
+def _paragraphs() -> tuple[tuple[str, str], ...]:
+    """(topic, paragraph), each paragraph once: many topics are parts of longer ones."""
+    from pydoc_data.topics import topics
+
+    seen: set[str] = set()
+    found = []
+    for topic in sorted(topics, key=lambda t: (-len(topics[t]), t)):
+        for paragraph in topics[topic].split("\n\n"):
+            text = " ".join(paragraph.split())
+            if text and text not in seen:
+                seen.add(text)
+                found.append((topic, text))
+    return tuple(found)
+
+
+def _split_of(paragraph: int) -> str:
+    return {8: "validation", 9: "test"}.get(paragraph // RUN % 10, "train")
+
+
+def _runs(split: str) -> list[tuple[str, list[str]]]:
+    """(topic, words): the split's paragraphs, joined where they follow each other, so no paragraph is in two splits"""
+    runs: list[tuple[str, list[str]]] = []
+    before: tuple[str, int] | None = None
+    for i, (topic, text) in enumerate(_paragraphs()):
+        if _split_of(i) == split:
+            if before != (topic, i - 1):
+                runs.append((topic, []))
+            runs[-1][1].extend(text.split())
+            before = (topic, i)
+    return runs
+
+
+def _cut(words: list[str], stride: int) -> list[str]:
+    return [" ".join(words[at : at + WORDS]) for at in range(0, len(words) - WORDS + 1, stride)]
+
+
+def _topics(split: str) -> dict[str, list[Any]]:
+    names = chapters()
+    found = [
+        (text, names.index(topic)) for topic, words in _runs(split) if topic in names for text in _cut(words, STRIDE)
+    ]
+    order = permutation(len(found), "embedded/topics", split)
+    return {"sentence": [found[i][0] for i in order], "label": [found[i][1] for i in order]}
+
+
+def _halves(split: str) -> dict[str, list[Any]]:
+    found = _topics(split)
+    words = [text.split() for text in found["sentence"]]
+    first, second = ([" ".join(w[part]) for w in words] for part in (slice(WORDS // 2), slice(WORDS // 2, None)))
+    return {"text1": first, "text2": second, "label": found["label"]}
+
+
+def _pairs(split: str) -> dict[str, list[Any]]:
+    draw = generator("embedded/pairs", split)
+    passages = [text for _, words in _runs(split) for text in _cut(words, WORDS)]
+    found: dict[str, list[Any]] = {"text1": [], "text2": [], "label": []}
+    for number in range(PAIRS[split]):
+        first = int(draw.integers(len(passages)))
+        other = (first + 1 + int(draw.integers(len(passages) - 1))) % len(passages)
+        words = passages[first if number % 2 else other].split()
+        kept = draw.permutation(WORDS)[: WORDS * 3 // 4]
+        found["text1"].append(passages[first])
+        found["text2"].append(" ".join(words[i] for i in kept))
+        found["label"].append(number % 2)
+    return found
+
+
+def _digits(split: str) -> dict[str, list[Any]]:
+    bunch = need("sklearn.datasets").load_digits()
+    images = np.round(bunch.images * (255 / 16)).astype(np.uint8).reshape(len(bunch.images), -1)  # [n, 64]
+    order = permutation(len(images), "embedded/digits")
+    tenth = len(images) // 10
+    parts = {"train": order[2 * tenth :], "validation": order[:tenth], "test": order[tenth : 2 * tenth]}
+    chosen = parts[split]
+    return {"image": images[chosen].tolist(), "label": bunch.target[chosen].tolist()}

@@ -1,0 +1,249 @@
+"""Data sets as maps from an index to tensors, the seeded order in which training sees them, and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lln.lab.core.seeds import fingerprint, permutation
+
+IGNORE = -100  # what torch's cross entropy skips
+PARTS, MASKS = ("input_ids", "pair_ids"), ("attention_mask", "pair_mask")
+
+
+class Examples(Dataset[dict[str, Tensor]]):
+    """A data set. `examples[i]` and `examples.item(i, epoch)` are dicts of tensors that depend on (i, epoch) alone.
+
+    identity: everything that decides the content, as JSON; `fingerprint` is its hash, for the run's own identity.
+    notes: sentences that a result from this data must carry.
+
+    A set says how examples are stored (`raw`) and what a model sees of them (`finish`): tensors in, tensors out, so
+    that batches can be made where the stored examples are, on a GPU too.
+    """
+
+    identity: dict[str, Any]
+    notes: list[str]
+
+    def raw(self, indices: np.ndarray | slice) -> dict[str, Tensor]:
+        """Stored examples, one a row: each [B, ...], in small dtypes."""
+        raise NotImplementedError
+
+    def finish(self, rows: dict[str, Tensor], index: Tensor, epoch: Tensor) -> dict[str, Tensor]:
+        """A batch for a model, of stored examples, their indices [B] and the epochs [B] they are seen in."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def batch(self, indices: np.ndarray, epochs: np.ndarray) -> dict[str, Tensor]:
+        return self.finish(self.raw(indices), torch.from_numpy(indices), torch.from_numpy(epochs))
+
+    def items(self, indices: np.ndarray, epochs: np.ndarray) -> list[dict[str, Tensor]]:
+        """One dict an example, ready for a collator."""
+        batch = {name: rows.unbind() for name, rows in self.batch(indices, epochs).items()}
+        return [{name: rows[i] for name, rows in batch.items()} for i in range(len(indices))]
+
+    def item(self, index: int, epoch: int = 0) -> dict[str, Tensor]:
+        return self.items(np.array([index]), np.array([epoch]))[0]
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):  # iterating over the set ends with this
+            raise IndexError(f"index must lie between 0 and {len(self) - 1}; got {index}.")
+        return self.item(index)
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Tensor]]:
+        """Many at once, which a DataLoader asks for where it can."""
+        return self.items(np.array(indices), np.zeros(len(indices), np.int64))
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.identity)
+
+
+class Stream(Dataset[dict[str, Tensor]]):
+    """What training sees, by position: every example once an epoch, each epoch in an order of its own.
+
+    Position p depends on (seed, p) alone, so a sequential sampler over a stream resumes anywhere (`start`) without
+    reading what came before, and any number of processes that share a global batch see what one would.
+    length: positions in all, steps * global batch; `start`: positions already used.
+    """
+
+    def __init__(self, examples: Examples, *, seed: int, length: int, start: int = 0) -> None:
+        if len(examples) == 0:
+            raise ValueError("examples must hold at least one example; got none.")
+        if not 0 <= start <= length:
+            raise ValueError(f"start must lie between 0 and length = {length}; got {start}.")
+        self.examples, self.seed, self.length, self.start = examples, seed, length, start
+
+    def __len__(self) -> int:
+        return self.length - self.start
+
+    def places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(indices of the examples, the epochs they are seen in), each [positions] int64"""
+        epochs, rest = np.divmod(self.start + positions, len(self.examples))
+        indices = np.empty_like(rest)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            indices[here] = _order(len(self.examples), self.seed, int(epoch))[rest[here]]
+        return indices, epochs
+
+    def __getitems__(self, positions: list[int]) -> list[dict[str, Tensor]]:
+        return self.examples.items(*self.places(np.array(positions)))
+
+    def __getitem__(self, position: int) -> dict[str, Tensor]:
+        if not 0 <= position < len(self):
+            raise IndexError(f"position must lie between 0 and {len(self) - 1}; got {position}.")
+        return self.__getitems__([position])[0]
+
+
+@lru_cache(maxsize=4)
+def _order(n: int, seed: int, epoch: int) -> np.ndarray:
+    return permutation(n, "order", seed, epoch)
+
+
+class Sequences(Examples):
+    """Sequences of different lengths, or pairs of them, with a label each.
+
+    Items: `input_ids` [n], for pairs also `pair_ids` [m], and `labels` [] where labels are known.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[np.ndarray, np.ndarray]],  # (all ids [total], offsets [rows + 1]), one or two of them
+        labels: np.ndarray | None,  # [rows]
+        *,
+        vocab_size: int,
+        pad_id: int,
+        length: int,  # the longest that a sequence may be
+        label_names: Sequence[str],
+        identity: dict[str, Any],
+        notes: list[str],
+    ) -> None:
+        self.parts, self.labels, self.vocab_size, self.pad_id, self.length = parts, labels, vocab_size, pad_id, length
+        self.label_names = list(label_names)
+        self.identity, self.notes = identity, notes
+
+    @property
+    def num_labels(self) -> int:
+        return len(self.label_names)
+
+    @property
+    def majority(self) -> float:
+        """The accuracy of always naming the most frequent class."""
+        if self.labels is None:
+            raise ValueError("the labels of this split are not public.")
+        return float(np.bincount(self.labels).max() / len(self.labels))
+
+    def __len__(self) -> int:
+        return len(self.parts[0][1]) - 1
+
+    def raw(self, indices: np.ndarray | slice) -> dict[str, Tensor]:
+        """Padded to the longest that there may be, with the lengths."""
+        chosen = np.arange(len(self))[indices]
+        found: dict[str, Tensor] = {}
+        for name, (ids, offsets) in zip(PARTS, self.parts, strict=False):
+            lengths = offsets[chosen + 1] - offsets[chosen]
+            rows = np.full((len(chosen), self.length), self.pad_id, np.int32)
+            for row, index, length in zip(rows, chosen, lengths, strict=True):
+                row[:length] = ids[offsets[index] : offsets[index] + length]
+            found |= {name: torch.from_numpy(rows), f"{name} lengths": torch.from_numpy(lengths)}
+        if self.labels is not None:
+            found["labels"] = torch.from_numpy(self.labels[chosen])
+        return found
+
+    def finish(self, rows: dict[str, Tensor], index: Tensor, epoch: Tensor) -> dict[str, Tensor]:
+        found = {"labels": rows["labels"]} if "labels" in rows else {}
+        for name, mask in zip(PARTS, MASKS, strict=True):
+            if name in rows:
+                found[name] = rows[name].long()
+                at = torch.arange(self.length, device=index.device)
+                found[mask] = at < rows[f"{name} lengths"][:, None]
+        return found
+
+    def items(self, indices: np.ndarray, epochs: np.ndarray) -> list[dict[str, Tensor]]:
+        """As long as they are: a collator pads them to the longest of a batch."""
+        return [self.one(int(index)) for index in indices]
+
+    def one(self, index: int) -> dict[str, Tensor]:
+        found = {}
+        for key, (ids, offsets) in zip(PARTS, self.parts, strict=False):
+            found[key] = torch.from_numpy(ids[offsets[index] : offsets[index + 1]].astype(np.int64))
+        if self.labels is not None:
+            found["labels"] = torch.tensor(int(self.labels[index]))
+        return found
+
+
+class Pad:
+    """Makes a batch: pads `input_ids` and adds `attention_mask`, pads `pair_ids` and adds `pair_mask` (bool, True =
+    attend), pads labels of tokens with -100, stacks the rest.
+
+    length: pad to it (fixed shapes); without it to the longest of the batch, rounded up to a `multiple`.
+    """
+
+    def __init__(self, pad_id: int, *, length: int | None = None, multiple: int = 1) -> None:
+        if multiple < 1:
+            raise ValueError(f"multiple must be at least 1; got {multiple}.")
+        self.pad_id, self.length, self.multiple = pad_id, length, multiple
+
+    def __call__(self, items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        batch = {}
+        for key in items[0]:
+            rows = [item[key] for item in items]
+            mask = dict(zip(PARTS, MASKS, strict=True)).get(key)
+            if mask is not None:
+                batch[key] = self._pad(rows, self.pad_id)
+                lengths = torch.tensor([len(row) for row in rows])
+                batch[mask] = torch.arange(batch[key].shape[1]) < lengths[:, None]
+            elif key == "labels" and rows[0].ndim == 1:
+                batch[key] = self._pad(rows, IGNORE)
+            else:
+                batch[key] = torch.stack(rows)
+        return batch
+
+    def _pad(self, rows: list[Tensor], value: int) -> Tensor:
+        longest = max(len(row) for row in rows)
+        if self.length is not None and longest > self.length:
+            raise ValueError(f"length = {self.length} is too short for a sequence of {longest} tokens.")
+        width = self.length or -(-max(longest, 1) // self.multiple) * self.multiple
+        padded = torch.full((len(rows), width), value, dtype=torch.int64)  # [batch, width]
+        for i, row in enumerate(rows):
+            padded[i, : len(row)] = row
+        return padded
+
+
+class Stack:
+    """Makes a batch of items of one shape, without padding and so without masks."""
+
+    def __call__(self, items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {key: torch.stack([item[key] for item in items]) for key in items[0]}
+
+
+def flatten(rows: Sequence[Sequence[int] | np.ndarray], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(all ids [total], offsets [rows + 1])"""
+    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)]).astype(np.int64)
+    flat = np.empty(offsets[-1], dtype)
+    for i, row in enumerate(rows):
+        flat[offsets[i] : offsets[i + 1]] = row
+    return flat, offsets
+
+
+def id_type(vocab_size: int) -> type[np.uint16] | type[np.int32]:
+    return np.uint16 if vocab_size <= 2**16 else np.int32
+
+
+def save_arrays(folder: Path, **arrays: np.ndarray) -> None:
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array, allow_pickle=False)
+
+
+def load_array(folder: Path, name: str) -> np.ndarray:
+    """Mapped, not read: processes on one machine share its pages."""
+    mapped: np.ndarray = np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+    return mapped

@@ -1,0 +1,212 @@
+"""Pathfinder, generated: are two dots the ends of one dashed path?
+
+Every image has two long dashed paths and shorter ones that distract. In the positive class the dots sit at both ends of
+one long path, in the negative class at one end of each, so that nothing near a dot tells the classes apart. Within a
+path, neighbouring pixels are at most `reach` apart (the larger of the distances in x and y); different paths are
+further apart than that, everywhere. So each image has one right answer, and whoever follows the dashes finds it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lln.lab.core.errors import DataError
+from lln.lab.core.progress import track
+from lln.lab.core.seeds import generator
+from lln.lab.data.cache import build_once
+from lln.lab.data.examples import Sequences, load_array, save_arrays
+
+Point = tuple[int, int]  # (y, x)
+TURN = 0.25  # how strongly a path bends from step to step, in radians
+DETOURS = (0.0, 0.35, -0.35, 0.7, -0.7, 1.05, -1.05)  # tried in turn where the way is blocked
+PATH_TRIES, SCENE_TRIES = 30, 300
+INK = 255
+
+
+@dataclass(frozen=True)
+class Scene:
+    """dashes: of each long path; distractors: how many shorter paths, of a third as many dashes. dash, gap: pixels."""
+
+    size: int = 32
+    dashes: int = 6
+    distractors: int = 2
+    dash: int = 2
+    gap: int = 1
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("size", 12), ("dashes", 2), ("distractors", 0), ("dash", 1), ("gap", 1)):
+            if getattr(self, name) < lowest:
+                raise ValueError(f"{name} must be at least {lowest}; got {getattr(self, name)}.")
+
+    @property
+    def reach(self) -> int:
+        return self.gap + 1
+
+
+# The lengths of Linsley et al. (2018) in Long Range Arena's resolution; its published task is the hard one.
+DIFFICULTY = {
+    "easy": Scene(dashes=6, distractors=2),
+    "medium": Scene(dashes=9, distractors=3),
+    "hard": Scene(dashes=14, distractors=4),
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    image: np.ndarray  # [size, size] uint8, 0 or 255
+    label: int  # 1: the dots are the ends of one path
+    dots: tuple[Point, Point]
+    paths: list[list[Point]]  # all pixels along each path, gaps included; the long ones first
+
+
+def load_pathfinder(
+    split: str,
+    *,
+    count: int,
+    scene: Scene | None = None,
+    seed: int = 0,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Sequences:
+    """`count` images as sequences of size * size pixels, 0 or 255; classes alternate. A larger count begins with the
+    same images. Long Range Arena has 160,000, 20,000 and 20,000 (train, validation, test)."""
+    scene = scene or DIFFICULTY["easy"]
+    if split not in ("train", "validation", "test"):
+        raise ValueError(f"split must be train, validation or test; got {split!r}.")
+    if count < 1:
+        raise ValueError(f"count must be at least 1; got {count}.")
+    identity = {"name": "generated/pathfinder", "split": split, "count": count, "seed": seed, **asdict(scene)}
+
+    def build(folder: Path) -> None:
+        numbers = track(range(count), count, f"Generating Pathfinder {split}")
+        save_arrays(folder, pixels=np.stack([draw(scene, split, seed, i).image for i in numbers]))
+
+    folder = build_once("pathfinder", {**identity, "form": 1}, build, cache_dir)
+    length = scene.size**2
+    return Sequences(
+        [(load_array(folder, "pixels").reshape(-1), np.arange(count + 1) * length)],
+        np.arange(count) % 2,
+        vocab_size=256,
+        pad_id=0,
+        length=length,
+        label_names=("apart", "connected"),
+        identity=identity,
+        notes=["Pathfinder was generated here; it is not the published set of images."],
+    )
+
+
+def draw(scene: Scene, split: str, seed: int, index: int) -> Drawing:
+    """Image `index` of a split; its label is index % 2."""
+    numbers = generator("pathfinder", split, seed, index, *asdict(scene).values())
+    for _ in range(SCENE_TRIES):
+        paths = _place(scene, numbers)
+        if paths is not None:
+            return _finish(scene, paths, index % 2)
+    raise DataError(
+        f"Pathfinder: two paths of {scene.dashes} dashes and {scene.distractors} distractors do not fit into "
+        f"{scene.size} x {scene.size} pixels; take a larger size or shorter paths."
+    )
+
+
+class _Grid:
+    """Marks on pixels, as bytes with a margin around: marks may reach over the edge."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.reach = scene.reach
+        self.margin = scene.reach + 1
+        self.width = scene.size + 2 * self.margin
+        self.marks = bytearray(self.width**2)
+
+    def __getitem__(self, pixel: Point) -> int:
+        return self.marks[(pixel[0] + self.margin) * self.width + pixel[1] + self.margin]
+
+    def mark(self, pixel: Point) -> None:
+        """All that is within reach of it."""
+        across = b"\1" * (2 * self.reach + 1)
+        first = (pixel[0] + self.margin - self.reach) * self.width + pixel[1] + self.margin - self.reach
+        for row in range(first, first + len(across) * self.width, self.width):
+            self.marks[row : row + len(across)] = across
+
+
+def _place(scene: Scene, numbers: np.random.Generator) -> list[list[Point]] | None:
+    taken = _Grid(scene)  # pixels within reach of a path
+    paths = []
+    period = scene.dash + scene.gap
+    short = max(2, scene.dashes // 3)
+    for dashes, dotted in [(scene.dashes, True)] * 2 + [(short, False)] * scene.distractors:
+        for _ in range(PATH_TRIES):
+            path = _walk(scene, numbers, dashes * period - scene.gap, taken, dotted)
+            if path is not None:
+                break
+        else:
+            return None
+        paths.append(path)
+        for pixel in [*path, *_dot(path[0]), *_dot(path[-1])] if dotted else path:
+            taken.mark(pixel)
+    return paths
+
+
+def _walk(scene: Scene, numbers: np.random.Generator, length: int, taken: _Grid, dotted: bool) -> list[Point] | None:
+    """Pixels of a curve of so many steps of one pixel, or None where it ran into something."""
+    y, x = numbers.uniform(1, scene.size - 2, 2).tolist()
+    angle = float(numbers.uniform(0, 2 * math.pi))
+    turns = (TURN * numbers.standard_normal(length)).tolist()
+    # It may follow itself, but not come back to itself: pixels within reach of steps that are long gone.
+    behind, long_gone = _Grid(scene), 2 * scene.reach + 3
+    path: list[Point] = []
+
+    def free(pixel: Point) -> bool:
+        inside = 1 <= pixel[0] < scene.size - 1 and 1 <= pixel[1] < scene.size - 1
+        return inside and not taken[pixel] and not behind[pixel]
+
+    def ends_well(pixel: Point) -> bool:
+        return not dotted or not any(taken[part] for part in _dot(pixel))
+
+    first = (round(y), round(x))
+    if not free(first) or not ends_well(first):
+        return None
+    path.append(first)
+    for step in range(1, length):
+        if step >= long_gone:
+            behind.mark(path[step - long_gone])
+        angle += turns[step]
+        for detour in DETOURS:
+            to_y, to_x = y + math.sin(angle + detour), x + math.cos(angle + detour)
+            pixel = (round(to_y), round(to_x))
+            if free(pixel):
+                break
+        else:
+            return None
+        y, x, angle = to_y, to_x, angle + detour
+        path.append(pixel)
+    return path if ends_well(path[-1]) else None
+
+
+def _finish(scene: Scene, paths: list[list[Point]], label: int) -> Drawing:
+    one, other = paths[0], paths[1]
+    apart = math.dist(one[0], one[-1])
+    if label:
+        dots = (one[0], one[-1])
+    else:
+        # About as far from each other as in the positive class: the distance must not give the answer away.
+        pairs = [(a, b) for a in (one[0], one[-1]) for b in (other[0], other[-1])]
+        dots = min(pairs, key=lambda pair: abs(math.dist(*pair) - apart))
+    image = np.zeros((scene.size, scene.size), np.uint8)
+    period = scene.dash + scene.gap
+    for path in paths:
+        for step, pixel in enumerate(path):
+            if step % period < scene.dash:
+                image[pixel] = INK
+    for dot in dots:
+        for pixel in _dot(dot):
+            image[pixel] = INK
+    return Drawing(image, label, dots, paths)
+
+
+def _dot(centre: Point) -> list[Point]:
+    y, x = centre
+    return [(y + dy, x + dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1)]

@@ -1,0 +1,115 @@
+"""Text for language models: tokenised once, packed into sequences of one length."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lln.lab.core.errors import DataError
+from lln.lab.core.progress import track
+from lln.lab.core.seeds import draws, stream_key
+from lln.lab.data.cache import build_once
+from lln.lab.data.examples import Examples, id_type, load_array, save_arrays
+from lln.lab.data.masking import Masking
+from lln.lab.data.sources import Rows, read
+from lln.lab.data.tokenizer import CHUNK, TextTokenizer
+
+
+class PackedText(Examples):
+    """Sequences of `length` tokens: the start token, then a piece of the text. Lines end with the end token and go on
+    over the edges of sequences, so there is no padding; what is left at the end of the text is dropped.
+
+    Items with masking: `input_ids` and `labels` [length]; the choice depends on (seed, epoch, index) alone, so each
+    epoch masks anew and evaluation (epoch 0) always asks for the same tokens. Without masking: `input_ids`.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,  # [total]
+        tokenizer: TextTokenizer,
+        *,
+        length: int,
+        masking: Masking | None,
+        seed: int,
+        identity: dict[str, Any],
+        notes: list[str],
+    ) -> None:
+        if length < 2:
+            raise ValueError(f"length must be at least 2, the start token and one more; got {length}.")
+        count = len(tokens) // (length - 1)
+        if count == 0:
+            raise DataError(f"The text has {len(tokens)} tokens, too few for one sequence of length {length}.")
+        self.tokens = tokens[: count * (length - 1)].reshape(count, length - 1)  # [sequences, length - 1]
+        self.tokenizer, self.length, self.masking = tokenizer, length, masking
+        self.key = stream_key("mask", seed)
+        self.identity = {**identity, "length": length, "masking": masking and masking.identity, "mask_seed": seed}
+        self.notes = notes
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def raw(self, indices: np.ndarray | slice) -> dict[str, Tensor]:
+        return {"tokens": torch.from_numpy(self.tokens[indices].astype(np.int32))}
+
+    def finish(self, rows: dict[str, Tensor], index: Tensor, epoch: Tensor) -> dict[str, Tensor]:
+        tokens = rows["tokens"].long()  # [B, length - 1]
+        ids = torch.nn.functional.pad(tokens, (1, 0), value=self.tokenizer.start_id)
+        if self.masking is None:
+            return {"input_ids": ids}
+        drawn = draws(self.key, epoch, index, Masking.draws(self.length))
+        seen, labels = self.masking(ids, self.tokenizer, drawn)
+        return {"input_ids": seen, "labels": labels}
+
+    def unigram_entropy(self) -> float:
+        """In nats: the loss of a model that knows how frequent each ordinary token is, and nothing else."""
+        counts = np.bincount(self.tokens.reshape(-1), minlength=self.tokenizer.vocab_size).astype(np.float64)
+        counts[self.tokenizer.special_ids] = 0
+        p = counts[counts > 0] / counts.sum()
+        return float(-(p * np.log(p)).sum())
+
+
+def load_text(
+    name: str,
+    split: str,
+    tokenizer: TextTokenizer,
+    *,
+    length: int,
+    config: str | None = None,
+    column: str = "text",
+    masking: Masking | None = None,
+    seed: int = 0,
+    data_root: str | os.PathLike[str] | None = None,
+    hold_out: float = 0.0,
+    limit: int | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> PackedText:
+    """The text of a set, packed; `masking=Masking()` makes it masked language modelling. The rest is as in `read`."""
+    rows = read(name, split, config=config, data_root=data_root, hold_out=hold_out, limit=limit)
+    tokens = tokenise(rows, tokenizer, column, cache_dir)
+    identity = {"rows": rows.identity, "column": column, "tokenizer": tokenizer.identity}
+    return PackedText(tokens, tokenizer, length=length, masking=masking, seed=seed, identity=identity, notes=rows.notes)
+
+
+def tokenise(
+    rows: Rows, tokenizer: TextTokenizer, column: str = "text", cache_dir: str | os.PathLike[str] | None = None
+) -> np.ndarray:
+    """All lines as one stream of ids, each line ended by the end token; blank lines are left out. [total], mapped from
+    the cache."""
+
+    def build(folder: Path) -> None:
+        lines = [line for line in (text.strip() for text in rows.strings(column)) if line]
+        dtype, end = id_type(tokenizer.vocab_size), tokenizer.end_id
+        pieces = []
+        for at in track(range(0, len(lines), CHUNK), -(-len(lines) // CHUNK), f"Tokenising {rows.title}"):
+            pieces += [np.array([*ids, end], dtype) for ids in tokenizer.encode(lines[at : at + CHUNK])]
+        if not pieces:
+            raise DataError(f"{rows.title}: column {column!r} has no text.")
+        save_arrays(folder, tokens=np.concatenate(pieces))
+
+    key = {"rows": rows.identity, "column": column, "tokenizer": tokenizer.identity, "form": 1}
+    return load_array(build_once("text", key, build, cache_dir), "tokens")

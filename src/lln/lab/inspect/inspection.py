@@ -1,0 +1,233 @@
+"""How a pretrained model attends to texts, and what LLN attention would make of the same queries and keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lln.hf  # noqa: F401  models that were saved with LLN attention run it
+from lln.instruments.concentration import entropy
+from lln.instruments.observation import Observation, gap, measure
+from lln.instruments.recorder import record
+from lln.lab.core.pretrained import first_line
+from lln.matching.moments import MATCHINGS, match_data
+from lln.nn.attention import LLNAttention
+
+# Four kinds of text, so that no head is judged by one: a statement, a list, a dialogue, an argument.
+TEXTS = (
+    "The lighthouse keeper wrote down the wind, the tide and the name of every ship that passed before the storm "
+    "reached the harbour.",
+    "To repair the pump you need a wrench, two rubber seals, a bucket, a dry cloth and about twenty minutes.",
+    '"Did you lock the door?" she asked. "I thought you had the key," he said, and they both turned around.',
+    "Prices rose because the harvest had failed; wages did not, and so by the end of the year most families in the "
+    "valley bought less bread than they had the year before.",
+)
+COMPARED = (*MATCHINGS, "data")  # ways to set LLN's alpha and beta
+ROWS = 64  # of queries that data matching looks at
+LAYER_MEANS = (
+    "temperature", "entropy", "max_entropy", "spectral_gap", "log_variance", "lognormality", "sigma_q", "sigma_k",
+)  # fmt: skip
+
+
+class CannotInspect(Exception):
+    """With a message of one line."""
+
+
+@torch.no_grad()
+def inspect(
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    max_length: int = 512,
+    batch_size: int = 8,
+    progress: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Means over the texts for each layer and head, ready for JSON:
+
+        rows     layer, call, label, head, attention; what `record` measures; "softmax" and "lln": entropy and
+                 spectral_gap of softmax attention and of LLN with each matching on the same queries and keys, LLN
+                 also alpha, beta and its differences from softmax
+        layers   the same as means over heads
+        tokens   of each text
+
+    None: there is nothing to measure (no eigenvalues of cross attention, no LLN where pairs are masked or biased).
+
+    Raises:
+        CannotInspect for a model that does not run on text, or in which nothing can be observed."""
+    found: dict[tuple[str, int], list[dict[str, Tensor]]] = {}
+    kinds: dict[tuple[str, int], str] = {}
+    batches = encode(model, tokenizer, texts, max_length, batch_size)
+    tokens: list[int] = []
+    for number, batch in enumerate(batches):
+        progress(f"texts {number * batch_size + 1} to {min((number + 1) * batch_size, len(texts))}")
+        tokens += batch["attention_mask"].sum(1).tolist()
+        for call, seen in run(model, batch):
+            key = seen.layer or type(model).__name__, call
+            kinds[key] = seen.attention
+            found.setdefault(key, []).append(compare(seen))
+    labels = labelled(list(found))
+    rows = []
+    for key, parts in found.items():
+        means = {name: mean(torch.cat([part[name] for part in parts])) for name in parts[0]}
+        for head in range(len(means["entropy"])):
+            place = {"layer": key[0], "call": key[1], "label": labels[key], "head": head, "attention": kinds[key]}
+            rows.append(place | nested({name: values[head] for name, values in means.items()}))
+    return {"rows": rows, "layers": layer_means(rows), "tokens": tokens}
+
+
+def encode(
+    model: Any, tokenizer: Any, texts: Sequence[str], max_length: int, batch_size: int
+) -> list[dict[str, Tensor]]:
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    if tokenizer.pad_token is None:
+        batch_size = 1
+    limits = [max_length, tokenizer.model_max_length, positions(model)]
+    batches = []
+    for first in range(0, len(texts), batch_size):
+        part = list(texts[first : first + batch_size])
+        batch = tokenizer(
+            part, return_tensors="pt", padding=len(part) > 1, truncation=True, max_length=int(min(limits))
+        )
+        batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
+        if not batch["input_ids"].shape[1]:
+            raise CannotInspect("the tokenizer makes no token of the text")
+        if getattr(model.config, "is_encoder_decoder", False):
+            batch["decoder_input_ids"] = batch["input_ids"]
+            batch["decoder_attention_mask"] = batch["attention_mask"]
+        batches.append({name: tensor.to(model.device) for name, tensor in batch.items()})
+    return batches
+
+
+def positions(model: Any) -> float:
+    """How many tokens the model has places for."""
+    places = getattr(model.config, "max_position_embeddings", None)
+    if not isinstance(places, int) or places < 1:
+        return math.inf
+    # RoBERTa and its kin count positions from behind the padding's.
+    first = getattr(getattr(model, "embeddings", None), "padding_idx", None)
+    return places - first - 1 if isinstance(first, int) else places
+
+
+def run(model: Any, batch: dict[str, Tensor]) -> list[tuple[int, Observation]]:
+    """(call, Observation) of every attention layer."""
+    caches = getattr(model.config, "use_cache", None)
+    try:
+        if caches:
+            model.config.use_cache = False
+        with record(model, samples=None, keep=True, instruments=()) as rec:
+            model(**batch)
+    except Exception as error:  # anything may happen in a model that is not made for text
+        text = first_line(error)
+        raise CannotInspect(
+            text.removeprefix("record: ") if text.startswith("record: ") else f"it does not run on text alone: {text}"
+        ) from error
+    finally:
+        if caches:
+            model.config.use_cache = caches
+    if not rec.observations:
+        raise CannotInspect("none of its attention layers was used")
+    return [(call, seen) for _, call, seen in rec.observations]
+
+
+def compare(seen: Observation) -> dict[str, Tensor]:
+    """What was measured, [B, H] each; names like "lln.paper.entropy" for what other attention would give."""
+    found = measure(seen)
+    nothing = torch.full_like(found["entropy"], torch.nan)
+    if seen.attention == "softmax":
+        found["softmax.entropy"], found["softmax.spectral_gap"] = found["entropy"], found["spectral_gap"]
+    else:
+        p = seen.softmax_map()
+        found["softmax.entropy"], found["softmax.spectral_gap"] = entropy(p), gap(p) if seen.has_gap else nothing
+    seen = seen.unmapped()  # other matchings would not have the feature map
+    batch, heads, _, dim = seen.query.shape
+    for matching in COMPARED:
+        here = f"lln.{matching}"
+        numbers = dict.fromkeys(("alpha", "beta", "entropy", "spectral_gap"), nothing)
+        if seen.bias is None and (matching in ("paper", "data") or 8 <= dim <= 256):  # which the curves cover
+            alpha, beta = matched(seen, matching)
+            p = seen.lln_map(alpha, beta)
+            numbers = {
+                "alpha": alpha[..., 0].to(nothing).expand(batch, heads),
+                "beta": beta[..., 0].to(nothing).repeat_interleave(heads // seen.key.shape[1], 1),
+                "entropy": entropy(p),
+                "spectral_gap": gap(p) if seen.has_gap else nothing,
+            }
+        for name, values in numbers.items():
+            found[f"{here}.{name}"] = values
+        for name in ("entropy", "spectral_gap"):
+            found[f"{here}.{name}_difference"] = numbers[name] - found[f"softmax.{name}"]
+    return {name: values.cpu() for name, values in found.items()}
+
+
+def matched(seen: Observation, matching: str) -> tuple[Tensor, Tensor]:
+    """alpha [B, H, 1] and beta [B, key heads, 1]. The spread is that of each text, as bidirectional LLN has it; causal
+    LLN would have an average instead."""
+    masks: dict[str, Any] = {"key_mask": seen.key_mask, "query_mask": seen.query_mask}
+    if matching == "data":
+        pair = match_data(seen.query, seen.key, is_causal=seen.is_causal, scale=seen.scale, rows=ROWS, **masks)
+        return pair[0].unsqueeze(-1), pair[1].unsqueeze(-1)
+    options: dict[str, Any] = {"num_key_heads": seen.key.shape[1], "matching": matching, "scale": seen.scale}
+    return LLNAttention(seen.query.shape[1], seen.query.shape[3], **options).coefficients(seen.query, seen.key, **masks)
+
+
+def mean(values: Tensor) -> list[float | None]:
+    """[texts, H] -> H numbers."""
+    return [value if math.isfinite(value) else None for value in values.nanmean(0).tolist()]
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """{"lln.paper.alpha": 1} -> {"lln": {"paper": {"alpha": 1}}}"""
+    result: dict[str, Any] = {}
+    for name, value in flat.items():
+        *path, last = name.split(".")
+        place = result
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return result
+
+
+def layer_means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each layer, means over its heads. Differences from softmax are means of their sizes."""
+    layers: list[dict[str, Any]] = []
+    for label in dict.fromkeys(row["label"] for row in rows):
+        own = [row for row in rows if row["label"] == label]
+        layer = {name: own[0][name] for name in ("layer", "call", "label", "attention")} | {"heads": len(own)}
+        layer |= {name: average([row[name] for row in own]) for name in LAYER_MEANS}
+        layer["lln"] = {
+            matching: {
+                f"{name}_difference": average(
+                    [None if (d := row["lln"][matching][f"{name}_difference"]) is None else abs(d) for row in own]
+                )
+                for name in ("entropy", "spectral_gap")
+            }
+            for matching in COMPARED
+        }
+        layers.append(layer)
+    return layers
+
+
+def average(values: list[float | None]) -> float | None:
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else None
+
+
+def labelled(keys: list[tuple[str, int]]) -> dict[tuple[str, int], str]:
+    """A short name for each layer and call: the parts of its name that others do not share."""
+    paths = {key: key[0].split(".") for key in keys}
+    same_length = len({len(path) for path in paths.values()}) == 1
+    labels = {}
+    for key, path in paths.items():
+        parts = path
+        if same_length and len({key[0] for key in keys}) > 1:
+            parts = [part for i, part in enumerate(path) if len({other[i] for other in paths.values()}) > 1]
+        again = any(other[1] for other in keys if other[0] == key[0])
+        shared = len({other[0] for other in keys}) == 1
+        labels[key] = " ".join(parts) if not again else f"{'' if shared else ' '.join(parts) + ' '}{key[1]}".strip()
+    return labels

@@ -1,0 +1,164 @@
+"""The section on what attention looks like as a distribution: log P of softmax attention and of LLN."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln.instruments import entropy, lln_map, lognormal_fit, softmax_map
+from lln.lab.core.charts import Axis, Style, lines, svg
+from lln.lab.core.measure import one_thread, provenance
+from lln.lab.core.page import Chart, Section
+from lln.lab.paper.analysis import CPU, alpha_of, inputs
+from lln.lab.paper.analysis import Plan as Draws
+
+SIGMA = 1.0
+MATCHING = "entropy"
+BINS = 60
+SHOWN = 3.5  # standard deviations either side: beyond lie a few of a hundred thousand entries
+STYLES = {
+    "softmax": Style("#D55E00", (1, 0), "circle", 3),
+    "normal fit to softmax": Style("#D55E00", (4, 3), "circle", 1.5),
+    "LLN": Style("#0072B2", (1, 0), "square", 3),
+    "normal fit to LLN": Style("#0072B2", (4, 3), "square", 1.5),
+    "exactly normal": Style("#808080", (2, 2), "cross", 1.5),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    length: int = 512
+    dim: int = 64
+    seeds: int = 4
+
+    def draws(self) -> Draws:
+        return Draws(self.length, self.dim, self.seeds)
+
+
+QUICK = Plan(length=256, seeds=2)
+
+
+@one_thread()
+def measure(plan: Plan, *, seed: int, progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """`progress` hears of plan.seeds steps."""
+    draws = plan.draws()
+    alpha = alpha_of(MATCHING, SIGMA, draws)
+    entries: dict[str, list[Tensor]] = {"softmax": [], "LLN": []}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in entries}
+    for run in range(plan.seeds):
+        progress(f"log P, draw {run + 1} of {plan.seeds}")
+        q, k = (SIGMA * z for z in inputs(draws, seed, run))
+        for name, p in (("softmax", softmax_map(q, k)), ("LLN", lln_map(q, k, alpha, alpha))):
+            entries[name].append(p.dense().log().flatten())
+            fit = lognormal_fit(p)
+            values = {"distance": fit.distance, "qq_r2": fit.qq_r2, "skewness": fit.skewness, "entropy": entropy(p)}
+            found[name].append({key: x.item() for key, x in values.items()})
+    return {
+        "what": "log P of attention on Gaussian queries and keys of spread 1, float64",
+        "settings": dataclasses.asdict(plan),
+        "alpha": alpha,
+        "matching": MATCHING,
+        "provenance": provenance(seed, CPU),
+        "attentions": {name: summary(torch.cat(entries[name]), found[name]) for name in entries},
+    }
+
+
+def summary(values: Tensor, found: list[dict[str, float]]) -> dict[str, Any]:
+    """Moments, histogram and quantiles of all draws together; means of what was found of each."""
+    mean, deviation = values.mean().item(), values.std().item()
+    edges = torch.linspace(mean - SHOWN * deviation, mean + SHOWN * deviation, BINS + 1, dtype=torch.float64)
+    width = (edges[1] - edges[0]).item()
+    counts = torch.histogram(values, edges).hist / (len(values) * width)
+    at = torch.linspace(-3, 3, 49, dtype=torch.float64)  # normal quantiles
+    ordered = values.sort().values
+    places = (torch.special.ndtr(at) * len(ordered)).long().clamp_max(len(ordered) - 1)
+    return {
+        "mean": mean,
+        "deviation": deviation,
+        **{name: statistics.fmean(x[name] for x in found) for name in found[0]},
+        "log_p": ((edges[1:] + edges[:-1]) / 2).tolist(),
+        "density": counts.tolist(),
+        "normal_quantiles": at.tolist(),
+        "quantiles": ((ordered[places] - mean) / deviation).tolist(),
+    }
+
+
+def densities(result: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = []
+    for name, x in result["attentions"].items():
+        for at, density in zip(x["log_p"], x["density"], strict=True):
+            rows.append({"series": name, "log_p": at, "density": density})
+            scaled = (at - x["mean"]) / x["deviation"]
+            normal = math.exp(-scaled * scaled / 2) / (x["deviation"] * math.sqrt(2 * math.pi))
+            rows.append({"series": f"normal fit to {name}", "log_p": at, "density": normal})
+    return rows
+
+
+def quantiles(result: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = [
+        {"series": name, "normal": at, "standardised": value}
+        for name, x in result["attentions"].items()
+        for at, value in zip(x["normal_quantiles"], x["quantiles"], strict=True)
+    ]
+    return rows + [{"series": "exactly normal", "normal": at, "standardised": at} for at in (-3.0, 3.0)]
+
+
+def section(result: dict[str, Any]) -> Section:
+    softmax, ours, length = result["attentions"]["softmax"], result["attentions"]["LLN"], result["settings"]["length"]
+    histogram, qq = densities(result), quantiles(result)
+    return Section(
+        name="distribution",
+        title="What attention looks like",
+        lead="A row of the attention matrix P says how one token divides its attention over all others. Softmax "
+        "attention makes these weights exponentials of sums of many small terms, so that their logarithms are nearly "
+        "normal: P is log-normal. The paper's idea is to give linear attention the same distribution.",
+        sentences=sentences(softmax, ours, length),
+        charts=[
+            Chart(
+                "log-p-histogram",
+                svg(lines(histogram, STYLES, Axis("log_p", "log P"), Axis("density", "density"))),
+                "How the logarithms of attention weights are distributed, and the normal distribution with their mean "
+                "and variance (dashed): where a curve lies on its dashes, attention is log-normal.",
+                rows=histogram,
+            ),
+            Chart(
+                "log-p-quantiles",
+                svg(lines(qq, STYLES, Axis("normal", "normal quantile"), Axis("standardised", "quantile of log P"))),
+                "The same as quantiles against those of a normal distribution: a straight line means log-normal, an "
+                "end that bends up means more very large weights than that.",
+                rows=qq,
+            ),
+        ],
+        header=["attention", "mean", "deviation", "skewness", "KS distance", "Q-Q R²", "entropy, bits"],
+        table=[table_row(name, x) for name, x in result["attentions"].items()],
+        data=result,
+        caption=f"log P over {result['settings']['seeds']} draws of {length} tokens",
+    )
+
+
+def table_row(name: str, x: dict[str, Any]) -> list[str]:
+    return [
+        name, *(f"{x[key]:.2f}" for key in ("mean", "deviation", "skewness")), f"{x['distance']:.3f}",
+        f"{x['qq_r2']:.4f}", f"{x['entropy']:.2f}",
+    ]  # fmt: skip
+
+
+def sentences(softmax: dict[str, Any], ours: dict[str, Any], length: int) -> list[str]:
+    def verdict(x: dict[str, Any]) -> str:
+        return "close to log-normal" if x["distance"] <= 0.02 else "log-normal only roughly"
+
+    bend = "heavier towards large weights" if ours["skewness"] > softmax["skewness"] else "no heavier at large weights"
+    return [
+        f"On Gaussian queries and keys of spread 1, softmax attention is {verdict(softmax)} (the Kolmogorov-"
+        f"Smirnov distance of log P from a normal distribution is {softmax['distance']:.3f}; 0 would be exact) and "
+        f"LLN {verdict(ours)} ({ours['distance']:.3f}); "
+        f"LLN's is {bend} (skewness {ours['skewness']:.2f} against {softmax['skewness']:.2f}).",
+        f"Their rows have an entropy of {softmax['entropy']:.2f} bits for softmax and {ours['entropy']:.2f} for LLN; "
+        f"attention that is even over all {length} tokens would have {math.log2(length):.0f}.",
+    ]

@@ -1,0 +1,109 @@
+"""The section on time and memory against length, from a result of lln.lab.bench.length_times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lln.lab.core.charts import against_length, svg
+from lln.lab.core.measure import number, show
+from lln.lab.core.page import Chart, Section
+
+MIB = 2**20
+
+
+def section(result: dict[str, Any]) -> Section:
+    rows, made = result["rows"], result["provenance"]
+    threads = "" if "cuda" in made else f" with {made['threads']} thread{'s' if made['threads'] > 1 else ''}"
+    times = [
+        {"attention": row["attention"], "length": row["length"], "ms": row["training"]["median"]}
+        | {"low": row["training"]["low"], "high": row["training"]["high"]}
+        for row in rows
+    ]
+    memory = [
+        {"attention": row["attention"], "length": row["length"], "MiB": row["training_bytes"] / MIB} for row in rows
+    ]
+    charts = [
+        Chart(
+            "time-against-length",
+            svg(against_length(times, "ms", "forward + backward (ms)")),
+            "Time of forward and backward against length, for softmax attention, LLN and LLN+Diag. "
+            "Bars span the quartiles of the repeats.",
+            rows=times,
+        ),
+        Chart(
+            "memory-against-length",
+            svg(against_length(memory, "MiB", "peak extra memory (MiB)")),
+            "Peak extra memory of forward and backward against length, for the same three.",
+            rows=memory,
+        ),
+    ]
+    header = ["length", "attention", "forward ms", "forward + backward ms", "times as fast", "extra MiB"]
+    return Section(
+        name="lengths",
+        title="Time and memory against length",
+        lead=f"One call of attention: a batch of 1, {result['heads']} heads of dim {result['dim']}, float32, on "
+        f"{made['device']}{threads}. Softmax attention is torch's own, as it chooses it here.",
+        sentences=sentences(result),
+        charts=charts,
+        header=header,
+        table=[table_row(row, rows) for row in rows],
+        data=result,
+    )
+
+
+def table_row(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    return [
+        f"{row['length']:,}",
+        row["attention"],
+        show(row["forward"]),
+        show(row["training"]),
+        f"{speedup(rows, row['attention'], row['length']):.2g}",
+        number(row["training_bytes"] / MIB),
+    ]
+
+
+def training_ms(rows: list[dict[str, Any]], attention: str, length: int) -> float:
+    return next(
+        float(row["training"]["median"]) for row in rows if (row["attention"], row["length"]) == (attention, length)
+    )
+
+
+def speedup(rows: list[dict[str, Any]], attention: str, length: int) -> float:
+    return training_ms(rows, "softmax", length) / training_ms(rows, attention, length)
+
+
+def sentences(result: dict[str, Any]) -> list[str]:
+    rows = result["rows"]
+    lengths = sorted({row["length"] for row in rows})
+    longest = lengths[-1]
+    said = [
+        f"At {longest:,} tokens, LLN trains {speedup(rows, 'LLN', longest):.3g} times and LLN+Diag "
+        f"{speedup(rows, 'LLN+Diag', longest):.3g} times as fast as softmax attention."
+    ]
+    memory = {row["attention"]: number(row["training_bytes"] / MIB) for row in rows if row["length"] == longest}
+    said.append(
+        f"Memory there peaks at {memory['LLN']} MiB for LLN, {memory['LLN+Diag']} for LLN+Diag and {memory['softmax']} "
+        "for softmax attention: torch's does not keep its matrix either, so time is the difference."
+    )
+    return said + crossovers(rows)
+
+
+def crossovers(rows: list[dict[str, Any]]) -> list[str]:
+    """From which length on each is faster than softmax attention."""
+    lengths = sorted({row["length"] for row in rows})
+    said = []
+    for name in ("LLN", "LLN+Diag"):
+        # From here on, not merely here: a lucky short length is not a crossover.
+        faster = [n for i, n in enumerate(lengths) if all(speedup(rows, name, m) > 1 for m in lengths[i:])]
+        slower = [n for n in lengths if n not in faster]
+        if not faster:
+            said.append(f"{name} was not reliably faster than softmax attention at any measured length.")
+        elif slower:
+            said.append(
+                f"{name} trains faster from {faster[0]:,} tokens on; at {slower[-1]:,} and below, softmax wins."
+            )
+        else:
+            said.append(
+                f"{name} trains faster than softmax attention at every measured length, from {lengths[0]:,} tokens on."
+            )
+    return said

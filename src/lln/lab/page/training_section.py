@@ -1,0 +1,189 @@
+"""The section on a short training run: what temperature, entropy and spectral gap do while a model learns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lln.lab.bench.kernel_charts import ticks
+from lln.lab.core.charts import Axis, Style, lines, svg
+from lln.lab.core.measure import one_thread
+from lln.lab.core.page import Chart, Section
+
+ATTENTIONS = {"softmax": "softmax", "lln": "LLN", "lln_diag": "LLN+Diag"}  # by the names that recipes know
+COLOURS = {"softmax": "#D55E00", "LLN": "#0072B2", "LLN+Diag": "#009E73"}
+SHAPES = {"softmax": "circle", "LLN": "square", "LLN+Diag": "triangle-up"}
+DASHES = ((1, 0), (6, 3), (2, 2), (10, 3, 2, 3))  # by layer
+PANELS = {
+    "temperature": (
+        "temperature",
+        "Temperature of each layer: it falls where queries and keys grow as they "
+        "learn. For LLN it is 1 over the standard deviation of log P, which for softmax is the same.",
+    ),
+    "entropy": ("entropy (bits)", "Entropy of each layer's attention: how many tokens a row is spread over."),
+    "spectral_gap": ("spectral gap", "Spectral gap of each layer's attention: 1 mixes the whole sequence in one step."),
+    "alpha": ("alpha", "alpha of each layer, from the spread of its queries at every step (softmax has none)."),
+    "beta": ("beta", "beta of each layer, from the spread of its keys."),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    steps: int = 360
+    evaluate_every: int = 60
+    record_every: int = 30
+    log_every: int = 10
+
+
+QUICK = Plan(steps=60, evaluate_every=20, record_every=20)
+
+
+@one_thread()
+def measure(
+    plan: Plan, *, seed: int, device: str, runs: Path, progress: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """Trains the recipe `mlm tiny` with each attention in a folder below `runs`; a stopped run goes on. `progress`
+    hears of plan.steps steps for each."""
+    from lln.lab.paper.finished_runs import described
+    from lln.lab.paper.run_figures import layers, logged
+    from lln.lab.recipes import recipe
+    from lln.lab.train.run import train
+
+    found: dict[str, Any] = {}
+    for name, title in ATTENTIONS.items():
+        config = recipe("mlm", "tiny", name)
+        optimisation = dataclasses.replace(config.optimisation, steps=plan.steps, warmup=min(40, plan.steps // 4))
+        config = dataclasses.replace(
+            config, optimisation=optimisation, seed=seed, log_every=plan.log_every, evaluate_every=plan.evaluate_every,
+            save_every=plan.evaluate_every, record_every=plan.record_every,
+        )  # fmt: skip
+        folder = runs / name
+
+        def step(at: int, values: dict[str, float], title: str = title) -> None:
+            progress(f"train with {title}, step {at}")
+
+        result = train(config, folder, device=device, progress=step)
+        run = described(folder, runs, config.to_dict())
+        found[title] = {
+            "loss": result["metrics"]["loss"],
+            "guess": result["guess"]["loss"],
+            "seconds": result["seconds"],
+            "validation": logged(run, "eval_loss"),
+            "training": logged(run, "loss"),
+            "layers": {quantity: layers(run, quantity) for quantity in PANELS},
+            "provenance": result["provenance"],
+            "notes": result["notes"],
+            "config": result["config"],
+        }
+    return {
+        "what": "a small language model that guesses masked tokens, trained with three attentions",
+        "settings": dataclasses.asdict(plan),
+        "provenance": found["softmax"]["provenance"],
+        "attentions": found,
+    }
+
+
+def losses(result: dict[str, Any], part: str) -> list[dict[str, Any]]:
+    return [
+        {"series": name, "step": int(step), "loss": loss}
+        for name, x in result["attentions"].items()
+        for step, loss in x[part].items()
+    ]
+
+
+def by_layer(result: dict[str, Any], quantity: str) -> list[dict[str, Any]]:
+    return [
+        {"series": f"{name}, {layer}", "step": int(step), "value": value}
+        for name, x in result["attentions"].items()
+        for layer, points in x["layers"][quantity].items()
+        for step, value in points.items()
+    ]
+
+
+def styles(rows: list[dict[str, Any]]) -> dict[str, Style]:
+    found = {}
+    for series in dict.fromkeys(row["series"] for row in rows):
+        name, _, layer = series.partition(", layer ")
+        dash = DASHES[(int(layer) - 1) % len(DASHES)] if layer else (1, 0)
+        found[series] = Style(COLOURS[name], dash, SHAPES[name], 2.5)
+    return found
+
+
+def section(result: dict[str, Any]) -> Section:
+    first = result["attentions"]["softmax"]["config"]
+    curves = losses(result, "validation")
+    drawn = [
+        Chart(
+            "training-loss",
+            svg(
+                lines(curves, styles(curves), Axis("step", "step"), Axis("loss", "loss on held-out text"), points=True)
+            ),
+            "Loss on held-out text while training, for the three attentions; lower is better.",
+            rows=curves,
+        )
+    ]
+    for quantity, (title, caption) in PANELS.items():
+        if rows := by_layer(result, quantity):
+            values = [row["value"] for row in rows]
+            vertical = Axis("value", title)
+            if quantity == "temperature":  # it falls by orders of magnitude
+                vertical = Axis("value", title, True, ticks(min(values), max(values)))
+            chart = lines(rows, styles(rows), Axis("step", "step", from_zero=True), vertical)
+            drawn.append(Chart(f"training-{quantity.replace('_', '-')}", svg(chart), caption, rows=rows))
+    return Section(
+        name="training",
+        title="Temperature, entropy and gap while a model learns",
+        lead=f"A model of {first['model']['layers']} layers learns to guess masked words of Python's documentation, "
+        f"{first['data']['length']} tokens at a time, for {first['optimisation']['steps']} steps. It is far too small "
+        "to rank attentions; it shows what they do.",
+        sentences=sentences(result),
+        charts=drawn,
+        header=["attention", "loss", "seconds", *(f"{q.replace('_', ' ')}, first to last" for q in PANELS)],
+        table=[table_row(name, x) for name, x in result["attentions"].items()],
+        data=result,
+        caption="The end of each run, and what it recorded: means over layers and heads",
+    )
+
+
+def ends(x: dict[str, Any], quantity: str) -> tuple[float, float] | None:
+    """Means over the layers at the first and at the last step that was recorded."""
+    points = list(x["layers"][quantity].values())
+    if not points:
+        return None
+    order = [sorted(p, key=int) for p in points]
+    return tuple(sum(p[s[i]] for p, s in zip(points, order, strict=True)) / len(points) for i in (0, -1))
+
+
+def table_row(name: str, x: dict[str, Any]) -> list[str]:
+    cells = []
+    for quantity in PANELS:
+        pair = ends(x, quantity)
+        cells.append("" if pair is None else f"{pair[0]:.3g} to {pair[1]:.3g}")
+    return [name, f"{x['loss']:.3f}", f"{x['seconds']:.0f}", *cells]
+
+
+def sentences(result: dict[str, Any]) -> list[str]:
+    found = result["attentions"]
+    ended = ", ".join(f"{x['loss']:.2f} with {name}" for name, x in found.items())
+    guess = found["softmax"]["guess"]
+    learned = [name for name, x in found.items() if x["loss"] < guess]
+    which = "all three have" if len(learned) == len(found) else f"{' and '.join(learned) or 'none'} has"
+    said = [
+        f"The loss ended at {ended}. Guessing by how common each token is would give {guess:.2f}: {which} learned more "
+        "than that."
+    ]
+    for quantity, word in (("temperature", "temperature"), ("entropy", "entropy")):
+        pairs = {name: ends(x, quantity) for name, x in found.items()}
+        texts = [f"{p[0]:.3g} to {p[1]:.3g} with {name}" for name, p in pairs.items() if p is not None]
+        if texts:
+            said.append(f"The mean {word} went from {', '.join(texts)}.")
+    # At every record, not only at the ends: in between it can be far lower.
+    gaps = [x for points in found["LLN+Diag"]["layers"]["spectral_gap"].values() for x in points.values()]
+    if gaps and max(gaps) < 0.55:
+        said.append(
+            f"The spectral gap of LLN+Diag was {min(gaps):.2f} to {max(gaps):.2f}: half of its weight is softmax "
+            "inside blocks and never leaves them, so it cannot mix everything in one step, whatever the rest does."
+        )
+    return said

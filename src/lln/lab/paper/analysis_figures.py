@@ -1,0 +1,10 @@
+"""All figures by name."""
+
+from __future__ import annotations
+
+from lln.lab.paper.analysis import Figure
+from lln.lab.paper.concentration import FIG2
+from lln.lab.paper.distribution import FIG5A, FIG5B, FIG7
+from lln.lab.paper.sums import FIG6A, FIG6B
+
+FIGURES: dict[str, Figure] = {figure.name: figure for figure in (FIG2, FIG5A, FIG5B, FIG6A, FIG6B, FIG7)}

@@ -1,0 +1,42 @@
+"""Charts of Table 2: time and memory of a training step against length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lln.lab.core.charts import Axis, Style, lines, svg
+
+STYLES = {
+    "softmax": Style("#D55E00", (8, 3), "circle"),
+    "torch": Style("#CC79A7", (1, 0), "square"),
+    "nystromformer": Style("#E69F00", (2, 2), "diamond"),
+    "lln": Style("#0072B2", (10, 3, 2, 3), "triangle-up"),
+    "lln_diag": Style("#009E73", (1, 0), "triangle-down"),
+}
+MIB = 2**20
+
+
+def charts_of(result: dict[str, Any]) -> dict[str, str]:
+    """{end of the file's name: SVG}; cells that did not fit are not drawn."""
+    found = [row for row in result["rows"] if row["ms"] is not None]
+    if result["table"] != "table2" or not found:
+        return {}
+    lengths = tuple(sorted({float(row["length"]) for row in found}))
+    x = Axis("length", "length (tokens)", logarithmic=True, ticks=lengths)
+    times = [
+        {"series": row["attention"], "length": row["length"], "ms": row["ms"]["median"]}
+        | {"low": row["ms"]["low"], "high": row["ms"]["high"]}
+        for row in found
+    ]
+    memory = [{"series": row["attention"], "length": row["length"], "MiB": row["bytes"] / MIB} for row in found]
+    return {
+        "-time": svg(lines(times, STYLES, x, axis("ms", "a training step (ms)", times), points=True)),
+        "-memory": svg(lines(memory, STYLES, x, axis("MiB", "peak memory (MiB)", memory), points=True)),
+    }
+
+
+def axis(field: str, title: str, rows: list[dict[str, Any]]) -> Axis:
+    """With ticks at 1, 2, 5, 10, ... between the least and the largest value."""
+    low, high = (end(row[field] for row in rows) for end in (min, max))
+    ticks = [digit * 10.0**power for power in range(-3, 9) for digit in (1, 2, 5)]
+    return Axis(field, title, logarithmic=True, ticks=tuple(t for t in ticks if low <= t <= high))

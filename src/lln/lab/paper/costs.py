@@ -1,0 +1,314 @@
+"""Tables 2 and 4: time and memory of a training step of the paper's models, attention by attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lln.files import write_json, write_text
+from lln.lab.core.measure import number, peak_memory, provenance, time_calls, without_places
+from lln.lab.recipes import recipe
+from lln.lab.train.config import Config, Model
+from lln.lab.train.models import Sizes, build, unmasked
+
+Progress = Callable[[str], None]
+TOGETHER_MS, MOST_STEPS = 500, 8  # of the steps that are timed as one
+
+# The paper's own numbers, from one A100 of 40 GB.
+OOM = None
+PAPER2: dict[str, dict[str, dict[int, float | None]]] = {
+    name: {
+        "GB": dict(zip((512, 1024, 2048, 4096, 8192, 16384), memory, strict=True)),
+        "s": dict(zip((512, 1024, 2048, 4096, 8192, 16384), seconds, strict=True)),
+    }
+    for name, memory, seconds in (
+        ("softmax", (4.0, 5.5, 12.6, 32.1, OOM, OOM), (0.95, 1.05, 2.4, 6.8, OOM, OOM)),
+        ("nystromformer", (4.0, 4.5, 5.5, 7.3, 11.6, 19.1), (1.8, 1.9, 2.6, 4.7, 8.8, 16.7)),
+        ("lln", (4.1, 4.4, 5.7, 7.5, 12.0, 20.1), (1.0, 1.05, 1.6, 3.2, 6.1, 11.8)),
+        ("lln_diag", (4.1, 4.6, 6.1, 8.1, 13.4, 23.0), (1.2, 1.3, 1.9, 3.6, 6.9, 13.3)),
+    )
+}
+TASKS4 = ("text", "listops", "retrieval", "pathfinder", "image")
+PAPER4: dict[str, dict[str, dict[str, float]]] = {
+    name: {"s": dict(zip(TASKS4, seconds, strict=True)), "MB": dict(zip(TASKS4, memory, strict=True))}
+    for name, seconds, memory in (
+        ("softmax", (21468, 5905, 21866, 6754, 13228), (17108, 4458, 8934, 4817, 9632)),
+        ("reformer", (4610, 2439, 4714, 4694, 8737), (3261, 1631, 3008, 3258, 6514)),
+        ("performer", (3456, 1966, 3761, 3553, 13169), (2176, 1122, 2178, 2180, 4353)),
+        ("skyformer", (4523, 2970, 5602, 5240, 9347), (3068, 1697, 2974, 4041, 8079)),
+        ("lln_diag", (3043, 1774, 3135, 3042, 4053), (1641, 821, 1586, 1639, 3276)),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What can be asked for beyond the paper's: other lengths, batches of so many tokens (at least one sequence),
+    torch.compile, another precision (None: bfloat16 on a GPU, float32 elsewhere)."""
+
+    lengths: tuple[int, ...] = ()
+    tokens: int = 0
+    compile: bool = False
+    precision: str | None = None
+
+    @property
+    def end(self) -> str:
+        """Of the names of files."""
+        return (f"-{self.tokens}-tokens" if self.tokens else "") + ("-compiled" if self.compile else "")
+
+
+def parse_setting(changes: list[str]) -> Setting:
+    """ValueError, in one sentence, for what is no setting."""
+    found: dict[str, Any] = {}
+    for change in changes:
+        name, _, text = change.partition("=")
+        try:
+            if name == "lengths":
+                found[name] = tuple(int(part) for part in text.split(","))
+            elif name == "tokens":
+                found[name] = int(text)
+            elif name == "compile":
+                found[name] = {"yes": True, "no": False}[text]
+            elif name == "precision" and text in ("float32", "bfloat16"):
+                found[name] = text
+            else:
+                raise KeyError
+        except (KeyError, ValueError):
+            raise ValueError(
+                "of single steps these can be set: lengths=512,65536, tokens=16384, compile=yes, precision=float32 or "
+                f"bfloat16; got {change!r}."
+            ) from None
+    return Setting(**found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One training step: a model, an attention, a batch of sequences of one length."""
+
+    column: str  # a length, or a task
+    attention: str
+    config: Config
+    sizes: Sizes
+    batch: int
+    length: int
+    implementation: str | None = None  # of softmax in transformers, where it is not torch's
+
+
+@dataclasses.dataclass(frozen=True)
+class CostTable:
+    name: str
+    title: str
+    attentions: tuple[str, ...]
+    cells: Callable[[str, Setting], list[Cell]]  # of a scale
+    paper: dict[str, Any]
+
+
+SCALES = ("tiny", "mini", "paper")
+
+
+TORCH, OURS = "torch", ("lln", "lln_diag")
+ROWS2 = ("softmax", TORCH, "nystromformer", "lln", "lln_diag")  # softmax as the paper has it, and torch's own
+
+
+def cells2(scale: str, setting: Setting) -> list[Cell]:
+    """RoBERTa, a batch of one."""
+    model, lengths = {
+        "tiny": (Model(layers=2, width=128, heads=2, inner=512), (256, 512, 1024, 2048)),
+        "mini": (Model(layers=6, width=384, heads=6, inner=1536), (512, 1024, 2048, 4096, 8192, 16384)),
+        "paper": (Model(layers=12, width=768, heads=12, inner=3072), (512, 1024, 2048, 4096, 8192, 16384)),
+    }[scale]
+    vocabulary = 50265 if scale == "paper" else 8192
+    found = []
+    for name in ROWS2:
+        base = recipe("mlm", "paper", "softmax" if name == "torch" else name)
+        for length in setting.lengths or lengths:
+            config = dataclasses.replace(base, model=model, data=dataclasses.replace(base.data, length=length))
+            batch = max(setting.tokens // length, 1)
+            sizes = Sizes(vocabulary=vocabulary, padding=1)
+            given = "eager" if name == "softmax" else None
+            found.append(Cell(str(length), name, config, sizes, batch, length, given))
+    return found
+
+
+def cells4(scale: str, setting: Setting) -> list[Cell]:
+    """Long Range Arena's models; with the paper's batches and lengths, or a part of them."""
+    if setting.lengths or setting.tokens:
+        raise ValueError("table4 has a length and a batch for each task; lengths and tokens go with table2.")
+    found = []
+    for name in PAPER4:
+        for task in TASKS4:
+            config = recipe("lra", "paper", name, task)
+            batch, length = config.optimisation.batch, config.data.length
+            if scale != "paper":
+                batch, length = (2, length // 4) if scale == "tiny" else (8, length)
+                config = dataclasses.replace(config, data=dataclasses.replace(config.data, length=length))
+            sizes = Sizes(vocabulary=512, labels=10, pair=task == "retrieval")
+            found.append(Cell(task, name, config, sizes, batch, length))
+    return found
+
+
+TABLES = {
+    "table2": CostTable("table2", "a training step of RoBERTa", ROWS2, cells2, PAPER2),
+    "table4": CostTable(
+        "table4", "a training step of Long Range Arena's models of 2 layers", tuple(PAPER4), cells4, PAPER4
+    ),
+}
+
+
+def measure(
+    table: CostTable, cells: list[Cell], scale: str, setting: Setting, *, device: torch.device, repeats: int, seed: int,
+    progress: Progress, store: Callable[[dict[str, Any]], None] = lambda result: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Milliseconds and bytes of each cell, or why there are none; stored as they come."""
+    setting = dataclasses.replace(setting, precision=setting.precision or default_precision(device))
+    result: dict[str, Any] = {
+        "table": table.name,
+        "what": f"time and peak memory of {table.title}: forward, backward and AdamW, `steps` of them without a wait",
+        "scale": scale,
+        "setting": dataclasses.asdict(setting),
+        "provenance": provenance(seed, device),
+        "rows": [],
+    }
+    for cell in cells:
+        progress(f"{cell.attention}: {cell.column}")
+        row: dict[str, Any] = {
+            "attention": cell.attention, "column": cell.column, "batch": cell.batch, "length": cell.length,
+            "ms": None, "bytes": None, "note": None,
+        }  # fmt: skip
+        torch.manual_seed(seed)
+        try:
+            row |= step_cost(cell, device, repeats, setting)
+        except torch.OutOfMemoryError:
+            row["note"] = "OOM"
+        except ValueError as error:
+            row["note"] = str(error)
+        torch.compiler.reset()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        result["rows"].append(row)
+        store(result)
+    return result
+
+
+def default_precision(device: torch.device) -> str:
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
+def step_cost(cell: Cell, device: torch.device, repeats: int, setting: Setting) -> dict[str, Any]:
+    with device:  # a large model starts much sooner where its random numbers are drawn on the GPU
+        model: Any = build(cell.config, cell.sizes)
+    model = model.to(device).train()
+    if cell.implementation is not None:
+        model.set_attn_implementation(cell.implementation)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
+    run = torch.compile(model) if setting.compile else model
+    mixed = (setting.precision or default_precision(device)) == "bfloat16"
+    ids = torch.randint(5, cell.sizes.vocabulary, (cell.batch, cell.length), device=device)
+    given = {"input_ids": ids, "labels": ids}
+    if cell.config.task == "lra":
+        given["labels"] = torch.randint(cell.sizes.labels, (cell.batch,), device=device)
+    if cell.sizes.pair:
+        given["pair_ids"] = ids.flip(0)
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=mixed), unmasked():
+            loss = run(**given).loss
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+
+    for _ in range(2):  # the first makes the optimiser's moments, and may compile
+        step()
+    count = in_a_row(step, device)
+
+    def steps() -> None:
+        for _ in range(count):
+            step()
+
+    timing = time_calls({"steps": steps}, repeats=repeats, device=device, warmup=0)["steps"]
+    ms = {name: getattr(timing, name) / count for name in ("median", "low", "high")} | {"repeats": timing.repeats}
+    # Of the step, with weights and optimiser, which the paper counts too.
+    held = sum(p.numel() * p.element_size() for p in model.parameters()) * 3
+    return {"ms": ms, "steps": count, "bytes": peak_memory(step, device) + held}
+
+
+def in_a_row(step: Callable[[], None], device: torch.device) -> int:
+    """Steps that are timed together. Training does not wait for the GPU between them: the host prepares a step while
+    the one before it runs, and a wait after each would time the host's head start, not the step. Of a step that
+    takes most of a second the head start is little, and one is enough."""
+    if device.type != "cuda":
+        return 1
+    once = time_calls({"step": step}, repeats=1, device=device, warmup=0)["step"].median
+    return max(min(round(TOGETHER_MS / once), MOST_STEPS), 1)
+
+
+def markdown(table: CostTable, result: dict[str, Any]) -> str:
+    """Ours beside the paper's, which were measured on another device: what can be compared is how they grow."""
+    p = result["provenance"]
+    head = [
+        f"# Table {table.name.removeprefix('table')}: {table.title}, {said_of(result['setting'])}", "",
+        f"{p['device']}, scale {result['scale']}, {p['date'][:10]}, commit {p['commit']}, "
+        f"`{without_places(p['command'])}`", "",
+    ]  # fmt: skip
+    theirs = ["The paper's, on an A100 of 40 GB (its scale, not this one's unless they are the same):", ""]
+    return "\n".join([*head, *measured(table, result), *theirs, *published(table)])
+
+
+def measured(table: CostTable, result: dict[str, Any]) -> list[str]:
+    columns = list(dict.fromkeys(row["column"] for row in result["rows"]))
+    rows = {(row["attention"], row["column"]): row for row in result["rows"]}
+    there = [name for name in table.attentions if any((name, column) in rows for column in columns)]
+    parts = []
+    for what, unit in (("ms", "ms a step"), ("bytes", "MiB")):
+        parts += [f"| {unit} | " + " | ".join(columns) + " |", "|---" + "|---:" * len(columns) + "|"]
+        for name in there:
+            texts = [shown(rows.get((name, column)), what) for column in columns]
+            parts.append(f"| {name} | " + " | ".join(texts) + " |")
+        for name in (n for n in there if n in OURS and TORCH in there and what == "ms"):
+            texts = [faster(rows.get((TORCH, column)), rows.get((name, column))) for column in columns]
+            parts.append(f"| {name}, times as fast as {TORCH} | " + " | ".join(texts) + " |")
+        parts.append("")
+    return parts
+
+
+def faster(base: dict[str, Any] | None, row: dict[str, Any] | None) -> str:
+    if base is None or row is None or base["ms"] is None or row["ms"] is None:
+        return ""
+    return f"{base['ms']['median'] / row['ms']['median']:.2f}"
+
+
+def published(table: CostTable) -> list[str]:
+    parts = []
+    for unit in next(iter(table.paper.values())):
+        known = list(next(iter(table.paper.values()))[unit])
+        parts += [f"| {unit}, the paper's | " + " | ".join(map(str, known)) + " |", "|---" + "|---:" * len(known) + "|"]
+        for name, values in table.paper.items():
+            texts = ["OOM" if values[unit][column] is None else f"{values[unit][column]:g}" for column in known]
+            parts.append(f"| {name} | " + " | ".join(texts) + " |")
+        parts.append("")
+    return parts
+
+
+def said_of(setting: dict[str, Any]) -> str:
+    batch = f"batches of {setting['tokens']:,} tokens" if setting["tokens"] else "the paper's batches"
+    return f"{batch}, {setting['precision']}" + (", torch.compile" if setting["compile"] else "")
+
+
+def shown(row: dict[str, Any] | None, what: str) -> str:
+    if row is None:
+        return ""
+    if row["ms"] is None:
+        return "OOM" if row["note"] == "OOM" else "no"
+    return number(row["ms"]["median"]) if what == "ms" else number(row["bytes"] / 2**20)
+
+
+def write(table: CostTable, result: dict[str, Any], out: Path) -> list[Path]:
+    end = Setting(**result["setting"]).end
+    paths = [out / f"{table.name}{end}.json", out / f"{table.name}{end}.md"]
+    write_json(paths[0], result)
+    write_text(paths[1], markdown(table, result))
+    return paths

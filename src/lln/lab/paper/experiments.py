@@ -1,0 +1,261 @@
+"""Which runs the paper's tables and figures need, and our own (matching, variants, lengths), at each scale."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import lln.hf
+from lln.lab.data.needles import Planting
+from lln.lab.paper import published
+from lln.lab.paper.jobs import DEIT, Job, configure, folder_name
+from lln.lab.recipes import NAMES
+from lln.lab.recipes.needles import at_length, longer
+from lln.lab.train.config import LEARNED
+from lln.lab.train.models import check_attention
+from lln.lab.train.run import MODEL
+from lln.peers import mechanisms
+
+ALPHAS = (1, 1.5, 2, 3, 4)  # alpha = beta of Fig. 10a
+SCALED = (2, 4)  # of Fig. 10b
+FLOAT16 = "float16"
+WATCHED = ("image", "mlm")  # whose alpha and beta Fig. 9 can show; the paper's first
+LENGTHS = {"tiny": (128, 512), "mini": (256, 512, 2048, 8192, 32768)}  # of needles in text
+
+# Table 1: the paper's, and what else tells apart where accuracy comes from.
+ALL1 = (
+    "softmax", "lln", "lln_diag", "block_diagonal", "elu", "elu_diag", "performer", "cosformer", "nystromformer",
+    "hedgehog", "reformer", "longformer", "transformer_ls", "transnormer_t1", "transnormer_t2", "flash", "tnn",
+)  # fmt: skip
+FEW1 = ("softmax", "lln", "lln_diag", "elu")
+
+# Ours: how alpha and beta are found, and what else may help LLN.
+MATCHED = (
+    "", ":matching=variance", ":matching=entropy", *(f":alpha={alpha:g}" for alpha in ALPHAS), ":statistics=sample",
+    ":matching=entropy:statistics=sample",
+)  # fmt: skip
+MATCHINGS = ("softmax", *(name + how for name in ("lln_diag", "lln") for how in MATCHED))
+VARIANTS = (
+    "softmax", "softmax:convolution=5", "lln", "lln:alpha=2:learnable=head", "lln:alpha=2:learnable=channel",
+    "lln:feature_map=linear:statistics=fixed", "lln:convolution=5", "lln_diag", "lln_diag:alpha=2:learnable=channel",
+    "lln_diag:convolution=5", "lln_diag:overlap=true", "block_diagonal",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    scale: str
+    attentions: tuple[str, ...]
+    tasks: tuple[str, ...]  # of GLUE or LRA; of Fig. 9 which models
+    seeds: int
+    tunings: int  # fine-tunings of each pre-trained model
+    changes: dict[str, str]
+    runs: Path
+    device: str
+    first: int = 0  # seed
+    lengths: tuple[int, ...] = ()  # of `lengths`; none: those of the scale
+
+    @property
+    def numbers(self) -> range:
+        """The seeds."""
+        return range(self.first, self.first + self.seeds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    name: str
+    title: str
+    task: str  # the one that counts
+    attentions: Callable[[str], tuple[str, ...]]  # of a scale
+    jobs: Callable[[Asked], list[Job]]
+    tiny: str  # how long it takes at that scale on two cores
+    tasks: Callable[[str], tuple[str, ...]] = lambda scale: ()
+    paper: published.Numbers | None = None  # of tables; of our own none are published
+    columns: tuple[str, ...] = ()
+
+
+def pretraining(asked: Asked, attention: str, seed: int, precision: str | None = None) -> Job:
+    config = configure("mlm", asked.scale, attention, seed, asked.changes, precision=precision)
+    return Job(folder_name(config, None), config)
+
+
+def fine_tuning(asked: Asked, before: Job, attention: str, task: str, seed: int) -> Job:
+    start = asked.runs / before.folder / MODEL
+    config = configure("glue", asked.scale, attention, seed, asked.changes, name=task, start=start)
+    return Job(folder_name(config, task, before.config.seed), config, before.folder)
+
+
+def single(
+    asked: Asked, task: str, attention: str, seed: int, name: str | None = None, *, preset: str | None = None,
+    precision: str | None = None,
+) -> Job:  # fmt: skip
+    config = configure(task, preset or asked.scale, attention, seed, asked.changes, name=name, precision=precision)
+    return Job(folder_name(config, name), config)
+
+
+def jobs1(asked: Asked) -> list[Job]:
+    """Seed by seed and attention by attention, so that whole rows are there soon."""
+    found = []
+    for seed in asked.numbers:
+        for attention in asked.attentions:
+            before = pretraining(asked, attention, seed)
+            found.append(before)
+            found += [
+                fine_tuning(asked, before, attention, task, tuning)
+                for tuning in range(asked.tunings)
+                for task in asked.tasks
+            ]
+    return found
+
+
+def jobs3(asked: Asked) -> list[Job]:
+    return [single(asked, "image", attention, seed) for seed in asked.numbers for attention in asked.attentions]
+
+
+def jobs5(asked: Asked) -> list[Job]:
+    return [
+        single(asked, "lra", attention, seed, task)
+        for seed in asked.numbers
+        for attention in asked.attentions
+        for task in asked.tasks
+    ]
+
+
+def jobs_mlm(asked: Asked) -> list[Job]:
+    return [pretraining(asked, attention, seed) for seed in asked.numbers for attention in asked.attentions]
+
+
+def jobs8(asked: Asked) -> list[Job]:
+    """The loss scale of Fig. 8b exists under float16, which needs a GPU."""
+    found = jobs_mlm(asked)
+    if on_gpu(asked) and any(job.config.precision != FLOAT16 for job in found):
+        found += [pretraining(asked, attention, asked.first, FLOAT16) for attention in asked.attentions]
+    return found
+
+
+def jobs9(asked: Asked) -> list[Job]:
+    """Of vision transformers, as in the paper, or of language models."""
+    return [job for task in watched(asked) for job in (jobs_mlm if task == "mlm" else jobs3)(asked)]
+
+
+def watched(asked: Asked) -> tuple[str, ...]:
+    return tuple(task for task in asked.tasks if task in WATCHED) or WATCHED[:1]
+
+
+def jobs10(asked: Asked) -> list[Job]:
+    found = [
+        single(asked, "image", variant, seed)
+        for seed in asked.numbers
+        for attention in asked.attentions
+        for variant in (attention, *(f"{attention}:alpha={alpha:g}" for alpha in ALPHAS))
+    ]
+    if on_gpu(asked):
+        preset = DEIT if asked.scale == "paper" else None
+        found += [
+            single(asked, "image", variant, asked.first, preset=preset, precision=FLOAT16)
+            for attention in asked.attentions
+            for variant in (attention, *(f"{attention}:alpha={alpha:g}" for alpha in SCALED))
+        ]
+    return list({job.folder: job for job in found}.values())  # with precision=float16 they are among the first
+
+
+def jobs_lengths(asked: Asked) -> list[Job]:
+    """From short to long: a model goes on from the one that learned the task at the length before."""
+    found, lengths = [], asked.lengths or LENGTHS[asked.scale]
+    usual = configure("needles", asked.scale, "softmax", 0, asked.changes)
+    for length in lengths:
+        Planting.of(usual.data.options).check(length)
+    if usual.model.positions == LEARNED and len(lengths) > 1:
+        raise ValueError(
+            "model.positions: a model that goes on with longer sequences has not learned their positions; use none or "
+            "sinusoidal, or one of the lengths alone."
+        )
+    for seed in asked.numbers:
+        before: dict[str, Job] = {}
+        for length in lengths:
+            for attention in asked.attentions:
+                config, last = configure("needles", asked.scale, attention, seed, asked.changes), before.get(attention)
+                name, now = f"needles-{length}", at_length(config, length)
+                if last is not None:
+                    name += f"-after-{last.config.data.length}"
+                    now = longer(config, length, str(asked.runs / last.folder / MODEL))
+                folder = folder_name(config, None).replace("needles", name, 1)
+                before[attention] = Job(folder, now, None if last is None else last.folder)
+                found.append(before[attention])
+    return found
+
+
+def on_gpu(asked: Asked) -> bool:
+    return torch.device(asked.device).type == "cuda"
+
+
+def one(*names: str) -> Callable[[str], tuple[str, ...]]:
+    return lambda scale: names
+
+
+EXPERIMENTS = {
+    e.name: e
+    for e in (
+        Experiment(
+            "table1", "accuracy on GLUE after MLM pre-training (%)", "glue",
+            lambda scale: FEW1 if scale == "tiny" else ALL1, jobs1, "10 min",
+            # Tiny has two embedded tasks, one of sentences and one of pairs.
+            lambda scale: ("sst2", "qqp") if scale == "tiny" else tuple(NAMES["glue"]),
+            published.TABLE1, published.COLUMNS1,
+        ),
+        Experiment(
+            "table3", "accuracy of a vision transformer on Dogs vs Cats (%)", "image",
+            one("softmax", "lln_diag", "linformer"), jobs3, "2 min", paper=published.TABLE3,
+            columns=published.COLUMNS3,
+        ),
+        Experiment(
+            "table5", "accuracy on Long Range Arena (%)", "lra", one(*published.TABLE5), jobs5, "20 min",
+            lambda scale: published.COLUMNS5[:-1], published.TABLE5, published.COLUMNS5,
+        ),
+        Experiment(
+            "fig1", "Temperature, entropy and spectral gap of every layer while a model trains", "mlm",
+            one("softmax"), jobs_mlm, "2 min",
+        ),
+        Experiment(
+            "fig8", "Loss and loss scale of pre-training", "mlm", one("softmax", "lln", "lln_diag"), jobs8, "6 min"
+        ),
+        Experiment(
+            "fig9", "alpha and beta of every layer while a model trains", "image", one("lln"), jobs9, "1 min",
+            one(*WATCHED),
+        ),
+        Experiment(
+            "fig10", "Accuracy and loss scale with fixed alpha = beta and with moment matching", "image", one("lln"),
+            jobs10, "3 min",
+        ),
+        Experiment(
+            "matching", "Which matching and which statistics train best", "glue", one(*MATCHINGS), jobs1, "15 min",
+            one("sst2"), {}, ("sst2",),
+        ),
+        Experiment(
+            "variants", "What helps LLN: learned alpha and beta, feature map, convolution, overlapping blocks", "glue",
+            one(*VARIANTS), jobs1, "10 min", one("sst2"), {}, ("sst2",),
+        ),
+        Experiment(
+            "lengths", "Needles in text against length", "needles",
+            one("softmax", "lln", "lln_diag", "block_diagonal"), jobs_lengths, "2 min",
+        ),
+    )
+}  # fmt: skip
+
+
+def refused(task: str, scale: str, attention: str) -> str | None:
+    """Why models cannot run this attention, or None."""
+    config = configure(task, scale, attention, 0, {})
+    name = config.attention.name
+    if name not in ("softmax", *lln.hf.IMPLEMENTATIONS):
+        known = name in mechanisms()
+        reason = "cannot be the attention of a transformers model" if known else "is no mechanism of lln.mechanisms()"
+        return f"{attention} {reason}"
+    try:
+        check_attention(config)
+    except (ValueError, TypeError) as error:
+        return f"{attention}: {error}".rstrip(".")
+    return None

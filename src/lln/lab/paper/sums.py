@@ -1,0 +1,150 @@
+"""Figs. 6a and 6b: the variance of the logarithm of a sum of d log-normal variables."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from lln.lab.calibration import draw, normal, within_row_variance
+from lln.lab.core.charts import Axis, Style, lines, svg
+from lln.lab.paper.analysis import CPU, Figure, Plan, Progress, Rows, Verdict, value
+
+DIMS = (32, 64, 128)
+MODERATE = tuple(0.1 * i for i in range(2, 13))  # s2 of Fig. 6a
+BROAD = tuple(float(i) for i in range(1, 31))  # s2 of Fig. 6b
+LARGE = 9.0  # from here on "sufficiently large"
+CLOSE = 0.1  # relative: as near as a chart shows
+STRAIGHT = 0.1  # slopes of two halves that differ by less belong to one line
+COLOURS = {32: "#56B4E9", 64: "#009E73", 128: "#E69F00"}
+STYLES = {f"d = {dim}": Style(COLOURS[dim], (1, 0), "circle") for dim in DIMS} | {
+    f"d = {dim}, {what}": Style(COLOURS[dim], (6, 4), "square") for dim in DIMS for what in ("Fenton", "line")
+}
+
+
+def fenton(s2: float, dim: int) -> float:
+    """Eq. (28)."""
+    return math.log((math.exp(s2) - 1) / dim + 1)
+
+
+def shared_row(s2: float, dim: int) -> float:
+    """The same for the entries of one row of LLN, which share their query: half of s2 is common to all of them."""
+    return math.log(1 + (math.exp(s2) - math.exp(s2 / 2)) / dim)
+
+
+def variances(s2s: tuple[float, ...], plan: Plan, seed: int, progress: Progress) -> Rows:
+    """Of ln sum_c exp(sqrt(s2) z_c) with d independent z."""
+    rows = []
+    for dim in DIMS:
+        z = normal(draw(seed, dim, plan.samples), plan.samples, dim, device=CPU)
+        for s2 in s2s:
+            progress(f"d = {dim}, s2 = {s2:g}")
+            found = torch.cat([(math.sqrt(s2) * part).logsumexp(1) for part in z.split(2**14)])
+            spread = found.var().item()
+            error = math.sqrt(((found - found.mean()).pow(4).mean().item() - spread**2) / len(found))
+            rows.append({"series": f"d = {dim}", "dim": dim, "s2": s2, "variance": spread, "variance_error": error})
+    return rows
+
+
+def measure_6a(plan: Plan, seed: int, progress: Progress) -> Rows:
+    rows = variances(MODERATE, plan, seed, progress)
+    rows += [
+        {"series": f"d = {dim}, Fenton", "dim": dim, "s2": s2, "variance": fenton(s2, dim)}
+        for dim in DIMS
+        for s2 in MODERATE
+    ]
+    progress("rows of LLN")
+    z_q, z_k = (normal(draw(seed, plan.dim, plan.length, side), plan.length, plan.dim, device=CPU) for side in (0, 1))
+    for s2 in MODERATE:
+        measured = within_row_variance(z_q, z_k, s2).item()
+        rows.append({"series": "row of LLN", "dim": plan.dim, "s2": s2, "variance": measured})
+    return rows
+
+
+def judge_6a(plan: Plan, rows: Rows) -> list[Verdict]:
+    off = {
+        dim: max(abs(value(rows, f"d = {dim}", {"s2": s2}, "variance") / fenton(s2, dim) - 1) for s2 in MODERATE)
+        for dim in DIMS
+    }
+    in_row = {s2: value(rows, "row of LLN", {"s2": s2}, "variance") for s2 in MODERATE}
+    paper, ours = (max(abs(in_row[s2] / form(s2, plan.dim) - 1) for s2 in MODERATE) for form in (fenton, shared_row))
+    return [
+        Verdict(
+            claim="For s2 in [0.2, 1.2] Fenton's estimate, eq. (28), gives the variance of the sum of d log-normals.",
+            holds=max(off.values()) <= CLOSE,
+            numbers={f"deviation_d{dim}": off[dim] for dim in DIMS},
+            sentence="Largest deviation from it: " + ", ".join(f"{100 * off[d]:.1f} % for d = {d}" for d in DIMS) + ".",
+        ),
+        Verdict(
+            claim="The same estimate is the variance of the numerator of LLN attention.",
+            holds=paper <= CLOSE,
+            numbers={"eq_28": paper, "shared_query": ours},
+            sentence=f"Within a row, whose entries share their query, it is up to {100 * paper:.0f} % off "
+            f"(d = {plan.dim}); ln(1 + (e^s2 - e^(s2/2)) / d) is within {100 * ours:.1f} %.",
+        ),
+    ]
+
+
+def charts_6a(plan: Plan, rows: Rows) -> dict[str, str]:
+    drawn = [row for row in rows if row["series"] in STYLES]
+    y = Axis("variance", "variance of ln of the sum")
+    return {"": svg(lines(drawn, STYLES, Axis("s2", "s2 of each variable"), y))}
+
+
+def line(x: list[float], y: list[float]) -> tuple[float, float, float]:
+    """(slope, intercept, R^2) of the least-squares line."""
+    design = torch.tensor([x, [1.0] * len(x)], dtype=torch.float64).T
+    target = torch.tensor(y, dtype=torch.float64)
+    slope, intercept = torch.linalg.lstsq(design, target.unsqueeze(1)).solution.flatten().tolist()
+    rest = (target - design @ torch.tensor([slope, intercept], dtype=torch.float64)).square().sum()
+    return slope, intercept, 1 - (rest / (target - target.mean()).square().sum()).item()
+
+
+def fitted(rows: Rows, dim: int, low: float, high: float) -> tuple[float, float, float]:
+    x = [s2 for s2 in BROAD if low <= s2 <= high]
+    return line(x, [value(rows, f"d = {dim}", {"s2": s2}, "variance") for s2 in x])
+
+
+def measure_6b(plan: Plan, seed: int, progress: Progress) -> Rows:
+    rows = variances(BROAD, plan, seed, progress)
+    for dim in DIMS:
+        slope, intercept, _ = fitted(rows, dim, LARGE, BROAD[-1])
+        rows += [
+            {"series": f"d = {dim}, line", "dim": dim, "s2": s2, "variance": slope * s2 + intercept}
+            for s2 in BROAD
+            if s2 >= LARGE
+        ]
+    return rows
+
+
+def judge_6b(plan: Plan, rows: Rows) -> list[Verdict]:
+    verdicts = []
+    middle = (LARGE + BROAD[-1]) / 2
+    for dim in DIMS:
+        slope, intercept, r2 = fitted(rows, dim, LARGE, BROAD[-1])
+        first, second = fitted(rows, dim, LARGE, middle)[0], fitted(rows, dim, middle, BROAD[-1])[0]
+        verdicts.append(
+            Verdict(
+                claim=f"For large s2 the variance of the sum of d = {dim} log-normals grows linearly with s2.",
+                holds=abs(second / first - 1) <= STRAIGHT,
+                numbers={"slope": slope, "intercept": intercept, "r2": r2, "first_half": first, "second_half": second},
+                sentence=f"d = {dim}: slope {first:.3f} over s2 from {LARGE:g} to {middle:g}, {second:.3f} from there "
+                f"to {BROAD[-1]:g}; one line over both has slope {slope:.3f} and R² {r2:.4f}.",
+            )
+        )
+    return verdicts
+
+
+def charts_6b(plan: Plan, rows: Rows) -> dict[str, str]:
+    y = Axis("variance", "variance of ln of the sum")
+    return {"": svg(lines(rows, STYLES, Axis("s2", "s2 of each variable"), y))}
+
+
+FIG6A = Figure(
+    "fig6a", "Sums of log-normal variables, moderate spread", lambda plan: len(DIMS) * len(MODERATE) + 1, measure_6a,
+    judge_6a, charts_6a,
+)  # fmt: skip
+FIG6B = Figure(
+    "fig6b", "Sums of log-normal variables, broad spread", lambda plan: len(DIMS) * len(BROAD), measure_6b, judge_6b,
+    charts_6b,
+)  # fmt: skip

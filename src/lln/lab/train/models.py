@@ -1,0 +1,263 @@
+"""The models of the recipes: transformers' own, with the attention that a config names."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaForSequenceClassification,
+    RobertaPreLayerNormConfig,
+    RobertaPreLayerNormForMaskedLM,
+    RobertaPreLayerNormForSequenceClassification,
+    ViTConfig,
+    ViTForImageClassification,
+    masking_utils,
+)
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+import lln.hf  # registers the attentions
+from lln.lab.train.config import LEARNED, NONE, Config
+
+SOFTMAX, CONVOLVED = "sdpa", "convolved_softmax"
+SLOWEST = 10_000.0  # the longest wave of sinusoidal positions, over 2 pi
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What a model needs to know of its data."""
+
+    vocabulary: int = 0
+    labels: int = 0
+    channels: int = 0
+    padding: int = 0  # token id
+    pair: bool = False  # two sequences an example
+
+
+class SequenceClassifier(PreTrainedModel):
+    """An encoder, the mean of its tokens, and two layers on it (Long Range Arena); of a pair, both means, their product
+    and their difference."""
+
+    config_class = BertConfig
+    base_model_prefix = "encoder"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = _supports_flash_attn = _supports_attention_backend = True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.encoder = BertModel(config, add_pooling_layer=False)
+        width, inner = config.hidden_size * (4 if config.pair else 1), config.intermediate_size
+        self.head = nn.Sequential(nn.Linear(width, inner), nn.ReLU(), nn.Linear(inner, config.num_labels))
+        self.post_init()
+
+    def mean(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+        states: Tensor = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state  # [B, N, C]
+        if mask is None:
+            return states.mean(1)
+        weights = mask.to(states.dtype).unsqueeze(-1)
+        return (states * weights).sum(1) / weights.sum(1).clamp_min(1.0)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        pair_ids: Tensor | None = None,
+        pair_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> SequenceClassifierOutput:
+        found = self.mean(input_ids, attention_mask)
+        if pair_ids is not None:
+            other = self.mean(pair_ids, pair_mask)
+            found = torch.cat([found, other, found * other, found - other], -1)
+        logits = self.head(found)
+        loss = None if labels is None else nn.functional.cross_entropy(logits.float(), labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def without_coefficients(held: dict[str, Any] | None) -> tuple[dict[str, Any] | None, dict[str, float]]:
+    """(config.lln, {alpha, beta} where the options give them as numbers: Fig. 10). beta is alpha unless it is given."""
+    if held is None or "alpha" not in held:
+        return held, {}
+    alpha = float(held["alpha"])
+    given = {"alpha": alpha, "beta": float(held.get("beta", alpha))}
+    kept = {k: v for k, v in held.items() if k not in given}
+    return kept | {"statistics": "fixed", "coefficients": "head"}, given
+
+
+SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+
+
+def saved(start: str) -> dict[str, Any]:
+    """The config of a saved model."""
+    file = Path(start) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"model.start: {start} holds no saved model (no config.json).")
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
+
+
+def check_start(settings: Any, config: Config) -> None:
+    """A model of another shape would begin anew in part, and say nothing of it."""
+    before = saved(config.model.start)
+    for name in SHAPE:
+        if name in before and before[name] != getattr(settings, name):
+            raise ValueError(
+                f"model.start: {config.model.start} has a {name} of {before[name]}; got settings (model, data.options) "
+                f"with {getattr(settings, name)}."
+            )
+
+
+def keep_positions(settings: Any, config: Config) -> None:
+    """A model that goes on with shorter sequences keeps the positions that it has learned."""
+    known = saved(config.model.start).get("max_position_embeddings")
+    if known is None:
+        return
+    if settings.max_position_embeddings > known:
+        most = config.data.length - (settings.max_position_embeddings - known)
+        raise ValueError(f"data.length: {config.model.start} knows {most} positions; got {config.data.length}.")
+    settings.max_position_embeddings = known
+
+
+def fix_positions(embedding: nn.Embedding, settings: Any, kind: str) -> None:
+    """Positions that are not learned: of tens of thousands each would be seen too rarely. Sines and cosines have the
+    spread that learned ones begin with."""
+    places, width = embedding.weight.shape
+    if kind == NONE:
+        table = torch.zeros(places, width)
+    else:
+        rates = SLOWEST ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)  # [width / 2]
+        angles = torch.arange(places, dtype=torch.float64)[:, None] * rates
+        waves = torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :width]
+        table = (waves * settings.initializer_range * 2**0.5).float()
+    with torch.no_grad():
+        embedding.weight.copy_(table)
+    embedding.weight.requires_grad_(False)
+
+
+def build(config: Config, sizes: Sizes) -> PreTrainedModel:
+    """A new model, or the one in the folder `model.start` with a new head."""
+    kind: Any
+    settings, kind = described(config, sizes)
+    settings.lln, given = without_coefficients(held_options(config))
+    implementation = config.attention.name
+    if implementation == "softmax":
+        implementation = CONVOLVED if config.attention.options else SOFTMAX
+    if config.model.start:
+        check_start(settings, config)
+        learned = config.model.positions == LEARNED
+        if learned:
+            keep_positions(settings, config)
+        model = kind.from_pretrained(
+            config.model.start,
+            config=settings,
+            attn_implementation=implementation,
+            ignore_mismatched_sizes=not learned,  # a table of fixed positions is made anew, for any length
+        )
+    else:
+        settings._attn_implementation = implementation
+        model = kind(settings)
+    if config.model.positions != LEARNED:
+        fix_positions(model.base_model.embeddings.position_embeddings, settings, config.model.positions)
+    if given:
+        lln.hf.convert(model, implementation, alpha=given["alpha"], beta=given["beta"])
+    if config.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    found: PreTrainedModel = model
+    return found
+
+
+def held_options(config: Config) -> dict[str, Any] | None:
+    """config.lln of the model."""
+    name, options = config.attention.name, copy.deepcopy(config.attention.options)
+    if name == "softmax":
+        return {"implementation": CONVOLVED, "mechanisms": {CONVOLVED: options}} if options else None
+    if name in ("lln", "lln_diag"):
+        return {"implementation": name, **options}
+    return {"implementation": name, "mechanisms": {name: options}}
+
+
+def check_attention(config: Config) -> None:
+    """ValueError or TypeError, in one sentence, for what no model of a recipe could run."""
+    name = config.attention.name
+    known = ("softmax", *lln.hf.IMPLEMENTATIONS)
+    entry = lln.mechanisms().get(name)
+    if entry is not None and entry.kind == "mixer":
+        raise ValueError(
+            f"attention.name: {name} mixes hidden states in the place of the whole attention block, and the models of "
+            f"the recipes keep theirs; use one of {', '.join(known)}."
+        )
+    if name not in known:
+        raise ValueError(f"attention.name must be one of {', '.join(known)}; got {name!r}.")
+    foreign = sorted(set(config.attention.options) - {"convolution"}) if name == "softmax" else []
+    if foreign:
+        raise ValueError(f"attention.options: softmax takes convolution alone; got {', '.join(foreign)}.")
+    if name == "lln" and (foreign := [o for o in ("block_size", "mix", "overlap") if o in config.attention.options]):
+        raise ValueError(f"attention.options: {foreign[0]} goes with lln_diag; got it with lln.")
+    held, _ = without_coefficients(held_options(config))
+    if held is not None:
+        unknown = sorted(set(held) - {field.name for field in dataclasses.fields(lln.hf.Options)})
+        if unknown:
+            raise ValueError(f"attention.options: {name} has no option {unknown[0]!r}.")
+        lln.hf.Options(**held)
+
+
+def described(config: Config, sizes: Sizes) -> tuple[PreTrainedConfig, Any]:
+    """(transformers' config, the class of the model)"""
+    m = config.model
+    common: dict[str, Any] = {
+        "hidden_size": m.width,
+        "num_hidden_layers": m.layers,
+        "num_attention_heads": m.heads,
+        "intermediate_size": m.inner,
+        "hidden_dropout_prob": m.dropout,
+        "attention_probs_dropout_prob": m.attention_dropout,
+    }
+    if m.initial or config.task in ("lra", "needles"):
+        # BERT's own 0.02 is for 768 channels: with 64, attention begins so flat that Pathfinder is never learned.
+        common["initializer_range"] = m.initial or m.width**-0.5
+    if config.task == "image":
+        common |= {"image_size": config.data.length, "patch_size": m.patch, "num_channels": sizes.channels}
+        return ViTConfig(**common, num_labels=sizes.labels), ViTForImageClassification
+    common |= {"vocab_size": sizes.vocabulary, "pad_token_id": sizes.padding}
+    if config.task == "lra":
+        bert = BertConfig(**common, max_position_embeddings=config.data.length, type_vocab_size=1)
+        bert.num_labels, bert.pair = sizes.labels, sizes.pair
+        return bert, SequenceClassifier
+    # RoBERTa's positions begin after the padding id.
+    common |= {"max_position_embeddings": config.data.length + sizes.padding + 1, "type_vocab_size": 1}
+    kinds = {
+        (False, "mlm"): RobertaForMaskedLM,
+        (True, "mlm"): RobertaPreLayerNormForMaskedLM,
+        (False, "glue"): RobertaForSequenceClassification,
+        (True, "glue"): RobertaPreLayerNormForSequenceClassification,
+    }
+    holder = RobertaPreLayerNormConfig if m.pre_norm else RobertaConfig
+    roberta = holder(**common)
+    if config.task == "glue":
+        roberta.num_labels = sizes.labels
+    return roberta, kinds[m.pre_norm, "glue" if config.task == "glue" else "mlm"]
+
+
+@contextlib.contextmanager
+def unmasked() -> Iterator[None]:
+    """For batches without a mask. Where a graph is captured or traced, transformers as late as 5.17 makes one even
+    then, which hides nothing and keeps torch from its fast attention."""
+    usual = masking_utils.is_tracing
+    masking_utils.is_tracing = lambda tensor=None: False
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing = usual

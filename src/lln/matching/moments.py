@@ -1,0 +1,326 @@
+"""alpha and beta from the spread of queries and keys: eq. (10) of the paper, and better inverses of the same idea.
+
+LLN attention with s2 = alpha^2 sigma_q^2 + beta^2 sigma_k^2, split equally between the two, is to concentrate like
+softmax attention whose scores have variance t = (scale sqrt(d))^2 sigma_q^2 sigma_k^2:
+
+    paper      s2 = (t - b) / a: the variance of log P, taken for one straight line in s2
+    variance   the same variance, by the curve measured for this head dim
+    entropy    the entropy of P in place of the variance of log P
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lln.checks import check_key_mask, check_tensors
+from lln.kernels.carry import owners
+from lln.kernels.common import spans, wide_dtype
+from lln.kernels.triton.support import refusal
+from lln.matching.curves import s2_for_entropy, s2_for_variance
+
+Matching = Literal["paper", "variance", "entropy"]
+MATCHINGS = ("paper", "variance", "entropy")
+# query, key, number of key heads, mask of the queries, of the keys, offsets of packed queries, of packed keys
+Data = tuple[Tensor, Tensor, int, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+# The line sigma_lln^2 = a s2 + b of the authors' released code.
+PAPER_A, PAPER_B = 0.14855178144710912, -0.35487039130661086
+# A constant input has no spread; this keeps alpha and beta finite.
+SIGMA_FLOOR = 1e-6
+MAX_SCORES = 2**20  # that data matching looks at together
+LENGTH = 1024  # of the entropy curves where no other is known
+
+
+def match_moments(
+    sigma_q: float | Tensor,
+    sigma_k: float | Tensor,
+    head_dim: int,
+    matching: Matching = "paper",
+    scale: float | None = None,
+    *,
+    length: int | Tensor = LENGTH,
+) -> tuple[float, float] | tuple[Tensor, Tensor]:
+    """(alpha, beta) for queries and keys with these standard deviations.
+
+    Args:
+        sigma_q: positive number, or a tensor of any shape; likewise sigma_k, of a shape that broadcasts with it.
+        head_dim: 8 to 256 for `variance` and `entropy`, which stand on measured curves.
+        matching: "paper", "variance" or "entropy".
+        scale: of the softmax attention to imitate, default 1 / sqrt(head_dim).
+        length: number of keys, or a tensor that expands to the shape of sigma; only `entropy` depends on it, a little
+            (under 5 % up to sigma = 1). Its curves span 8 to 16,384 keys; beyond, the nearest serves.
+
+    Returns:
+        Two numbers for two numbers, otherwise two tensors of the broadcast shape, in float64 (float32 on MPS), made on
+        their device without waiting for it. They carry no gradient.
+
+    Raises:
+        ValueError: for a number that is not positive, an unknown matching, or a head_dim the curves do not cover.
+    """
+    if matching not in MATCHINGS:
+        raise ValueError(f"matching must be 'paper', 'variance' or 'entropy'; got {matching!r}.")
+    if scale is not None and not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"scale must be positive and finite; got {scale}.")
+    if not isinstance(head_dim, int) or head_dim < 1:
+        raise ValueError(f"head_dim must be a positive int; got {head_dim!r}.")
+    if not isinstance(length, Tensor) and length < 1:
+        raise ValueError(f"length must be at least 1; got {length}.")
+    numbers = not isinstance(sigma_q, Tensor) and not isinstance(sigma_k, Tensor)
+    for name, sigma in (("sigma_q", sigma_q), ("sigma_k", sigma_k)):
+        if not isinstance(sigma, Tensor) and not (sigma > 0 and math.isfinite(sigma)):
+            raise ValueError(f"{name} must be positive and finite; got {sigma}.")
+    device = torch.device("cpu")
+    for given in (sigma_q, sigma_k):
+        if isinstance(given, Tensor):
+            device = given.device
+    dtype = wide_dtype(device)
+
+    def as_tensor(value: float | Tensor) -> Tensor:
+        # torch.full rather than torch.tensor: a fill on the device, not a copy to it, so that a CUDA graph can hold it.
+        if isinstance(value, Tensor):
+            return value.detach().to(device, dtype)
+        return torch.full((), value, dtype=dtype, device=device)
+
+    q, k = as_tensor(sigma_q), as_tensor(sigma_k)
+    t = (q * k).square()
+    if scale is not None:
+        t *= score_factor(scale, head_dim)
+    # Half of s2 each; a division by 2 is exact wherever it comes.
+    if matching == "paper":
+        half = t.sub_(PAPER_B).div_(2 * PAPER_A).sqrt_()
+    elif matching == "variance":
+        half = s2_for_variance(t, head_dim).div_(2).sqrt_()
+    else:
+        half = s2_for_entropy(t, head_dim, as_tensor(length)).div_(2).sqrt_()
+    alpha, beta = half / q, half / k
+    return (alpha.item(), beta.item()) if numbers else (alpha, beta)
+
+
+def score_factor(scale: float | None, head_dim: int) -> float:
+    """t / (sigma_q sigma_k)^2"""
+    return 1.0 if scale is None else scale * scale * head_dim
+
+
+def sigma(count: Tensor, total: Tensor, squares: Tensor) -> Tensor:
+    """The unbiased standard deviation from (count, sum, sum of squares), floored."""
+    variance = (squares - total * total / count.clamp_min(1)) / (count - 1).clamp_min(1)
+    return variance.clamp_min(SIGMA_FLOOR**2).sqrt()
+
+
+def has_kernels(query: Tensor, key: Tensor, backend: str) -> bool:
+    """Whether the GPU kernels take the statistics. `backend` "triton" lets their interpreter serve tensors on the CPU;
+    where they cannot run, the statistics are plain torch."""
+    if backend == "eager" or (backend == "auto" and not query.is_cuda) or refusal(query) is not None:
+        return False
+    # What has no memory of its own, a subclass or a tensor inside torch.func, is for torch. A compiler traces an op.
+    return torch.compiler.is_compiling() or (plain(query) and plain(key))
+
+
+def plain(t: Tensor) -> bool:
+    return type(t) in (Tensor, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+
+
+def kernel(name: str) -> Callable[..., Any]:
+    """A function of kernels/gpu/moments.py; for torch.compile the op of that name, whose dispatch eager calls spare."""
+    from lln.kernels.triton import moments as gpu  # on demand: `import lln` does without triton
+
+    found: Callable[..., Any] = getattr(torch.ops.lln if torch.compiler.is_compiling() else gpu, name)
+    return found
+
+
+def both_moments(
+    query: Tensor,
+    key: Tensor,
+    key_heads: int,
+    query_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    cu_query: Tensor | None = None,
+    cu_key: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The `moments` of queries and of keys: [2, 3, samples, key heads], on a GPU in one pass over both.
+
+    Neither may require grad."""
+    if has_kernels(query, key, backend):
+        found: Tensor = kernel("both_moments")(query, key, key_heads, query_mask, key_mask, cu_query, cu_key)
+        return found
+    of_query, of_key = moments(query, key_heads, query_mask, cu_query), moments(key, key_heads, key_mask, cu_key)
+    return torch.stack([torch.stack(of_query), torch.stack(of_key)])
+
+
+def moments(t: Tensor, key_heads: int, mask: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(count, sum, sum of squares) of the elements of t [B, H, N, D] for each sample and key head, [B, key_heads] wide.
+
+    Query heads that share a key head are pooled. mask [B, N]: True = counts. Packed: one row for each sequence.
+    """
+    dtype = wide_dtype(t.device)
+    grouped = t.detach().unflatten(1, (key_heads, -1))  # [B, H, G, N, D]
+    owner = None
+    if cu_seqlens is not None:
+        position = torch.arange(t.shape[-2], device=t.device)
+        owner = owners(position, cu_seqlens)
+
+    def add_up(per_token: Tensor) -> Tensor:
+        """[B, H, N] -> [B, H]; where, not *: what is hidden may be anything."""
+        per_token = per_token.to(dtype)
+        if mask is not None:
+            per_token = torch.where(mask[:, None], per_token, 0.0)
+        if owner is None or cu_seqlens is None:
+            return per_token.sum(-1)
+        return per_token.new_zeros(cu_seqlens.numel() - 1, key_heads).index_add(0, owner, per_token[0].T)
+
+    def token_sums(centre: Tensor | None) -> Tensor:
+        """Sums over a token's elements, or of their squares around `centre` [B, H, 1 or N]: [B, H, N]."""
+        out: Tensor = grouped.new_zeros(
+            t.shape[0], key_heads, t.shape[-2], dtype=torch.promote_types(t.dtype, torch.float32)
+        )
+        for rows in spans(grouped):
+            part = grouped[..., rows, :].to(out.dtype)
+            if centre is not None:
+                around = centre if centre.shape[-1] == 1 else centre[..., rows]
+                part = (part - around[:, :, None, :, None]).square_()
+            out[..., rows] = part.sum((2, 4))
+        return out
+
+    sums = token_sums(None)
+    count, total = add_up(torch.full_like(sums, grouped.shape[2] * grouped.shape[4])), add_up(sums)
+    # Squares around each sample's own mean: a large offset would eat the digits of the spread, and a mean that others
+    # share would let them be seen.
+    mean = (total / count.clamp_min(1)).to(sums.dtype)
+    squares = add_up(token_sums(mean.unsqueeze(-1) if owner is None else mean[owner].T.unsqueeze(0)))
+    wide = mean.to(dtype)
+    return count, total, squares + 2 * wide * total - count * wide * wide
+
+
+def match_data(
+    query: Tensor,
+    key: Tensor,
+    *,
+    target: Literal["entropy", "variance"] = "entropy",
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    rows: int = 256,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """(alpha [B, H], beta [B, key heads]) at which LLN attention on these very queries and keys concentrates like
+    softmax attention, by bisection on s2. For converting pretrained models, and for checking the other matchings.
+
+    Args:
+        query: [B, H, N, D]; key: [B, key heads, M, D].
+        target: what is made equal, as a mean over sampled query rows against all keys: the "entropy" of the rows of P,
+            or the "variance" of log P within a row (for softmax exactly tr(M_q Sigma_k) scale^2, over all rows).
+        key_mask: [B, M] bool, True = attend.
+        query_mask: [B, N] bool, rows that may be sampled; default key_mask where N = M.
+        is_causal: rows attend their own and earlier positions.
+        scale: of the softmax, default 1 / sqrt(D).
+        rows: how many query rows are sampled (all of them if there are fewer).
+        seed: of the sample.
+
+    Reads values on the host: not for a training step. Where there is nothing to compare (fewer than two keys, no
+    spread) eq. (10) stands in.
+
+    Raises:
+        ValueError or TypeError: it names the argument.
+    """
+    if target not in ("entropy", "variance"):
+        raise ValueError(f"target must be 'entropy' or 'variance'; got {target!r}.")
+    check_tensors(query, key, key)
+    check_key_mask(key_mask, key)
+    check_key_mask(query_mask, query, "query_mask", "query")
+    batch, heads, length, dim = query.shape
+    key_heads, key_length, dtype = key.shape[1], key.shape[2], wide_dtype(query.device)
+    if is_causal and length != key_length:
+        raise ValueError(f"is_causal needs query and key of equal length; got {length} and {key_length}.")
+    if not isinstance(rows, int) or rows < 1:
+        raise ValueError(f"rows must be a positive int; got {rows!r}.")
+    if query_mask is None and length == key_length:
+        query_mask = key_mask
+    scale = dim**-0.5 if scale is None else scale
+    found = both_moments(query.detach(), key.detach(), key_heads, query_mask, key_mask)
+    sigma_q, sigma_k = sigma(*found.unbind(1)).unbind()
+    # Where there is nothing to compare (fewer than two keys, no spread), eq. (10) has to do.
+    s2 = (scale * scale * dim * (sigma_q * sigma_k).square() - PAPER_B) / PAPER_A  # [B, Hk]
+    order = torch.rand(length, generator=torch.Generator().manual_seed(seed)).to(query.device)  # one for all samples
+    for sample in range(batch):
+        valid_q = None if query_mask is None else query_mask[sample]
+        valid_k = torch.ones_like(order[:1]).bool().expand(key_length) if key_mask is None else key_mask[sample]
+        chosen = order.argsort() if valid_q is None else (order + (~valid_q).to(order.dtype)).argsort()
+        chosen = chosen[: min(rows, length if valid_q is None else int(valid_q.sum()))]
+        if not len(chosen) or int(valid_k.sum()) < 2:
+            continue
+        q = query.detach()[sample].unflatten(0, (key_heads, -1))  # [Hk, G, N, D]
+        k = key.detach()[sample][:, valid_k]  # [Hk, M, D]
+        seen = None
+        if is_causal:
+            position = torch.arange(key_length, device=query.device)[valid_k]
+            seen = position <= chosen.unsqueeze(-1)
+        # As many heads at a time as keep rows x keys numbers few.
+        together = max(1, MAX_SCORES // (q.shape[1] * len(chosen) * k.shape[1]))
+        for first in range(0, key_heads, together):
+            some = slice(first, first + together)
+            spreads = sigma_q[sample, some], sigma_k[sample, some]
+            wide_q, wide_k = q[some].to(dtype), k[some].to(dtype)
+            wanted = None
+            if target == "variance" and seen is None:
+                q_valid = wide_q if valid_q is None else wide_q[:, :, valid_q]
+                wanted = exact_score_variance(q_valid, wide_k, scale)
+            solved = bisect_s2(wide_q[:, :, chosen], wide_k, *spreads, target, seen, scale, wanted)
+            spread = torch.minimum(*spreads) > SIGMA_FLOOR
+            s2[sample, some] = torch.where(solved.isfinite() & spread, solved, s2[sample, some])
+    half = (s2 / 2).sqrt()
+    return (half / sigma_q).repeat_interleave(heads // key_heads, 1), half / sigma_k
+
+
+def bisect_s2(
+    q: Tensor, k: Tensor, sigma_q: Tensor, sigma_k: Tensor, target: str, seen: Tensor | None, scale: float,
+    wanted: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """[H] s2 at which the rows q [H, G, R, D] of LLN over the keys k [H, M, D] are as concentrated as softmax's; NaN
+    where none is. `seen` [R, M]: which keys a row attends to. `wanted`: softmax's values where they are known."""
+    shown = torch.ones((), dtype=torch.bool, device=q.device) if seen is None else seen
+
+    def concentration(scores: Tensor) -> Tensor:
+        """[H], larger where attention is more concentrated, a mean over the rows."""
+        if target == "variance":
+            count = shown.expand(scores.shape[2:]).sum(-1).clamp_min(2)
+            mean = torch.where(shown, scores, 0.0).sum(-1, keepdim=True) / count.unsqueeze(-1)
+            spread: Tensor = torch.where(shown, (scores - mean).square(), 0.0).sum(-1) / (count - 1)
+            return spread.mean((1, 2))
+        log_sum = scores.masked_fill(~shown, -torch.inf).logsumexp(-1, keepdim=True)
+        log_p = scores - log_sum
+        entropy: Tensor = -torch.where(shown, log_p.exp() * log_p, 0.0).sum(-1)
+        return -entropy.mean((1, 2))
+
+    k = k.unsqueeze(1)  # [H, 1, M, D]
+    sigma_q, sigma_k = sigma_q[:, None, None, None], sigma_k[:, None, None, None]
+    if wanted is None:
+        wanted = concentration(scale * q @ k.mT)
+    ends = math.log(1e-4), math.log(1e4)
+    low, high = (torch.full_like(wanted, end) for end in ends)
+    for _ in range(32):  # to 4e-9 of s2
+        middle = (low + high) / 2
+        factor = ((middle / 2).exp() * math.sqrt(0.5))[:, None, None, None]
+        a, x = q * (factor / sigma_q), k * (factor / sigma_k)
+        a_top, x_top = a.amax(-1, keepdim=True), x.amax(-1, keepdim=True)
+        log_n = ((a - a_top).exp() @ (x - x_top).exp().mT).log().clamp_min(-1e30) + a_top + x_top.mT
+        too_much = concentration(log_n) > wanted
+        low, high = torch.where(too_much, low, middle), torch.where(too_much, middle, high)
+    middle = (low + high) / 2
+    inside = (middle > ends[0] + 1e-6) & (middle < ends[1] - 1e-6)
+    return torch.where(inside, middle.exp(), torch.nan)
+
+
+def exact_score_variance(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """[H] mean over the rows q [H, G, N, D] of the variance of their scores with k [H, M, D]: tr(M_q Sigma_k) scale^2,
+    in O((N + M) D^2)."""
+    flat = q.flatten(1, 2)
+    second = flat.mT @ flat / flat.shape[1]  # M_q
+    centred = k - k.mean(1, keepdim=True)
+    covariance = centred.mT @ centred / max(1, k.shape[1] - 1)
+    return scale * scale * (second * covariance).sum((1, 2))

@@ -1,0 +1,276 @@
+"""LLNAttention: statistics of q and k, moment matching and the op, as one module on q, k, v."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lln.checks import check_key_mask, check_packing, check_tensors
+from lln.functional import Backend, Coefficient, CuSeqlens, Mix, lln_attention
+from lln.matching.moments import LENGTH, Matching
+from lln.nn.convolution import check_sequence, check_value, convolve
+from lln.nn.feature_map import map_features
+from lln.nn.overlap import overlapping_attention
+from lln.nn.statistics import Matched, in_backward
+from lln.options import Statistics, check_convolution, check_feature_map, check_numbers, check_options, check_overlap
+from lln.state import LLNState
+
+
+class LLNAttention(Matched):
+    """LLN or LLN+Diag attention whose alpha and beta follow the spread of the queries and keys.
+
+    Args:
+        num_heads: query heads.
+        head_dim: of queries and keys.
+        num_key_heads: key and value heads, where fewer (grouped-query attention).
+        value_dim: of the values, where not head_dim; only a learnable `mix` and a convolution need to know.
+        matching: "paper", "variance" or "entropy", see `lln.match_moments`.
+        statistics: where sigma_q and sigma_k come from:
+            "sample": each sample (packed: each sequence) and head for itself; nothing is stored, batch mates and
+            padding are invisible. Not for causal attention: it would look at later tokens.
+            "batch": one number over the whole tensor, in eval too: the paper's released code.
+            "running": for each key head a moving average, kept in buffers and frozen in eval: for causal attention.
+            "fixed": alpha and beta as given, or those of sigma = 1.
+        alpha, beta: with "fixed": numbers, or tensors [heads] or [heads, dim].
+        learnable: with "fixed": "head" or "channel" makes alpha and beta parameters that start from the given values.
+        block_size: LLN+Diag with blocks of so many tokens; None: LLN alone.
+        mix: of the linear part and the blocks: a number; "ratio" learns one number a head; "scales" learns two factors
+            (r, p) a head and value channel. All start at the average of the two.
+        feature_map: with "fixed": "linear" learns a linear map of the queries of each head and of the keys of each key
+            head (see `lln.nn.feature_map`). It starts at the identity.
+        convolution: an odd width: each channel of each head's queries, keys and values learns a convolution over that
+            many tokens, which is added to it before anything else, statistics included (see `lln.nn.convolution`). The
+            window is symmetric, or reaches back alone where attention is causal. It starts at zero. What key_mask and
+            query_mask hide, and other packed sequences, are not seen. Refused: a state, and cross attention.
+        overlap: with a block_size divisible by 4: in place of blocks, windows of block_size keys around every
+            block_size / 2 queries, a quarter of it further on both sides; causal: half of it before them. No state.
+        dropout: probability in training.
+        scale: of the softmax that is imitated, and of the one in the blocks; default 1 / sqrt(head_dim).
+        decoder: the queries belong to a causal decoder (cross attention), so statistics must not look at all of them.
+        length: number of keys that "entropy" matching assumes with "running" and "fixed" statistics.
+        momentum: weight of a new batch in the "running" averages.
+        backend: of the op and, where it can, of the statistics.
+
+    With "running" a training step uses the buffers as they stand. Its own moments, summed over all ranks of a
+    torch.distributed run, wait until the next training step, eval() or state_dict() brings them into the buffers: a
+    recomputation inside backward (activation checkpointing) must see the same alpha and beta. It does if the module's
+    backward comes before its next forward, eval() or state_dict().
+
+    Statistics stay in float32 whatever .half() or .to(dtype) make of the parameters. A state goes with "running" or
+    "fixed" statistics, whose beta does not change from call to call.
+    """
+
+    mix_logit: nn.Parameter
+    lln_scale: nn.Parameter
+    block_scale: nn.Parameter
+    map_q: nn.Parameter
+    map_k: nn.Parameter
+    key_offset: nn.Parameter
+    conv_q: nn.Parameter
+    conv_k: nn.Parameter
+    conv_v: nn.Parameter
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        num_key_heads: int | None = None,
+        value_dim: int | None = None,
+        matching: Matching = "paper",
+        statistics: Statistics = "sample",
+        alpha: Coefficient | None = None,
+        beta: Coefficient | None = None,
+        learnable: Literal["head", "channel"] | None = None,
+        block_size: int | None = None,
+        mix: float | Literal["ratio", "scales"] = 0.5,
+        feature_map: Literal["linear"] | None = None,
+        convolution: int | None = None,
+        overlap: bool = False,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        decoder: bool = False,
+        length: int = LENGTH,
+        momentum: float = 0.1,
+        backend: Backend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_options(num_heads, head_dim, num_key_heads, matching, statistics, alpha, beta, learnable, block_size, mix)
+        check_feature_map(feature_map, statistics)
+        check_convolution(convolution)
+        check_overlap(overlap, block_size)
+        check_numbers(dropout, momentum, length, scale, backend)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        super().__init__(
+            num_heads, head_dim, num_key_heads, matching, statistics, alpha=alpha, beta=beta, learnable=learnable,
+            scale=scale, decoder=decoder, length=length, momentum=momentum, backend=backend, factory=factory,
+        )  # fmt: skip
+        self.value_dim, self.block_size, self.dropout = value_dim or head_dim, block_size, dropout
+        self._make_mix(mix, factory)
+        self.feature_map = feature_map
+        if feature_map is not None:
+            self.map_q = nn.Parameter(torch.zeros(num_heads, head_dim, head_dim, **factory))
+            self.map_k = nn.Parameter(torch.zeros(self.num_key_heads, head_dim, head_dim, **factory))
+            self.key_offset = nn.Parameter(torch.zeros(self.num_key_heads, head_dim, **factory))
+        self.convolution, self.overlap = convolution, overlap
+        if convolution is not None:
+            self.conv_q = nn.Parameter(torch.zeros(num_heads, head_dim, convolution, **factory))
+            self.conv_k = nn.Parameter(torch.zeros(self.num_key_heads, head_dim, convolution, **factory))
+            self.conv_v = nn.Parameter(torch.zeros(self.num_key_heads, self.value_dim, convolution, **factory))
+
+    def _make_mix(self, mix: float | str, factory: dict[str, Any]) -> None:
+        self.mix = mix
+        if mix == "ratio":
+            self.mix_logit = nn.Parameter(torch.zeros(self.num_heads, **factory))
+        elif mix == "scales":
+            for name in ("lln_scale", "block_scale"):
+                scales = torch.full((self.num_heads, self.value_dim), 0.5, **factory)
+                self.register_parameter(name, nn.Parameter(scales))
+
+    def mix_weights(self) -> Mix:
+        """The `mix` of the op as it stands now."""
+        if self.mix == "ratio":
+            return self.mix_logit.sigmoid()
+        if self.mix == "scales":
+            return self.lln_scale.unsqueeze(0), self.block_scale.unsqueeze(0)
+        return float(self.mix)
+
+    def features(self, query: Tensor, key: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
+        """The queries and keys that the op is given. where: is_causal, masks and cu_seqlens, as in forward."""
+        return self._mapped(*self.convolved(query, key, **where))
+
+    @property
+    def moves(self) -> bool:
+        """Whether `features` are others than the queries and keys that came."""
+        return self.feature_map is not None or self.convolution is not None
+
+    def has_moved(self) -> bool:
+        """Whether they have learned to be others: all of it starts at the identity. Reads values on the host."""
+        names = ("map_q", "map_k", "key_offset", "conv_q", "conv_k", "conv_v")
+        return any(bool(held.any()) for name in names if (held := self._parameters.get(name)) is not None)
+
+    def _mapped(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        if self.feature_map is None:
+            return query, key
+        return map_features(query, key, self.map_q, self.map_k, self.key_offset)
+
+    def convolved(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        is_causal: bool = False,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        cu_seqlens: CuSeqlens | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if self.convolution is None:
+            return query, key
+        check_sequence(query, key, is_causal, self.decoder, cu_seqlens)
+        where: dict[str, Any] = {"is_causal": is_causal, "cu_seqlens": cu_seqlens}
+        rows = key_mask if query_mask is None else query_mask
+        return convolve(query, self.conv_q, mask=rows, **where), convolve(key, self.conv_k, mask=key_mask, **where)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool = False,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        cu_seqlens: CuSeqlens | None = None,
+        state: LLNState | None = None,
+        return_state: bool = False,
+        dropout: float | None = None,
+    ) -> Tensor | tuple[Tensor, LLNState]:
+        """query [B, H, N, D], key [B, key heads, M, D], value [B, key heads, M, E] -> [B, H, N, E]; see lln_attention.
+
+        query_mask [B, N]: rows that count for sigma_q; default key_mask in self attention (N = M).
+        dropout: in training in place of the module's own.
+        Raises ValueError for statistics that would let a causal output see later tokens."""
+        self._check(query, key, value, key_mask, query_mask, cu_seqlens)
+        where: dict[str, Any] = {
+            "is_causal": is_causal,
+            "key_mask": key_mask,
+            "query_mask": query_mask,
+            "cu_seqlens": cu_seqlens,
+        }
+        if self.convolution is not None:
+            check_value(value, self.value_dim, state is not None or return_state)
+            query, key = self.convolved(query, key, **where)
+            value = convolve(value, self.conv_v, is_causal=is_causal, mask=key_mask, cu_seqlens=cu_seqlens)
+        new = None
+        if self.statistics == "running" and self.training and not in_backward():
+            self.commit()
+            new = self.summed(query, key, query_mask, key_mask, cu_seqlens)
+        alpha, beta = self.matched(query, key, **where)
+        query, key = self._mapped(query, key)
+        p = self.dropout if dropout is None else dropout
+        result: Tensor | tuple[Tensor, LLNState] = self.attend(
+            query, key, value, alpha, beta, is_causal=is_causal, key_mask=key_mask, cu_seqlens=cu_seqlens,
+            dropout_p=p if self.training else 0.0, state=state, return_state=return_state,
+        )  # fmt: skip
+        if new is not None:
+            self.pending.copy_(new)  # only now: a call that failed has not been seen
+        return result
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, beta: Tensor, **call: Any) -> Any:
+        """The op with this module's blocks, on `features` and with `coefficients`. call: further arguments of it."""
+        if self.block_size is not None:
+            call |= {"block_size": self.block_size, "mix": self.mix_weights(), "scale": self.scale}
+        op = overlapping_attention if self.overlap else lln_attention
+        return op(query, key, value, alpha, beta, **call, backend=self.backend)
+
+    def _check(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        cu_seqlens: CuSeqlens | None,
+    ) -> None:
+        """What the statistics need to be right; the op checks the rest."""
+        check_tensors(query, key, value)
+        sizes = query.shape[1], key.shape[1], query.shape[3]
+        if sizes != (self.num_heads, self.num_key_heads, self.head_dim):
+            raise ValueError(
+                f"query and key must have {self.num_heads} and {self.num_key_heads} heads of {self.head_dim}; "
+                f"got query {list(query.shape)} and key {list(key.shape)}."
+            )
+        check_packing(cu_seqlens, query, key)
+        check_key_mask(key_mask, key)
+        check_key_mask(query_mask, query, "query_mask", "query")
+
+    def coefficients(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        is_causal: bool = False,
+        key_mask: Tensor | None = None,
+        query_mask: Tensor | None = None,
+        cu_seqlens: CuSeqlens | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(alpha, beta) that forward would use now, in a shape that lln_attention takes. Changes nothing."""
+        where: dict[str, Any] = {
+            "is_causal": is_causal,
+            "key_mask": key_mask,
+            "query_mask": query_mask,
+            "cu_seqlens": cu_seqlens,
+        }
+        return self.matched(*self.convolved(query, key, **where), **where)
+
+    def extra_repr(self) -> str:
+        groups = "" if self.num_key_heads == self.num_heads else f"/{self.num_key_heads}"
+        block = "" if self.block_size is None else f", block_size={self.block_size}, mix={self.mix!r}"
+        block += ", overlap=True" if self.overlap else ""
+        how = f"matching={self.matching!r}, statistics={self.statistics!r}"
+        features = "" if self.feature_map is None else f", feature_map={self.feature_map!r}"
+        features += "" if self.convolution is None else f", convolution={self.convolution}"
+        return f"heads={self.num_heads}{groups}, head_dim={self.head_dim}, {how}{block}{features}"

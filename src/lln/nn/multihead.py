@@ -1,0 +1,269 @@
+"""torch.nn.MultiheadAttention on LLN attention: the same arguments, parameters, shapes and results to unpack."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lln.checks import describe
+from lln.functional import Backend, Coefficient
+from lln.matching.moments import LENGTH, Matching
+from lln.nn.attention import LLNAttention
+from lln.nn.weights import check_weights, dense_weights
+from lln.options import Statistics
+
+
+class MultiheadAttention(torch.nn.MultiheadAttention):
+    """Drop-in for torch.nn.MultiheadAttention, in time and memory linear in the length.
+
+    Arguments up to dtype are torch's; those after it go to `lln.LLNAttention`, which explains them. Parameters carry
+    torch's names and shapes, so a state_dict loads either way; only statistics="running" and a learnable alpha, beta
+    or mix add entries, under `attention.`.
+
+    Inside torch.nn.TransformerEncoderLayer and its kin it runs in eval as in training: it declares itself unfit for
+    torch's fused softmax path, which is why torch.nn.TransformerEncoder(enable_nested_tensor=True) warns that it does
+    not use nested tensors. Causal attention needs statistics="running" or "fixed", attention to an encoder's memory
+    decoder=True with one of these. `feature_map`, `convolution` and `overlap` are options of `lln.LLNAttention` alone.
+
+    Args:
+        dropout: on the softmax over channels and on the blocks' P (see `lln.lln_attention`), in training only.
+        add_bias_kv: append a learned key and value that padding never hides. Not with block_size, nor causal.
+        add_zero_attn: append a key and a value of zeros, likewise. A zero key weighs exp(0) in each channel.
+
+    Raises:
+        ValueError: embed_dim or num_heads is not positive, num_heads does not divide embed_dim, or block_size comes
+            with add_bias_kv or add_zero_attn.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        matching: Matching = "paper",
+        statistics: Statistics = "sample",
+        block_size: int | None = None,
+        mix: float | Literal["ratio", "scales"] = 0.5,
+        alpha: Coefficient | None = None,
+        beta: Coefficient | None = None,
+        learnable: Literal["head", "channel"] | None = None,
+        decoder: bool = False,
+        length: int = LENGTH,
+        momentum: float = 0.1,
+        backend: Backend = "auto",
+    ) -> None:
+        if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
+            raise ValueError(
+                "embed_dim must be a positive multiple of a positive num_heads; "
+                f"got embed_dim={embed_dim} and num_heads={num_heads}."
+            )
+        if block_size is not None and (add_bias_kv or add_zero_attn):
+            name = "add_bias_kv" if add_bias_kv else "add_zero_attn"
+            raise ValueError(f"{name} appends a key that belongs to no block; use block_size=None, got {block_size}.")
+        super().__init__(
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
+        )
+        self.attention = LLNAttention(
+            num_heads, self.head_dim, matching=matching, statistics=statistics, alpha=alpha, beta=beta,
+            learnable=learnable, block_size=block_size, mix=mix, dropout=dropout, decoder=decoder, length=length,
+            momentum=momentum, backend=backend, device=device, dtype=dtype,
+        )  # fmt: skip
+
+    def _reset_parameters(self) -> None:
+        # torch's encoder layers read _qkv_same_embed_dim before they hand the weights to a fused softmax kernel that
+        # would bypass forward. It stays False for good, except here, where it tells which parameters there are.
+        self._qkv_same_embed_dim = self.in_proj_weight is not None
+        super()._reset_parameters()
+        self._qkv_same_embed_dim = False
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention of B sequences, L queries to S keys each; shapes as in torch, [length, features] when unbatched.
+
+        Args:
+            query: [L, B, embed_dim], or [B, L, embed_dim] with batch_first.
+            key: [S, B, kdim] or [B, S, kdim].
+            value: [S, B, vdim] or [B, S, vdim].
+            key_padding_mask: [B, S] ([S] when unbatched), bool with True = ignore, or float with 0 = attend and
+                -inf = ignore. Elsewhere than on a CPU other values are not searched for: what is negative hides.
+                A query that has nothing to attend to gives the output projection's bias, never NaN.
+            need_weights: also return P, which costs time and memory of order L * S; False keeps the call linear. Not
+                with mix="scales", where every value channel has its own P.
+            attn_mask: [L, S] or [B * num_heads, L, S], bool or float as above. Only what linear attention can do: a
+                causal mask, or one that hides the same keys from every query (and from every head), or both at once.
+                Finding out which waits for the mask's device; with is_causal=True it need not.
+            average_attn_weights: the mean of P over heads rather than P of each head.
+            is_causal: a query attends its own and earlier positions; attn_mask may be left out then. On a CPU a mask
+                that says otherwise is refused; elsewhere its last row says which keys are padding.
+
+        Returns:
+            The output, of the shape of query, and P: [B, L, S], or [B, num_heads, L, S] without averaging (no B when
+            unbatched), or None without need_weights. Each key that add_bias_kv or add_zero_attn appends is one more
+            column. P is exact and differentiable, and always the undropped one: dropout acts on its factors.
+
+        Raises:
+            ValueError or TypeError: it names the argument, what came, and what is allowed.
+        """
+        if isinstance(query, Tensor) and query.is_nested:
+            return self._forward_nested(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
+        self._check(query, key, value)
+        batched = query.dim() == 3
+        q, k, v = self._project(query, key, value)  # [B, H, L or S, D]
+        batch, length, key_length = q.shape[0], q.shape[2], k.shape[2]
+        if is_causal and length != key_length:
+            raise ValueError(f"is_causal needs query and key of equal length; got {length} and {key_length}.")
+
+        hidden = None  # [B, S]
+        if key_padding_mask is not None:
+            shape = [batch, key_length] if batched else [key_length]
+            hidden = hides("key_padding_mask", key_padding_mask, [shape], q.device, readable(q)).view(batch, key_length)
+        if attn_mask is not None:
+            is_causal, keys = split(attn_mask, is_causal, q, key_length)
+            if keys is not None:
+                hidden = keys.expand(batch, -1) if hidden is None else hidden | keys
+        key_mask = None if hidden is None else ~hidden
+        # The padding of the keys is that of the queries only where both are one sequence.
+        query_mask = key_mask if query is key else torch.ones(batch, length, dtype=torch.bool, device=q.device)
+
+        extra = [] if self.bias_k is None or self.bias_v is None else [(self.bias_k, self.bias_v)]
+        if self.add_zero_attn:
+            extra.append((q.new_zeros(1, 1, self.embed_dim), q.new_zeros(1, 1, self.embed_dim)))
+        if extra and is_causal:
+            raise ValueError(
+                "is_causal: keys that add_bias_kv and add_zero_attn append have no place in time; use neither."
+            )
+        for more_k, more_v in extra:
+            k = torch.cat([k, self._heads(more_k.to(k)).expand(batch, -1, -1, -1)], 2)
+            v = torch.cat([v, self._heads(more_v.to(v)).expand(batch, -1, -1, -1)], 2)
+            key_mask = None if key_mask is None else F.pad(key_mask, (0, 1), value=True)
+
+        masks: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask, "query_mask": query_mask}
+        if need_weights:
+            check_weights(self.attention, q, k, "need_weights", "pass need_weights=False")
+        # torch's attribute, which models set after construction
+        attended = self.attention(q, k, v, **masks, dropout=self.dropout)
+        out = self.out_proj(attended.transpose(1, 2).flatten(2))  # [B, L, E]
+        # After forward, which first brings running statistics up to date.
+        weights = dense_weights(self.attention, q, k, **masks) if need_weights else None
+        if weights is not None and average_attn_weights:
+            weights = weights.mean(1)
+        if not batched:
+            return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return out if self.batch_first else out.transpose(0, 1), weights
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[B, N, E] -> [B, H, N, D]"""
+        heads: Tensor = x.unflatten(-1, (self.num_heads, self.head_dim))
+        return heads.transpose(1, 2)
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        if self.in_proj_weight is not None and query is key and key is value:
+            projected = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+        else:
+            apart = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            weights = apart if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
+            biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            projected = tuple(F.linear(*each) for each in zip((query, key, value), weights, biases, strict=True))
+        if query.dim() == 2:
+            return [self._heads(x.unsqueeze(0)) for x in projected]
+        return [self._heads(x if self.batch_first else x.transpose(0, 1)) for x in projected]
+
+    def _forward_nested(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, need_weights: bool,
+        attn_mask: Tensor | None, is_causal: bool,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """A torch.nn.TransformerEncoder built before its layers' attention was replaced passes nested tensors."""
+        if query is not key or key is not value or not self.batch_first:
+            raise ValueError("query: a nested tensor needs batch_first=True and must also be the key and the value.")
+        if key_padding_mask is not None or attn_mask is not None or need_weights:
+            raise ValueError("query: with a nested tensor pass need_weights=False and no masks.")
+        lengths = [sequence.shape[0] for sequence in query.unbind()]
+        x = query.to_padded_tensor(0.0)
+        ends = torch.tensor(lengths, device=x.device)
+        padding = torch.arange(x.shape[1], device=x.device) >= ends[:, None]
+        out, _ = self(x, x, x, padding, need_weights=False, is_causal=is_causal)
+        return torch.nested.as_nested_tensor([o[:n] for o, n in zip(out, lengths, strict=True)]), None
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        for name, t, dim in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+            if not isinstance(t, Tensor) or t.is_nested:
+                came = "a nested tensor" if isinstance(t, Tensor) else describe(t)
+                raise TypeError(f"{name} must be a dense tensor; got {came}.")
+            if t.dim() not in (2, 3) or t.dim() != query.dim():
+                raise ValueError(f"{name} must have 3 dimensions, or 2 like query, key and value; got {describe(t)}.")
+            if t.shape[-1] != dim:
+                raise ValueError(f"{name} must have {dim} features in its last dimension; got {describe(t)}.")
+        if key.shape[:-1] != value.shape[:-1]:
+            shapes = f"got key {list(key.shape)} and value {list(value.shape)}"
+            raise ValueError(f"key and value must agree in batch and length; {shapes}.")
+        batch = 0 if self.batch_first else 1
+        if query.dim() == 3 and query.shape[batch] != key.shape[batch]:
+            shapes = f"got query {list(query.shape)} and key {list(key.shape)}"
+            raise ValueError(f"query and key must agree in batch, dimension {batch}; {shapes}.")
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether values can be looked at without waiting for a device or breaking a compiled graph."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def hides(name: str, mask: Tensor, shapes: list[list[int]], device: torch.device, look: bool) -> Tensor:
+    """A mask of torch's, bool or float, as bool: True = ignore. `look`: refuse floats other than 0 and -inf."""
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise TypeError(f"{name} must be a tensor, bool (True = ignore) or float (0 or -inf); got {describe(mask)}.")
+    if list(mask.shape) not in shapes:
+        raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}; got {describe(mask)}.")
+    if mask.device != device:
+        raise ValueError(f"{name} must be on the device of query, {device}; got {mask.device}.")
+    if mask.dtype == torch.bool:
+        return mask
+    if look and not ((mask == 0) | (mask == -torch.inf)).all():
+        raise ValueError(
+            f"{name} as float may hold 0 and -inf only, because linear attention forms no query-key scores that a bias "
+            f"could be added to; got other values in {describe(mask)}."
+        )
+    return mask < 0
+
+
+def split(mask: Tensor, is_causal: bool, q: Tensor, key_length: int) -> tuple[bool, Tensor | None]:
+    """(is it causal, the keys hidden from every query [B or 1, S]) of an attn_mask [L, S] or [B * H, L, S]."""
+    batch, heads, length, _ = q.shape
+    look = readable(q) or not is_causal  # without the hint there is no other way to know
+    pairs = hides("attn_mask", mask, [[length, key_length], [batch * heads, length, key_length]], q.device, look)
+    if not pairs.numel():
+        return is_causal, None
+    pairs = pairs.unflatten(0, (-1, heads)) if pairs.dim() == 3 else pairs[None, None]  # [B or 1, H or 1, L, S]
+    keys = pairs[:, :1, -1:]  # in a causal mask the last query sees every key that is not padding
+    if not look:
+        return is_causal, keys[:, 0, 0]
+    if is_causal or not (pairs == keys).all():
+        later = torch.ones(length, key_length, dtype=torch.bool, device=q.device).triu(1)
+        if length != key_length or not (pairs == (keys | later)).all():
+            raise ValueError(
+                "attn_mask must be causal with query and key of equal length, or hide the same keys from every query "
+                "and head, because linear attention never forms query-key pairs that could be masked one by one; got "
+                f"{describe(mask)} and is_causal={is_causal}."
+            )
+        is_causal = True
+    return is_causal, keys[:, 0, 0] if keys.any() else None

@@ -1,0 +1,215 @@
+"""alpha and beta of a module: statistics of q and k, kept where they must be, and moment matching."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from lln.checks import coefficient
+from lln.functional import Backend, Coefficient, CuSeqlens
+from lln.kernels.common import compute_dtype, wide_dtype
+from lln.matching.moments import (
+    SIGMA_FLOOR,
+    Data,
+    Matching,
+    both_moments,
+    has_kernels,
+    kernel,
+    match_moments,
+    score_factor,
+    sigma,
+)
+from lln.options import Statistics
+
+
+class Matched(nn.Module):
+    """The part of `lln.LLNAttention` that alpha and beta come from; see there for the arguments."""
+
+    pending: Tensor
+    running_count: Tensor
+    running_variance_q: Tensor
+    running_variance_k: Tensor
+
+    def __init__(
+        self, num_heads: int, head_dim: int, num_key_heads: int | None, matching: Matching, statistics: Statistics, *,
+        alpha: Coefficient | None, beta: Coefficient | None, learnable: str | None, scale: float | None, decoder: bool,
+        length: int, momentum: float, backend: Backend, factory: dict[str, Any],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.num_heads, self.head_dim, self.num_key_heads = num_heads, head_dim, num_key_heads or num_heads
+        self.matching, self.statistics = matching, statistics
+        self.scale, self.decoder, self.backend = scale, decoder, backend
+        self.length, self.momentum = length, momentum
+        if matching != "paper":  # refuses a head_dim that the curves do not cover now rather than in forward
+            match_moments(1.0, 1.0, head_dim, matching)
+        if statistics == "running":
+            self._make_averages(factory["device"])
+        if statistics == "fixed":
+            self._make_coefficients(alpha, beta, learnable, factory)
+
+    def _make_averages(self, device: torch.device | str | None) -> None:
+        # (queries, keys) x (count, sum, sum of squares) of the last step; a buffer, so that a CUDA graph finds it.
+        wide = wide_dtype(torch.empty(0, device=device).device)
+        pending = torch.zeros(2, 3, self.num_key_heads, dtype=wide, device=device)
+        self.register_buffer("pending", pending, persistent=False)
+        self.register_buffer("running_count", torch.zeros((), dtype=torch.int64, device=device))
+        for name in ("running_variance_q", "running_variance_k"):
+            self.register_buffer(name, torch.ones(self.num_key_heads, dtype=torch.float32, device=device))
+
+    def _make_coefficients(
+        self, alpha: Coefficient | None, beta: Coefficient | None, learnable: str | None, factory: dict[str, Any]
+    ) -> None:
+        usual = match_moments(1.0, 1.0, self.head_dim, self.matching, self.scale, length=self.length)
+        device = torch.empty(0, device=factory["device"]).device
+        self.numbers: dict[str, float] = {}
+        for name, given, heads, value in (
+            ("alpha", alpha, self.num_heads, usual[0]),
+            ("beta", beta, self.num_key_heads, usual[1]),
+        ):
+            chosen = value if given is None else given
+            if isinstance(chosen, Tensor):
+                chosen = chosen.detach().to(device)
+                if learnable == "head" and chosen.ndim > 1 and chosen.shape[-1] > 1:
+                    raise ValueError(f"{name} of shape {list(chosen.shape)} is per channel; use learnable='channel'.")
+            values = coefficient(name, chosen, (1, heads, self.head_dim), wide_dtype(device), device)
+            if learnable is not None:
+                # The logarithm is learned: alpha and beta stay positive whatever the optimiser does.
+                values = values.expand(1, heads, self.head_dim if learnable == "channel" else values.shape[-1])
+                dtype = factory["dtype"] or torch.get_default_dtype()
+                self.register_parameter(f"log_{name}", nn.Parameter(values[0].log().to(dtype)))
+            elif isinstance(chosen, Tensor):
+                self.register_buffer(f"fixed_{name}", values.clone())
+            else:
+                self.numbers[name] = float(chosen)
+
+    def matched(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        is_causal: bool,
+        key_mask: Tensor | None,
+        query_mask: Tensor | None,
+        cu_seqlens: CuSeqlens | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(alpha, beta) of queries and keys as they are attended with, but for a feature map. Changes nothing."""
+        if (is_causal or self.decoder) and self.statistics in ("sample", "batch"):
+            raise ValueError(
+                f"statistics={self.statistics!r} looks at all tokens, so a causal output would depend on later ones; "
+                "use statistics='running' or 'fixed' for causal attention and in decoders."
+            )
+        if self.statistics == "fixed":
+            return self._fixed("alpha", query), self._fixed("beta", query)
+        fused = self.matching == "paper" and has_kernels(query, key, self.backend)  # eq. (10) in the same kernel
+        factor = score_factor(self.scale, self.head_dim)
+        length: int | Tensor = self.length
+        if self.statistics == "running":
+            variances = self.running_variance_q, self.running_variance_k
+            if fused and variances[0].device == query.device:
+                alpha, beta = kernel("paper_match")(*variances, self.num_heads, factor)
+                return alpha, beta
+            sigma_q, sigma_k = (v.to(wide_dtype(v.device)).clamp_min(SIGMA_FLOOR**2).sqrt()[None] for v in variances)
+        else:
+            data = self._data(query, key, query_mask, key_mask, cu_seqlens)
+            if fused and self.statistics == "sample":
+                alpha, beta = kernel("paper_coefficients")(*data, factor)
+                return alpha, beta
+            found = both_moments(*data, self.backend)
+            if self.matching == "entropy":
+                length = found[1, 0] / self.head_dim
+            if self.statistics == "batch":
+                length = length.mean() if isinstance(length, Tensor) else length
+                found = found.sum((2, 3))
+            sigma_q, sigma_k = sigma(*found.unbind(1)).unbind()
+        alpha, beta = match_moments(sigma_q, sigma_k, self.head_dim, self.matching, self.scale, length=length)
+        assert isinstance(alpha, Tensor)
+        assert isinstance(beta, Tensor)
+        dtype = compute_dtype(query.dtype)
+        alpha, beta = alpha.to(dtype), beta.to(dtype)
+        if alpha.ndim == 2:  # [B, key heads]
+            if self.num_heads != self.num_key_heads:
+                alpha = alpha.repeat_interleave(self.num_heads // self.num_key_heads, 1)
+            alpha, beta = alpha.unsqueeze(-1), beta.unsqueeze(-1)
+        return alpha, beta
+
+    def _fixed(self, name: str, query: Tensor) -> Tensor:
+        dtype = compute_dtype(query.dtype)
+        if f"log_{name}" in self._parameters:
+            learned: Tensor = getattr(self, f"log_{name}")
+            return learned.to(dtype).exp().unsqueeze(0)
+        if f"fixed_{name}" in self._buffers:
+            given: Tensor = getattr(self, f"fixed_{name}")
+            return given.to(dtype)
+        return torch.full((1, 1, 1), self.numbers[name], dtype=dtype, device=query.device)
+
+    def _data(
+        self,
+        query: Tensor,
+        key: Tensor,
+        query_mask: Tensor | None,
+        key_mask: Tensor | None,
+        cu_seqlens: CuSeqlens | None,
+    ) -> Data:
+        """What the statistics are of, as `both_moments` takes it."""
+        if query_mask is None and query.shape[-2] == key.shape[-2]:
+            query_mask = key_mask
+        pair = cu_seqlens if isinstance(cu_seqlens, (tuple, list)) else (cu_seqlens, cu_seqlens)
+        return query.detach(), key.detach(), self.num_key_heads, query_mask, key_mask, pair[0], pair[1]
+
+    def summed(self, query: Tensor, key: Tensor, *where: Any) -> Tensor:
+        """The moments of the whole batch on all ranks, as `pending` holds them."""
+        both = both_moments(*self._data(query, key, *where), self.backend).sum(2)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(both)
+        return both
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Bring the moments of the last training step into the running averages."""
+        if self.statistics != "running":
+            return
+        # Nothing pending, no tokens, or an overflow somewhere: then nothing changes. No value is read on the host.
+        good = ((self.pending[:, 0] > 1) & self.pending.isfinite().all(1)).all()
+        # The first batch replaces the initial 1.
+        weight = torch.where(self.running_count == 0, 1.0, self.momentum) * good
+        new = torch.where(good, sigma(*self.pending.unbind(1)).square(), 1.0).to(self.running_variance_q)
+        weight = weight.to(new)
+        for buffer, value in zip((self.running_variance_q, self.running_variance_k), new, strict=True):
+            buffer.lerp_(value, weight)
+        self.running_count += good
+        self.pending.zero_()
+
+    def train(self, mode: bool = True) -> Self:
+        if not mode:
+            self.commit()
+        return super().train(mode)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.commit()
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        state_dict, prefix = args[0], args[1]
+        if self.statistics == "running":
+            self.pending.zero_()  # of the weights that are being replaced
+            for name in ("running_count", "running_variance_q", "running_variance_k"):
+                # A model that never had them (softmax weights, say) leaves them as they are.
+                state_dict.setdefault(prefix + name, getattr(self, name))
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in self._buffers.items():
+            old = before[name]
+            if buffer is not None and old is not None and buffer.dtype != old.dtype:
+                self._buffers[name] = old.to(buffer.device)
+        return self
+
+
+def in_backward() -> bool:
+    """Whether autograd is running backward right now, that is, whether a forward is a recomputation."""
+    # A compiled graph recomputes within itself and does not come here again.
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -1,0 +1,51 @@
+"""P as a matrix, for those who want to look at it. Attention itself never forms it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln.functional import CuSeqlens
+from lln.nn.attention import LLNAttention
+
+MAX_WEIGHTS = 2**28  # elements: 1 GiB in float32
+
+
+def check_weights(attention: LLNAttention, query: Tensor, key: Tensor, name: str, remedy: str) -> None:
+    """ValueError where P would be too large or does not exist; `name` is the argument that asks for it."""
+    check_size(query, key, name, remedy)
+    if attention.mix == "scales":
+        raise ValueError(f"{name}: every value channel has its own P with mix='scales'; {remedy}.")
+
+
+def check_size(query: Tensor, key: Tensor, name: str, remedy: str) -> None:
+    size = query.shape[:3].numel() * key.shape[2]
+    if size > MAX_WEIGHTS:
+        limit = f"at most {MAX_WEIGHTS:,} are allowed"
+        raise ValueError(f"{name}: P would have {size:,} elements and {limit}; {remedy}.")
+
+
+def dense_weights(
+    attention: LLNAttention,
+    query: Tensor,
+    key: Tensor,
+    *,
+    is_causal: bool = False,
+    key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+) -> Tensor:
+    """P [B, H, N, M] of that module, exact, differentiable and without dropout: attention is linear in v, so the
+    identity matrix as v gives it. With a convolution it is what the convolved values are multiplied by."""
+    where: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
+    alpha, beta = attention.coefficients(query, key, query_mask=query_mask, **where)
+    query, key = attention.features(query, key, query_mask=query_mask, **where)
+    columns = [query.new_empty(*query.shape[:3], 0)]
+    at = torch.arange(key.shape[2], device=key.device)
+    width = max(64, query.shape[2])  # of a slice of the identity: of few queries and many keys all of it dwarfs P
+    for start in range(0, key.shape[2], width):
+        identity = (at[:, None] == at[start : start + width]).to(key.dtype).expand(*key.shape[:2], -1, -1)
+        columns.append(attention.attend(query, key, identity, alpha, beta, **where))
+    return torch.cat(columns, -1)

@@ -1,0 +1,30 @@
+"""Softmax attention inside consecutive blocks and nothing else: the Diag of LLN+Diag alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from lln.kernels.call import Call
+from lln.kernels.eager import blocks_of
+from lln.peers.calls import one_by_one
+from lln.peers.registry import register
+
+
+def block_diagonal(call: Call) -> Tensor:
+    return one_by_one(blocks_of, dataclasses.replace(call, block_weight=None))
+
+
+register(
+    "block_diagonal",
+    "Block-diagonal",
+    paper="section 4.2 of Nahshan, Kampeas and Haleva 2024, arXiv 2311.13541",
+    cost="N b (D + E)",
+    kind="kernel",
+    refuses={"cross": "blocks along the diagonal need query and key of one sequence"},
+    function=block_diagonal,
+    block_size=64,
+    mixes=False,
+    whole=True,
+)

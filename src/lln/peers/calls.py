@@ -1,0 +1,140 @@
+"""A mechanism called on q, k, v: one check for all, packed sequences one by one, blocks where asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln.checks import check_call, check_tensors, describe
+from lln.functional import CuSeqlens, Mix, autocast
+from lln.kernels.call import Call
+from lln.kernels.common import autocast_enabled
+from lln.kernels.eager import blocks_of, with_dropout
+from lln.peers.registry import REGISTRY, Mechanism, check_options, find
+
+Attend = Callable[[Call], Tensor]  # [B, Hq, N, E] of a call, in any dtype
+
+
+def attention(
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = False,
+    key_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens: CuSeqlens | None = None,
+    scale: float | None = None,
+    block_size: int | None = None,
+    mix: Mix = 0.5,
+    **options: Any,
+) -> Tensor:
+    """Attention by the mechanism of this name, on query, key and value as `lln.lln_attention` takes them.
+
+    Args:
+        name: one of `lln.mechanisms()` without parameters; those with parameters are built by `lln.mechanism`.
+        query, key, value, is_causal, key_mask, cu_seqlens: as in `lln.lln_attention`.
+        dropout_p: dropout on P, or on the queries' features where there is no P.
+        scale: of the scores of the softmax (also the one imitated), default 1 / sqrt(dim).
+        block_size: kernel mechanisms: adds softmax attention inside blocks of so many tokens (ELU+Diag, ...).
+        mix: out = mix * kernel + (1 - mix) * diag, or a pair; needs block_size.
+        options: the mechanism's own: `lln.mechanisms()[name].options`.
+
+    Returns:
+        [batch, heads, length, value dim] in the dtype of query. A row with nothing to attend to is zero.
+
+    Raises:
+        ValueError or TypeError: in one sentence, also for what the mechanism does not support.
+    """
+    entry = find(name)
+    if entry.function is None:
+        raise ValueError(
+            f"{name} learns {entry.learned}, so it is a module: "
+            f"build it with lln.mechanism({name!r}, num_heads=..., head_dim=..., max_length=...)."
+        )
+    check_options(name, options, entry.options)
+    return run(
+        entry, functools.partial(entry.function, **options), query, key, value, is_causal=is_causal, key_mask=key_mask,
+        dropout_p=dropout_p, cu_seqlens=cu_seqlens, scale=scale, block_size=block_size, mix=mix,
+    )  # fmt: skip
+
+
+def attention_matrix(name: str, query: Tensor, key: Tensor, **arguments: Any) -> Tensor:
+    """P [B, H, N, M] of the mechanism of this name, by giving it the unit vectors for values: quadratic in the length,
+    for looking at. Arguments as for `lln.attention`.
+
+    Raises:
+        ValueError: for mechanisms whose output is not P v with a P that v has no part in.
+    """
+    if not find(name).matrix:
+        raise ValueError(f"{name} has no attention matrix: its output is not a P of query and key, times value.")
+    units = torch.eye(key.shape[2], dtype=key.dtype, device=key.device)
+    return attention(name, query, key, units.expand(*key.shape[:2], -1, -1), **arguments)
+
+
+def run(
+    entry: Mechanism,
+    attend: Attend,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool,
+    key_mask: Tensor | None,
+    dropout_p: float,
+    cu_seqlens: CuSeqlens | None,
+    scale: float | None,
+    block_size: int | None,
+    mix: Mix,
+) -> Tensor:
+    """A checked call, sequence by sequence where packed, with blocks where asked for."""
+    block_size = check_blocks(entry, block_size, mix)
+    query, key, value = autocast(query, key, value)
+    check_tensors(query, key, value)
+    entry.check(query, key, is_causal, key_mask, cu_seqlens)
+    call = check_call(
+        query, key, value, 1.0, 1.0, block_size, mix, is_causal, key_mask, dropout_p, cu_seqlens, None, False, scale
+    )
+    device = query.device.type
+    narrow = torch.autocast(device, enabled=False) if autocast_enabled(device) else contextlib.nullcontext()
+    with narrow:
+        if entry.whole:
+            return attend(call).to(query.dtype)
+        return one_by_one(lambda sequence: with_blocks(attend, sequence), call).to(query.dtype)
+
+
+def check_blocks(entry: Mechanism, block_size: int | None, mix: Mix) -> int | None:
+    """The block size to use."""
+    if not entry.mixes and not (isinstance(mix, float) and mix == 0.5):
+        raise ValueError(f"mix weighs a kernel against blocks, and {entry.name} has not both; got {describe(mix)}.")
+    if block_size is not None and entry.kind != "kernel":
+        kernels = ", ".join(m.name for m in REGISTRY.values() if m.kind == "kernel")
+        raise ValueError(f"block_size goes with kernel mechanisms ({kernels}); got {block_size!r} with {entry.name}.")
+    return entry.block_size if block_size is None else block_size
+
+
+def one_by_one(attend: Attend, call: Call) -> Tensor:
+    """Packed sequences each for itself; where there is no query or no key, no mechanism is asked."""
+
+    def part(sequence: Call) -> Tensor:
+        if sequence.query.shape[2] and sequence.key.shape[2]:
+            return attend(sequence)
+        nothing = sequence.query[..., :1].expand(*sequence.query.shape[:3], sequence.value.shape[3])
+        return nothing.masked_fill(torch.ones_like(nothing, dtype=torch.bool), 0.0)
+
+    outs = [part(sequence) for sequence in with_dropout(call).sequences()]
+    return outs[0] if len(outs) == 1 else torch.cat(outs, -2)
+
+
+def with_blocks(attend: Attend, call: Call) -> Tensor:
+    out = attend(call)
+    if call.block_size is None or call.lln_weight is None:
+        return out
+    blocks = blocks_of(call)
+    return out.to(blocks.dtype) * call.lln_weight.unsqueeze(-2) + blocks

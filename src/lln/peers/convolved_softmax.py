@@ -1,0 +1,53 @@
+"""Softmax attention on convolved queries, keys and values: what a convolution does without LLN."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lln.kernels.call import Call
+from lln.nn.convolution import check_value, convolve
+from lln.options import check_convolution
+from lln.peers.modules import AttentionModule
+from lln.peers.registry import register
+from lln.peers.softmax import softmax
+
+
+class ConvolvedSoftmax(AttentionModule):
+    """convolution: its odd width, see `lln.nn.convolution`. It starts at zero, which is softmax attention."""
+
+    def __init__(
+        self, num_heads: int, head_dim: int, max_length: int | None = None, *, convolution: int = 5,
+        value_dim: int | None = None, **common: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(ENTRY, num_heads, head_dim, max_length, **common)
+        check_convolution(convolution)
+        self.value_dim = value_dim or head_dim
+        self.conv_q = nn.Parameter(torch.zeros(num_heads, head_dim, convolution))
+        self.conv_k = nn.Parameter(torch.zeros(self.num_key_heads, head_dim, convolution))
+        self.conv_v = nn.Parameter(torch.zeros(self.num_key_heads, self.value_dim, convolution))
+
+    def attend(self, call: Call) -> Tensor:
+        check_value(call.value, self.value_dim, False)
+        named = {"query": self.conv_q, "key": self.conv_k, "value": self.conv_v}
+        near: dict[str, Any] = {
+            name: convolve(getattr(call, name), kernel, is_causal=call.is_causal, mask=call.key_mask)
+            for name, kernel in named.items()
+        }
+        return softmax(dataclasses.replace(call, **near))
+
+
+ENTRY = register(
+    "convolved_softmax",
+    "Softmax, convolved",
+    paper="this library's",
+    cost="N M (D + E) + (N + M) w (D + E)",
+    learned="a convolution over the tokens for each channel of queries, keys and values",
+    refuses={"cross": "the convolution runs over one sequence"},
+    module=ConvolvedSoftmax,
+    matrix=False,
+    note="for a fair comparison with LLN's `convolution`; in training it is the attention `softmax:convolution=5`",
+)

@@ -1,0 +1,53 @@
+"""Hedgehog: features [softmax(W x), softmax(-W x)], W learned for each head and side so as to imitate softmax."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lln.kernels.call import Call
+from lln.kernels.common import compute_dtype
+from lln.peers.modules import AttentionModule
+from lln.peers.pieces import exponential_attention
+from lln.peers.registry import register
+
+
+class Hedgehog(AttentionModule):
+    """activation: "softmax" over the channels as released, or "exp" as in the paper's formula; the exponentials
+    themselves are taken inside LLN's fold."""
+
+    def __init__(
+        self, num_heads: int, head_dim: int, max_length: int | None = None, *,
+        activation: Literal["softmax", "exp"] = "softmax", **common: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(ENTRY, num_heads, head_dim, max_length, **common)
+        if activation not in ("softmax", "exp"):
+            raise ValueError(f"activation must be 'softmax' or 'exp'; got {activation!r}.")
+        self.activation = activation
+        # The identity to start with, as in the paper.
+        self.query_map = nn.Parameter(torch.eye(head_dim).repeat(num_heads, 1, 1))
+        self.key_map = nn.Parameter(torch.eye(head_dim).repeat(self.num_key_heads, 1, 1))
+
+    def attend(self, call: Call) -> Tensor:
+        return exponential_attention(call, self.logs(call.query, self.query_map), self.logs(call.key, self.key_map))
+
+    def logs(self, t: Tensor, weight: Tensor) -> Tensor:
+        """Logarithms of the features of t [B, H, N, D]: [B, H, N, 2 D]."""
+        dtype = compute_dtype(t.dtype)
+        x = t.to(dtype) @ weight.to(dtype).transpose(-1, -2)
+        if self.activation == "softmax":
+            return torch.cat([x.log_softmax(-1), (-x).log_softmax(-1)], -1)
+        return torch.cat([x, -x], -1)
+
+
+ENTRY = register(
+    "hedgehog",
+    "Hedgehog",
+    paper="Zhang et al. 2024, arXiv 2402.04347",
+    cost="2 (N + M) D (D + E)",
+    learned="a linear map for each head, of queries and of keys",
+    kind="kernel",
+    module=Hedgehog,
+)

@@ -1,0 +1,57 @@
+"""Linformer: keys and values projected along the length to `rank` rows, by learned matrices; then softmax attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lln.kernels.call import Call
+from lln.peers.modules import AttentionModule
+from lln.peers.pieces import attend, grouped, positions, scores
+from lln.peers.registry import positive_int, register
+
+
+class Linformer(AttentionModule):
+    """rank: rows that the keys are projected to. share: one projection for keys and values."""
+
+    def __init__(
+        self, num_heads: int, head_dim: int, max_length: int | None = None, *, rank: int = 256, share: bool = False,
+        **common: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(ENTRY, num_heads, head_dim, max_length, **common)
+        if max_length is None:
+            raise ValueError("linformer needs max_length: its projections have one row for each position.")
+        bound = 1 / math.sqrt(positive_int("rank", rank))
+        self.key_projection = nn.Parameter(torch.empty(max_length, rank).uniform_(-bound, bound))
+        self.value_projection = self.key_projection
+        if not share:
+            self.value_projection = nn.Parameter(torch.empty(max_length, rank).uniform_(-bound, bound))
+
+    def attend(self, call: Call) -> Tensor:
+        q, k, v = grouped(call)
+        if k.shape[-2] > len(self.key_projection):
+            raise ValueError(f"linformer was built for max_length={len(self.key_projection)}; got {k.shape[-2]} keys.")
+        projections = []
+        for parameter in (self.key_projection, self.value_projection):
+            projection = parameter[: k.shape[-2]].to(q.dtype)  # [M, rank]
+            if call.key_mask is not None:  # row 0 for each sequence's first valid token, nothing for the hidden ones
+                place = positions(call)[1].clamp_min(0)
+                projection = parameter.to(q.dtype)[place] * call.key_mask.unsqueeze(-1)
+                projection = projection[:, None, None]  # [B, 1, 1, M, rank]
+            projections.append(projection.transpose(-1, -2))
+        out = attend(scores(q, projections[0] @ k, call.scale), projections[1] @ v, call.dropout)
+        return out.flatten(1, 2)
+
+
+ENTRY = register(
+    "linformer",
+    "Linformer",
+    paper="Wang et al. 2020, arXiv 2006.04768",
+    cost="(N + M) r (D + E)",
+    learned="the projections of keys and values, shared by the heads",
+    refuses={"causal": "each projected key mixes all positions, later ones too"},
+    module=Linformer,
+)

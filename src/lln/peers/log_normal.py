@@ -1,0 +1,91 @@
+"""LLN and LLN+Diag, this library's own, with alpha and beta by moment matching."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+
+from lln.functional import Coefficient, CuSeqlens, lln_attention
+from lln.kernels.call import Call
+from lln.matching.moments import Matching
+from lln.nn.attention import LLNAttention
+from lln.options import Statistics
+from lln.peers.registry import register
+
+BLOCK_SIZE = 64
+PAPER = "Nahshan, Kampeas and Haleva 2024, arXiv 2311.13541"
+NOTE = (
+    "alpha and beta from each sample's own spread; causal calls, which must not look ahead, take those of unit "
+    "variance unless given, and `lln.mechanism` offers running averages and learned ones"
+)
+
+
+def lln(
+    call: Call, *, alpha: Coefficient | None = None, beta: Coefficient | None = None, matching: Matching = "paper",
+    statistics: Statistics | None = None,
+) -> Tensor:  # fmt: skip
+    given = alpha is not None or beta is not None
+    chosen = statistics or ("fixed" if given or call.is_causal else "sample")
+    cu_seqlens: CuSeqlens | None = None
+    if call.cu_query is not None and call.cu_key is not None:
+        cu_seqlens = call.cu_query if call.cu_query is call.cu_key else (call.cu_query, call.cu_key)
+    blocks: dict[str, Any] = {}
+    if call.block_size is not None:
+        blocks = {"block_size": call.block_size, "mix": (call.lln_weight, call.block_weight)}
+    # The module knows statistics and matching; it holds nothing here.
+    module = LLNAttention(
+        call.query.shape[1], call.query.shape[3], num_key_heads=call.key.shape[1], matching=matching,
+        statistics=chosen, scale=call.scale,
+        alpha=None if isinstance(alpha, Tensor) else alpha, beta=None if isinstance(beta, Tensor) else beta,
+    )  # fmt: skip
+    matched = module.coefficients(
+        call.query, call.key, is_causal=call.is_causal, key_mask=call.key_mask, cu_seqlens=cu_seqlens
+    )
+    factors = [own if isinstance(own, Tensor) else found for own, found in zip((alpha, beta), matched, strict=True)]
+    out: Tensor = lln_attention(
+        call.query, call.key, call.value, *factors, **blocks, is_causal=call.is_causal, key_mask=call.key_mask,
+        dropout_p=call.dropout_p, cu_seqlens=cu_seqlens, scale=call.scale,
+    )  # fmt: skip
+    return out
+
+
+@functools.wraps(LLNAttention)  # its options
+def lln_module(num_heads: int, head_dim: int, max_length: int | None = None, **options: Any) -> nn.Module:
+    if max_length is not None:
+        options.setdefault("length", max_length)
+    return LLNAttention(num_heads, head_dim, **options)
+
+
+@functools.wraps(LLNAttention)
+def lln_diag_module(num_heads: int, head_dim: int, max_length: int | None = None, **options: Any) -> nn.Module:
+    return lln_module(num_heads, head_dim, max_length, **{"block_size": BLOCK_SIZE, **options})
+
+
+register(
+    "lln",
+    "LLN",
+    paper=PAPER,
+    cost="(N + M) D E",
+    learned="nothing, or alpha and beta",
+    kind="kernel",
+    function=lln,
+    module=lln_module,
+    whole=True,
+    note=NOTE,
+)
+register(
+    "lln_diag",
+    "LLN+Diag",
+    paper=PAPER,
+    cost="(N + M) D E + N b (D + E)",
+    learned="nothing, or alpha, beta and mix",
+    kind="kernel",
+    refuses={"cross": "blocks along the diagonal need query and key of one sequence"},
+    function=lln,
+    module=lln_diag_module,
+    block_size=BLOCK_SIZE,
+    whole=True,
+    note=NOTE,
+)

@@ -1,0 +1,61 @@
+"""Performer (FAVOR+): exp(q.k) as a mean over random directions w of exp(w.q - |q|^2/2) exp(w.k - |k|^2/2)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from lln.kernels.call import Call
+from lln.kernels.common import compute_dtype
+from lln.peers.draws import gaussian
+from lln.peers.pieces import exponential_attention
+from lln.peers.random_features import RandomFeatures
+from lln.peers.registry import positive_int, register
+
+
+def default_features(head_dim: int) -> int:
+    """D ln D as the paper says, to a multiple of 16: 256 for heads of 64, which the GPU kernels take."""
+    return max(16, int(head_dim * math.log(head_dim)) // 16 * 16)
+
+
+def performer(
+    call: Call, *, features: int | None = None, seed: int = 0, orthogonal: bool = True, projection: Tensor | None = None
+) -> Tensor:
+    dim, dtype = call.query.shape[3], compute_dtype(call.query.dtype)
+    q, k = (t.to(dtype) * math.sqrt(call.scale) for t in (call.query, call.key))
+    if projection is None:
+        count = default_features(dim) if features is None else positive_int("features", features)
+        projection = gaussian(count, dim, seed, orthogonal, device=q.device, dtype=dtype)
+    w = projection.to(q.device, dtype)
+    # |q|^2 is the same for all keys of a row, so it drops out.
+    return exponential_attention(call, q @ w.T, k @ w.T - k.square().sum(-1, keepdim=True) / 2)
+
+
+class Performer(RandomFeatures):
+    def __init__(
+        self, num_heads: int, head_dim: int, max_length: int | None = None, *, features: int | None = None,
+        seed: int = 0, orthogonal: bool = True, redraw_every: int | None = 1000, **common: Any,
+    ) -> None:  # fmt: skip
+        count = default_features(head_dim) if features is None else features
+        super().__init__(
+            ENTRY, num_heads, head_dim, max_length, features=count, seed=seed, orthogonal=orthogonal,
+            redraw_every=redraw_every, **common,
+        )  # fmt: skip
+
+    def attend(self, call: Call) -> Tensor:
+        return performer(call, projection=self.current_projection())
+
+
+ENTRY = register(
+    "performer",
+    "Performer (FAVOR+)",
+    paper="Choromanski et al. 2020, arXiv 2009.14794",
+    cost="(N + M) F (D + E)",
+    kind="kernel",
+    function=performer,
+    module=Performer,
+    note="F positive orthogonal features, default D ln D, from a seed; the module draws them anew every `redraw_every` "
+    "training calls",
+)

@@ -1,0 +1,63 @@
+"""The table of docs/mechanisms.md, from what the mechanisms say about themselves:
+
+python -m lln.peers.table > docs/mechanisms.md
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lln.peers.registry import COMMON, FEATURES, REGISTRY, Mechanism
+
+HEAD = """# Mechanisms
+
+Made by `python -m lln.peers.table`; a test compares.
+
+    lln.attention(name, query, key, value, **options)  # as lln.lln_attention: is_causal, key_mask, cu_seqlens, ...
+    lln.mechanism(name, num_heads=..., head_dim=..., max_length=..., **options)  # any of them as a module
+    lln.mechanisms()  # name -> what it says about itself
+
+*Kernel* mechanisms take `block_size`, which adds softmax attention inside blocks (ELU+Diag, Performer+Diag, ...).
+Mechanisms on q, k, v are functions, or modules where they always learn something. *Mixers* are modules on hidden
+states that replace the whole attention block. Cost is the time of one head, forward: N queries, M keys, dims D and E,
+and sizes from the options. Rows with nothing to attend to are zero, sums are taken in float32, and dropout acts on P,
+or on the queries' features where there is no P.
+"""
+KINDS = {"kernel": "Kernel mechanisms", "attention": "Others on q, k, v", "mixer": "Mixers"}
+UNLISTED = (*COMMON, "device", "dtype")  # options that all modules have
+
+
+def row(m: Mechanism) -> str:
+    marks = ["yes" if feature not in m.refuses else "no" for feature in FEATURES]
+    return "| " + " | ".join([f"`{m.name}`", m.title, m.paper, m.learned, m.cost, *marks]) + " |"
+
+
+def listed(options: dict[str, Any]) -> str:
+    return ", ".join(f"`{name}={value!r}`" for name, value in options.items() if name not in UNLISTED)
+
+
+def details(m: Mechanism) -> list[str]:
+    lines = [f"- **{m.name}**" + (f": {m.note}." if m.note else ".")]
+    of_function, of_module = listed(m.options), listed(m.module_options)
+    if of_function:
+        lines.append(f"  Options: {of_function}.")
+    if of_module and of_module != of_function:
+        lines.append(f"  Options of the module: {of_module}.")
+    return lines + [f"  No {FEATURES[feature]}: {reason}." for feature, reason in m.refuses.items()]
+
+
+def markdown() -> str:
+    lines = [HEAD]
+    columns = ["name", "", "paper", "learns", "cost", *FEATURES]
+    for kind, title in KINDS.items():
+        entries = [m for m in REGISTRY.values() if m.kind == kind]
+        lines += [f"## {title}", "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+        lines += [*map(row, entries), ""]
+        for m in entries:
+            lines += details(m)
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,84 @@
+"""Transformer-LS: a window, and the whole sequence through r rows made by a projection that depends on the keys.
+
+P = softmax over positions of (k W)     K~ = LN(P^T LN(k))     V~ = LN(P^T LN(v))      one softmax over [window, K~]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lln.kernels.call import Call
+from lln.kernels.common import softmax_or_zero
+from lln.peers.modules import AttentionModule
+from lln.peers.pieces import grouped, scores
+from lln.peers.registry import positive_int, register
+from lln.peers.windows import aligned, blocked, joint_attention, neighbours, visible_blocks
+
+
+class TransformerLS(AttentionModule):
+    """window: tokens of a segment, which sees itself and half a segment to each side. rank: r."""
+
+    def __init__(
+        self, num_heads: int, head_dim: int, max_length: int | None = None, *, window: int = 128, rank: int = 32,
+        **common: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(ENTRY, num_heads, head_dim, max_length, **common)
+        self.window = positive_int("window", window)
+        width = self.num_key_heads * head_dim
+        self.projection = nn.Parameter(torch.empty(self.num_key_heads, head_dim, positive_int("rank", rank)))
+        nn.init.normal_(self.projection, std=head_dim**-0.5)
+        self.local_norm, self.global_norm = nn.LayerNorm(width), nn.LayerNorm(width)  # the paper's DualLN
+
+    def attend(self, call: Call) -> Tensor:
+        if call.value.shape[3] != self.head_dim:
+            raise ValueError(
+                f"transformer_ls normalises keys and values alike, so value dim must be {self.head_dim}; "
+                f"got {call.value.shape[3]}."
+            )
+        return aligned(call, self.long_short)
+
+    def long_short(self, call: Call) -> Tensor:
+        q, k, v = grouped(call)
+        mask = call.key_mask
+        assert mask is not None
+        weight = softmax_or_zero(
+            (k @ self.projection.to(k.dtype).unsqueeze(1))
+            .masked_fill(~mask[:, None, None, :, None], -torch.inf)
+            .transpose(-1, -2)
+        )  # [B, H, 1, r, N]
+        k, v = normalised(k, self.local_norm), normalised(v, self.local_norm)
+        far_k, far_v = (normalised(weight @ t, self.global_norm) for t in (k, v))
+        alive = mask.any(-1)[:, None, None, None, None]
+        size, beyond = self.window, max(self.window // 2, 1)
+        visible = neighbours(visible_blocks(mask, size), beyond, beyond)
+        near = scores(blocked(q, size), neighbours(blocked(k, size), beyond, beyond), call.scale, ~visible)
+        far = blocked(scores(q, far_k, call.scale, ~alive.expand(-1, 1, 1, far_k.shape[-2], 1)), size)
+        parts = [(near, neighbours(blocked(v, size), beyond, beyond)), (far, far_v.unsqueeze(3))]
+        out = joint_attention(parts, call.dropout).flatten(-3, -2)[..., : q.shape[-2], :]
+        return out.flatten(1, 2)
+
+
+def normalised(t: Tensor, norm: nn.LayerNorm) -> Tensor:
+    """LayerNorm over all heads' channels of t [B, H, 1, N, D]."""
+    weight, bias = (p.to(t.dtype).view(t.shape[1], 1, 1, t.shape[4]) for p in (norm.weight, norm.bias))
+    variance, mean = torch.var_mean(t, (1, 4), correction=0, keepdim=True)
+    found: Tensor = (t - mean) * (variance + norm.eps).rsqrt() * weight + bias
+    return found
+
+
+ENTRY = register(
+    "transformer_ls",
+    "Transformer-LS",
+    paper="Zhu et al. 2021, arXiv 2107.02192",
+    cost="N (2 w + r) (D + E)",
+    learned="the dynamic projection and two LayerNorms",
+    refuses={
+        "causal": "the dynamic projection mixes all positions, later ones too",
+        "cross": "a window needs query and key of one sequence",
+    },
+    module=TransformerLS,
+    matrix=False,
+)

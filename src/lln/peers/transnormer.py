@@ -1,0 +1,79 @@
+"""TransNormer T1 and T2: in early layers attention inside blocks (diag), later linear attention with a norm in place of
+the sum of weights (norm).
+
+         diag                                    norm
+    T1   RMSNorm(relu(q k^T) v) in blocks        RMSNorm(elu(q) (elu(k)^T v))
+    T2   softmax(q k^T) v in blocks              RMSNorm((1 + elu(q)) ((1 + elu(k))^T v))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from torch import Tensor
+from torch.nn import functional
+
+from lln.kernels.call import Call
+from lln.kernels.carry import block_start
+from lln.kernels.common import drop
+from lln.kernels.eager import blocks_of
+from lln.peers.pieces import feature_attention, grouped
+from lln.peers.registry import positive_int, register
+from lln.peers.simple_kernels import elu_plus_one
+from lln.peers.windows import aligned, blocked, visible_blocks
+
+Part = Literal["norm", "diag"]
+
+
+def rms_norm(t: Tensor) -> Tensor:
+    return t * (t.square().mean(-1, keepdim=True) + 1e-8).rsqrt()
+
+
+def check(call: Call, part: str, block: int) -> None:
+    positive_int("block", block)
+    if part not in ("norm", "diag"):
+        raise ValueError(f"part must be 'norm' or 'diag'; got {part!r}.")
+    if part == "diag" and call.query.shape[2] != call.key.shape[2]:
+        raise ValueError("part='diag' needs query and key of one sequence; cross attention has part='norm' only.")
+
+
+def t1(call: Call, *, part: Part = "norm", block: int = 64) -> Tensor:
+    """part: "norm", or "diag" for early layers; block: tokens of a block of "diag"."""
+    check(call, part, block)
+    if part == "norm":
+        return rms_norm(feature_attention(call, functional.elu, normalise=False))
+
+    def rectified(call: Call) -> Tensor:
+        q, k, v = grouped(call)
+        assert call.key_mask is not None
+        size = min(block, k.shape[-2])
+        weight = functional.relu(blocked(q, size) * call.scale @ blocked(k, size).transpose(-1, -2))
+        weight = weight * visible_blocks(call.key_mask, size).transpose(-1, -2)
+        weight = drop(weight.tril() if call.is_causal else weight, call.dropout)[0]
+        out = rms_norm(weight @ blocked(v, size))
+        return out.flatten(-3, -2)[..., : q.shape[-2], :].flatten(1, 2)
+
+    return aligned(call, rectified)
+
+
+def t2(call: Call, *, part: Part = "norm", block: int = 64) -> Tensor:
+    """part: "norm", or "diag" for early layers; block: tokens of a block of "diag"."""
+    check(call, part, block)
+    if part == "norm":
+        return rms_norm(feature_attention(call, elu_plus_one, normalise=False))
+    start = block_start(call.key, call.key_mask, None, None, block)
+    return blocks_of(dataclasses.replace(call, block_size=block, start=start, block_weight=None))
+
+
+for name, function in (("t1", t1), ("t2", t2)):
+    register(
+        f"transnormer_{name}",
+        f"TransNormer {name.upper()}",
+        paper="Qin et al. 2022, arXiv 2210.10340",
+        cost="(N + M) D E, or N b (D + E)",
+        function=function,
+        matrix=False,
+        note="`part` norm (default) or diag, which a model has in its early layers; the norm is over a head's channels "
+        "and has no weights",
+    )

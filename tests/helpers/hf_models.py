@@ -1,0 +1,130 @@
+"""Tiny models of every kind that lln.hf serves, with random weights, and what the tests ask of them."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import transformers as tf
+from torch import Tensor
+
+from lln.hf import interface as attention
+
+LENGTH = 23
+VOCABULARY = 61
+TEXT = {"vocab_size": VOCABULARY, "max_position_embeddings": 96, "pad_token_id": 0}
+BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40, **TEXT}
+VISION = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40, "image_size": 20,
+    "patch_size": 4, "num_labels": 3,
+}  # fmt: skip
+
+
+def config(kind: str, **changes: Any) -> Any:
+    makers: dict[str, Callable[[], Any]] = {
+        "bert": lambda: tf.BertConfig(**BERT),
+        "roberta": lambda: tf.RobertaConfig(**BERT),
+        "electra": lambda: tf.ElectraConfig(embedding_size=16, **BERT),
+        "albert": lambda: tf.AlbertConfig(embedding_size=16, **BERT),
+        "distilbert": lambda: tf.DistilBertConfig(dim=32, n_layers=2, n_heads=4, hidden_dim=40, **TEXT),
+        "vit": lambda: tf.ViTConfig(**VISION),
+        "deit": lambda: tf.DeiTConfig(**VISION),
+        "gpt2": lambda: tf.GPT2Config(
+            n_embd=32, n_layer=2, n_head=4, n_positions=96, vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2
+        ),
+        "llama": lambda: tf.LlamaConfig(num_key_value_heads=2, **BERT),
+        "bart": lambda: tf.BartConfig(
+            d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+            encoder_ffn_dim=40, decoder_ffn_dim=40, decoder_start_token_id=1, bos_token_id=1, eos_token_id=2,
+            forced_eos_token_id=None, **TEXT,
+        ),
+    }  # fmt: skip
+    made = makers[kind]()
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+ENCODERS = ("bert", "roberta", "distilbert", "electra", "albert")
+IMAGES = ("vit", "deit")
+CAUSAL = ("gpt2", "llama")
+ALL = (*ENCODERS, *IMAGES, *CAUSAL, "bart")
+
+
+@contextlib.contextmanager
+def guesses() -> Iterator[None]:
+    """A decoder that nobody converted says so; here that is expected."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* has causal or cross attention")
+        yield
+
+
+def build(kind: str, implementation: str = "lln_diag", head: Any = None, *, spread: float = 8.0, **changes: Any) -> Any:
+    """In float64 and eval. `spread`: of the query and key weights against their usual start, at which all attention is
+    so flat that softmax and LLN look alike."""
+    torch.manual_seed(0)
+    made = config(kind, **changes)
+    maker = head or (tf.AutoModelForCausalLM if kind in CAUSAL else tf.AutoModel)
+    with guesses():
+        model = maker.from_config(made, attn_implementation=implementation, dtype=torch.float64)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("query", "key", "q_lin", "k_lin", "q_proj", "k_proj", "c_attn", "q_attn")):
+                parameter *= spread
+    return model.eval()
+
+
+def tokens(seed: int, batch: int = 3, length: int = LENGTH) -> Tensor:
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def images(seed: int, batch: int = 3) -> Tensor:
+    return torch.randn(batch, 3, 20, 20, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def inputs(kind: str, seed: int = 0, batch: int = 3) -> dict[str, Tensor]:
+    if kind in IMAGES:
+        return {"pixel_values": images(seed, batch)}
+    x = tokens(seed, batch)
+    mask = torch.ones_like(x)
+    mask[1, 15:] = 0
+    extra = {"decoder_input_ids": tokens(seed + 1, batch, 9)} if kind == "bart" else {}
+    return {"input_ids": x.masked_fill(mask == 0, 0), "attention_mask": mask, **extra}
+
+
+def output(model: Any, **arguments: Any) -> Tensor:
+    found: Tensor = model(**arguments)[0]
+    return found
+
+
+class Call:
+    """One call of an attention function: what came, and what it returned."""
+
+    def __init__(self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, result: Any) -> None:
+        self.module, self.q, self.k, self.v, self.mask = module, q, k, v, mask
+        self.out, self.weights = result
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Call]]:
+    """The calls that reach LLN attention while this is open."""
+    calls: list[Call] = []
+    original = attention.attend
+
+    def spy(name: str, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
+        out = original(name, module, q, k, v, mask, **kwargs)
+        calls.append(Call(module, q, k, v, mask, out))
+        return out
+
+    with mock.patch.object(attention, "attend", spy):
+        yield calls
+
+
+def sentence(problem: pytest.ExceptionInfo[Any]) -> str:
+    text = str(problem.value)
+    assert "\n" not in text
+    assert text.endswith(".")
+    return text

@@ -1,0 +1,42 @@
+"""A page read as a browser would, and made-up times to make one from."""
+
+from html.parser import HTMLParser
+from pathlib import Path
+
+
+class Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "br", "link", "input"):
+            self.open.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+    def outside(self, folder: Path) -> list[str]:
+        """Links to anything but this page and the files beside it, which a reader may follow and no page loads."""
+        found = [link for link in self.links if not link.startswith("#") and link != "data:,"]
+        return [link for link in found if not (folder / link).is_file()]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def fake(times: dict[str, list[float]], lengths: list[int]) -> dict:
+    def timing(ms: float) -> dict:
+        return {"median": ms, "low": ms, "high": ms, "repeats": 1}
+
+    return {
+        "heads": 12,
+        "dim": 64,
+        "provenance": {"device": "a CPU", "threads": 2},
+        "rows": [
+            {"attention": name, "length": n, "forward": timing(ms), "training": timing(ms)}
+            | {"forward_bytes": 2**20, "training_bytes": 2**20}
+            for name, series in times.items()
+            for n, ms in zip(lengths, series, strict=True)
+        ],
+    }

@@ -1,0 +1,286 @@
+"""The cases of the Triton back end's tests, their answer in float64, and the comparison of the two.
+
+The answer is that of the eager back end in float64, which its own tests hold to the dense equation (8). Without a GPU
+the kernels run in Triton's interpreter, slowly: few heads and short sequences there, longer ones where a GPU is.
+"""
+
+import dataclasses
+import itertools
+import os
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.reference import normal, relative_error
+from lln import LLNState, lln_attention
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+# Another name tries the tests themselves on a back end that is known to be right.
+BACKEND = os.environ.get("LLN_TEST_BACKEND", "triton")
+only_triton = pytest.mark.skipif(BACKEND != "triton", reason="a promise of the Triton back end alone")
+# For every test. The interpreter runs on NumPy, which warns of infinities and NaN in lanes that a mask leaves out.
+MARKS = [
+    pytest.mark.usefixtures("poisoned_memory"),
+    pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+MODES: dict[str, dict[str, Any]] = {
+    "bidirectional": {},
+    "causal": {"is_causal": True},
+    "blocks": {"block_size": 48},
+    "causal blocks": {"is_causal": True, "block_size": 48},
+}
+STATE = ("log_sum", "mean_value", "block_key", "block_value")
+Tensors = dict[str, Tensor]
+
+
+def quicken_interpreter() -> None:
+    """Triton's interpreter replaces the functions of triton.language at every launch, which it needs, and again at
+    every call of a function inside a kernel, which costs a third of the time of these tests."""
+    from triton.runtime import interpreter
+
+    launch, patch, patched = interpreter.GridExecutor.__call__, interpreter._patch_lang, set()
+
+    def launch_anew(self: Any, *args: Any, **options: Any) -> Any:
+        patched.clear()
+        return launch(self, *args, **options)
+
+    def patch_once(function: Any) -> Any:
+        modules = frozenset(id(x) for x in function.__globals__.values() if isinstance(x, types.ModuleType))
+        if modules in patched:
+            return interpreter._LangPatchScope()
+        patched.add(modules)
+        return patch(function)
+
+    interpreter.GridExecutor.__call__, interpreter._patch_lang = launch_anew, patch_once
+
+
+if not GPU and BACKEND == "triton":
+    quicken_interpreter()
+
+
+def attend(*args: Any, **options: Any) -> Any:
+    return lln_attention(*args, **options, backend=BACKEND)
+
+
+def cu_seqlens(lengths: tuple[int, ...], device: str = "cpu") -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call in words. `lengths` are those of the sequences: a batch of equal ones, or packed end to end."""
+
+    lengths: tuple[int, ...] = (70, 70)
+    key_lengths: tuple[int, ...] | None = None  # cross attention
+    packed: bool = False
+    key_heads: int = 2
+    group: int = 1
+    dim: int = 16
+    value_dim: int | None = None
+    is_causal: bool = False
+    block_size: int | None = None
+    scale: float | None = None
+    mask: str = "none"
+    alpha: str = "number"
+    beta: str = "number"
+    mix: str = "number"
+    state: bool = False
+    return_state: bool = False
+    dtype: torch.dtype = torch.float32
+    size: float = 1.0  # of the exponents
+
+    def __str__(self) -> str:
+        changed = (
+            (f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.default != getattr(self, f.name)
+        )
+        return " ".join(f"{name}={x}" for name, x in changed).replace(", ", ",")
+
+
+def key_mask(kind: str, lengths: tuple[int, ...]) -> Tensor:
+    """The masks of all sequences, end to end."""
+    masks = [torch.ones(n, dtype=torch.bool) for n in lengths]
+    for s, mask in enumerate(masks):
+        n = len(mask)
+        if kind == "holes":
+            mask &= normal(20 + s, n) > 0
+        elif kind == "left":
+            mask[: n // (s + 2)] = False
+        elif kind == "right":
+            mask[n - n // (s + 2) :] = False
+        elif kind == "dead sample" and s == 0:
+            mask[:] = False
+    return torch.cat(masks)
+
+
+def shaped(kind: str, seed: int, batch: int, heads: int, width: int) -> Any:
+    """A coefficient near 1.2 of the shape that `kind` names."""
+    sizes = {"B": batch, "H": heads, "D": width}
+    shape = () if kind == "number" else tuple(sizes[s] for s in kind.strip("[]").split(", ") if s)
+    x = 1.2 + normal(seed, *shape).clamp(-2, 2) / 4
+    return x.item() if kind == "number" else x.float()
+
+
+def mixed(kind: str, *sizes: int) -> dict[str, Any]:
+    if kind.endswith("pair"):
+        kinds = {"pair": ("[H]", "[]"), "wide pair": ("[H, D]", "[B, H, D]"), "half pair": ("number", "[B, H]")}[kind]
+        return {f"mix {side}": shaped(k, 5 + i, *sizes) for i, (side, k) in enumerate(zip("rp", kinds, strict=True))}
+    return {"mix": shaped(kind, 5, *sizes) / 2}
+
+
+def free_state(case: Case, batch: int, dim: int, dv: int) -> dict[str, Tensor]:
+    """A state nobody computed: the last sample and one channel have no past, open blocks are filled differently."""
+    heads, size = case.key_heads, case.block_size
+    log_sum, mean_value = normal(8, batch, heads, dim), normal(9, batch, heads, dim, dv).float()
+    for empty in (slice(batch - 1, None), (0, 0, 0)):
+        log_sum[empty], mean_value[empty] = -torch.inf, 0
+    fields = {"log_sum": log_sum, "mean_value": mean_value}
+    if size is not None:
+        count = torch.tensor([2 * size + 5, size, 3, 7])[:batch]
+        count[batch - 1] = 0
+        block_mask = torch.arange(size) < (count % size)[:, None]
+        block_mask[0, 2] = False  # a masked key inside the open block
+        rows = {"block_key": normal(10, batch, heads, size, dim), "block_value": normal(11, batch, heads, size, dv)}
+        fields |= {"count": count, "block_mask": block_mask}
+        fields |= {name: (x * block_mask[:, None, :, None]).to(case.dtype) for name, x in rows.items()}
+    return {f"state {name}": x for name, x in fields.items()}
+
+
+def build(case: Case) -> dict[str, Any]:
+    """Everything that goes into the call, by name; what has two parts (mix, state) under two words."""
+    batch, heads = len(case.lengths), case.key_heads * case.group
+    key_lengths = case.key_lengths or case.lengths
+    dim, dv = case.dim, case.value_dim or case.dim
+    rows, nq, nk = (1, sum(case.lengths), sum(key_lengths)) if case.packed else (batch, case.lengths[0], key_lengths[0])
+    given: dict[str, Any] = {
+        "query": (case.size * normal(0, rows, heads, nq, dim)).to(case.dtype),
+        "key": (case.size * normal(1, rows, case.key_heads, nk, dim)).to(case.dtype),
+        "value": normal(2, rows, case.key_heads, nk, dv).to(case.dtype),
+        "alpha": shaped(case.alpha, 3, batch, heads, dim),
+        "beta": shaped(case.beta, 4, batch, case.key_heads, dim),
+        "is_causal": case.is_causal,
+        "block_size": case.block_size,
+        "scale": case.scale,
+    }
+    if case.mask != "none":
+        given["key_mask"] = key_mask(case.mask, key_lengths).reshape(rows, nk)
+    if case.packed:
+        offsets = cu_seqlens(case.lengths), cu_seqlens(key_lengths)
+        given["cu_seqlens"] = offsets[0] if case.key_lengths is None else offsets
+    if case.block_size is not None:
+        given |= mixed(case.mix, batch, heads, dv)
+    if case.state:
+        given |= free_state(case, batch, dim, dv)
+    return given
+
+
+def assemble(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the op out of what `build` gave."""
+    arguments = {name: x for name, x in given.items() if " " not in name}
+    if "mix r" in given:
+        arguments["mix"] = given["mix r"], given["mix p"]
+    state = {name.removeprefix("state "): x for name, x in given.items() if name.startswith("state ")}
+    return arguments | ({"state": LLNState(**state)} if state else {})
+
+
+def evaluate(
+    case: Case,
+    backend: str = BACKEND,
+    wide: bool = False,
+    layout: Callable[[dict[str, Any]], dict[str, Any]] = lambda given: given,
+    upstream: Callable[[Tensor], Tensor] = lambda g: g,
+    of: tuple[str, ...] = ("out", *STATE),
+) -> Tensors:
+    """Output, returned state, and as "d name" the gradients of a random sum of those named in `of`; `wide`: the
+    same numbers in float64 on the CPU. `layout` and `upstream` lay the arguments and the gradient out in memory."""
+
+    def place(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple(place(y) for y in x)
+        if not isinstance(x, Tensor):
+            return x
+        return x.to("cpu" if wide else DEVICE, torch.float64 if wide and x.is_floating_point() else x.dtype)
+
+    given = {name: place(x) for name, x in build(case).items()}
+    leaves = {n: x.requires_grad_() for n, x in given.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    result = lln_attention(**assemble(layout(given)), return_state=case.return_state, backend=backend)
+    out, state = result if case.return_state else (result, None)
+    found = {"out": out} | {n: x for n in STATE if (x := getattr(state, n, None)) is not None}
+    if not wide:
+        assert out.dtype == case.dtype
+        assert state is None or (state.log_sum.dtype, state.mean_value.dtype) == (torch.float64, torch.float32)
+    weights = []
+    summed = [(n, x) for n, x in found.items() if n in of and x.requires_grad]
+    for seed, (name, x) in enumerate(summed):
+        g = normal(30 + seed, *x.shape).to(torch.float32 if name in STATE[:2] else case.dtype).to(x)
+        weights.append(upstream(g.masked_fill(x == -torch.inf, 0)))
+    grads = torch.autograd.grad([x for _, x in summed], list(leaves.values()), weights, allow_unused=True)
+    found |= {
+        f"d {n}": torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), grads, strict=True)
+    }
+    return {n: x.detach().cpu().double() for n, x in found.items()}
+
+
+def errors(actual: Tensors, expected: Tensors) -> dict[str, float]:
+    """Relative errors. A gradient may be zero in theory and rounding in practice: it is compared with all others."""
+    assert actual.keys() == expected.keys()
+    floor = 0.03 * max((x.norm().item() for n, x in expected.items() if n.startswith("d ")), default=0.0)
+    found = {}
+    for name, x in expected.items():
+        empty = x == -torch.inf  # the log_sum of no keys
+        assert torch.equal(actual[name] == -torch.inf, empty), name
+        pair = (t.masked_fill(empty, 0) for t in (actual[name], x))
+        found[name] = relative_error(*pair, floor if name.startswith("d ") else 0.0)
+    return found
+
+
+def allowed(name: str, dtype: torch.dtype, eager: float, least: float) -> float:
+    """Twice the eager back end's error. What is float32 beside narrow inputs (states, gradients of alpha and beta) is
+    made of products of narrow numbers, and as good as these."""
+    narrow = name in ("out", "d query", "d key", "d value")
+    return max(2 * eager, least if dtype == torch.float32 or narrow else 1e-2)
+
+
+def check(case: Case, tolerance: float = 2e-5, **how: Any) -> None:
+    """Float32 is right to `tolerance`; a narrower type to twice what the eager back end makes of it."""
+    expected = evaluate(case, "eager", wide=True, **how)
+    found = errors(evaluate(case, **how), expected)
+    limits = dict.fromkeys(found, tolerance)
+    if case.dtype != torch.float32:
+        eager = errors(evaluate(case, "eager", **how), expected)
+        limits = {n: allowed(n, case.dtype, e, tolerance) for n, e in eager.items()}
+    assert all(e <= limits[n] for n, e in found.items()), {n: (e, limits[n]) for n, e in found.items()}
+
+
+def passes(
+    tensors: list[Tensor], *coefficients: Any, wide: bool = False, g: Tensor | None = None, **options: Any
+) -> Tensors:
+    """out, dq, dk and dv of given q, k, v; `g` is the gradient of out."""
+    place = {"device": "cpu", "dtype": torch.float64} if wide else {"device": DEVICE}
+    leaves = [x.detach().to(**place).requires_grad_() for x in tensors]
+    out = lln_attention(*leaves, *coefficients, **options, backend="eager" if wide else BACKEND)
+    g = normal(30, *out.shape) if g is None else g
+    found = out, *torch.autograd.grad(out, leaves, g.to(out))
+    return dict(zip(("out", "d query", "d key", "d value"), (x.detach().cpu().double() for x in found), strict=True))
+
+
+def tensors(length: int = 70, dim: int = 16, batch: int = 1, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    shapes = [(batch, heads, length, dim) for heads in (2, 1, 1)]
+    return [normal(s, *shape).to(DEVICE, dtype).requires_grad_() for s, shape in enumerate(shapes)]
+
+
+def gradients(out: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out, leaves, normal(30, *out.shape).to(out))
+
+
+def extras(mode: str, length: int) -> dict[str, Any]:
+    """The tensors among the options, which change from call to call."""
+    if mode == "packed":
+        return {"cu_seqlens": cu_seqlens((length // 3, 0, length - length // 3), DEVICE)}
+    return {"key_mask": torch.arange(length, device=DEVICE)[None] >= length // 4} if mode == "padded" else {}

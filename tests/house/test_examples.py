@@ -1,0 +1,33 @@
+"""The examples run, here with sizes that take seconds."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [
+        ("finetune_encoder", ["--steps", "2", "--attention", "lln_diag"], "lln_diag: accuracy"),
+        ("long_documents", ["--steps", "10", "--length", "256"], "accuracy on new documents"),
+        ("streaming_generation", ["--steps", "2", "--tokens", "40"], "bytes after all of them"),
+    ],
+)
+def test_example(
+    name: str, arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert says in capsys.readouterr().out
+
+
+def test_no_example_is_forgotten() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {
+        "finetune_encoder",
+        "long_documents",
+        "streaming_generation",
+    }

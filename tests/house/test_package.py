@@ -1,0 +1,189 @@
+"""What a user gets: a light import, types, a command line that answers in sentences, a page that stands alone."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import lln
+from helpers.pages import Page, fake
+from lln.lab.cli.app import app
+from lln.lab.core.measure import show
+from lln.lab.core.page import write_page
+from lln.lab.page.lengths_section import section
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("triton", "transformers", "datasets", "scipy", "pandas", "altair", "jinja2", "typer", "rich", "matplotlib")
+
+
+def test_importing_lln_loads_nothing_heavy_but_torch() -> None:
+    # Against a plain `import torch`, since torch may load some of these itself.
+    code = "import sys, torch; before = set(sys.modules); import lln; print(*sorted(set(sys.modules) - before))"
+    new = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "lln.attention" in new
+    assert [name for name in new if name.split(".")[0] in HEAVY] == []
+    # Of everything else that comes with it, only small pieces of torch and of the standard library.
+    allowed = {"lln", "torch"} | sys.stdlib_module_names
+    assert [name for name in new if name.split(".")[0] not in allowed] == []
+
+
+def test_the_package_is_typed_and_names_its_version_once() -> None:
+    assert (Path(lln.__file__).parent / "py.typed").exists()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["dynamic"] == ["version"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", lln.__version__)
+    assert lln.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_public_name_is_there_and_documented() -> None:
+    for name in set(lln.__all__) - {"__version__"}:
+        assert getattr(lln, name).__doc__
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "NO_COLOR": "1"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+COMMANDS = [command.callback.__name__ for command in app.registered_commands if command.callback is not None]
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_teaches(command: str) -> None:
+    code, output = run(*command.split(), "--help")
+    assert code == 0
+    assert "Usage" in output
+    assert f"Example: lln {command}" in output
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_options_that_several_commands_have_mean_the_same(command: str) -> None:
+    output = run(command, "--help")[1]
+    files = {"calibrate"}  # its result is one JSON file
+    if command != "info":
+        assert "--out" in output or command == "convert"  # whose folder is an argument
+        assert "--seed" in output
+        assert "--device" in output
+    assert ("--json" in output) != (command in files)
+
+
+def test_an_error_nobody_foresaw_is_one_line_unless_debugging() -> None:
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        code = (
+            "import sys, lln.lab.cli.app, lln.lab.cli.info as info\n"
+            "def broken(): raise RuntimeError('the disk\\nis full')\n"
+            "info.facts = broken\n"
+            "lln.lab.cli.app.main()"
+        )
+        return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+
+    found = call("info")
+    assert found.returncode == 1
+    assert found.stderr == "lln: RuntimeError: the disk is full (--debug shows where)\n"
+    found = call("info", "--debug")
+    assert found.returncode == 1
+    assert "Traceback" in found.stderr
+    assert call("info", "--nonsense").returncode == 2
+
+
+def test_version_and_info_answer() -> None:
+    assert run("--version") == (0, f"lln-attention {lln.__version__}\n")
+    told = json.loads(run("info", "--json")[1])
+    assert told["torch"] == torch.__version__
+    assert set(told["missing"]) == {"report", "instruments", "hf", "train"}
+    code, output = run("info")
+    assert code == 0
+    for line in ("lln-attention", "python", "torch", "devices", "back ends", "extra report"):
+        assert line in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["report", "--lengths", "many"], "like 512,2048; got 'many'"),
+        (["report", "--lengths", "0"], "must be positive whole numbers"),
+        (["report", "--repeats", "0"], "--repeats"),
+        (["report", "--device", "nowhere"], "torch cannot use 'nowhere' here"),
+        (["report", "--out", "pyproject.toml"], "pyproject.toml is a file; name a folder"),
+        (["rapport"], "No such command 'rapport'"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence_and_exit_code_2(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    code, output = run(*arguments)
+    assert code == 2
+    assert message in output
+    assert "Traceback" not in output
+
+
+def test_a_missing_extra_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lln.lab.cli.common.EXTRAS", {"report": ("altair", "no_such_module")})
+    code, output = run("report")
+    assert code == 2
+    assert "needs no_such_module" in output
+    assert "pip install 'lln-attention[report]'" in output
+    assert "missing no_such_module: pip install 'lln-attention[report]'" in run("info")[1]
+
+
+def test_the_report_is_a_page_that_stands_alone(tmp_path: Path) -> None:
+    out = tmp_path / "page"
+    sections = "moments,lengths"
+    code, output = run("report", "--lengths", "32,64", "--repeats", "2", "--sections", sections, "--out", str(out))
+    assert code == 0
+    assert str(out / "index.html") in output.replace("\n", "")
+    text = (out / "index.html").read_text()
+    page = Page(text)
+    assert page.open == []
+    assert page.outside(out) == []  # nothing is fetched
+    assert "url(http" not in text
+    names = {path.name for path in out.iterdir()}
+    charts = ["time-against-length", "memory-against-length", "variance-curve", "alpha-against-sigma"]
+    charts += ["entropy-against-sigma"]
+    files = {f"{name}.{kind}" for name in charts for kind in ("svg", "csv")}
+    assert names == {"index.html", "settings", "lengths.json", "moments.json"} | files
+    data = json.loads((out / "lengths.json").read_text())
+    assert {"command", "commit", "device", "seed", "torch"} <= data["provenance"].keys()
+    for row in data["rows"]:
+        assert row["forward"]["median"] > 0
+        assert row["training_bytes"] >= 3 * 12 * row["length"] * 64 * 4  # at least the three gradients
+        assert show(row["forward"]) in text
+
+
+def test_the_page_says_where_softmax_wins() -> None:
+    lengths = [256, 512, 1024]
+    made = section(fake({"softmax": [1, 4, 16], "LLN": [2, 3, 4], "LLN+Diag": [0.5, 9, 17]}, lengths))
+    said = made.sentences
+    assert "12 heads of dim 64, float32, on a CPU with 2 threads" in made.lead
+    assert "LLN trains 4 times" in said[0]
+    assert said[1].startswith("Memory there peaks at 1 MiB for LLN")
+    assert said[2] == "LLN trains faster from 512 tokens on; at 256 and below, softmax wins."
+    assert said[3] == "LLN+Diag was not reliably faster than softmax attention at any measured length."
+
+
+def test_text_in_the_page_is_escaped(tmp_path: Path) -> None:
+    part = section(fake({"softmax": [1.0], "LLN": [1.0], "LLN+Diag": [1.0]}, [8]))
+    text = write_page(tmp_path, [part], {"command": "lln <script>alert(1)</script>"}).read_text()
+    assert "<script>alert" not in text
+    assert "&lt;script&gt;" in text
+
+
+def test_files_are_whole_or_not_there(tmp_path: Path) -> None:
+    from lln.files import write_json, write_text
+
+    path = tmp_path / "deep" / "result.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json(path, float("nan"))
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "\ud800")
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert list(path.parent.iterdir()) == [path]

@@ -1,0 +1,318 @@
+"""`lln convert`: a checkpoint in, one that loads out, a report, and the same bits however often it is killed."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from filelock import FileLock
+from typer.testing import CliRunner
+
+from helpers.hf_models import BERT, build, config
+from lln.hf.adam import Learner
+from lln.lab.cli.app import app
+from lln.lab.convert import pipeline as conversion
+from lln.lab.convert.passages import as_batches, passages, special_tokens
+from lln.lab.convert.workplace import LEARNING
+
+WORDS = ("sun", "rain", "the", "a", "old", "river", "sings", "falls", "under", "over", "stone", "bird", "and", "then")
+SMALL = ("--block-size", "8", "--length", "48", "--batch-size", "2", "--feature-map", "linear")
+LEARN = (*SMALL, "--distill", "7", "--fine-tune", "5")
+
+
+def run(*arguments: Any) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["convert", *map(str, arguments)], env={"COLUMNS": "160", "NO_COLOR": "1"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with small softmax models and a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    folder = tmp_path_factory.mktemp("models")
+    vocabulary = {word: i for i, word in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS))}
+    base = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    base.pre_tokenizer = pre_tokenizers.Whitespace()
+    base.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=base, pad_token="[PAD]", unk_token="[UNK]")
+    for kind, head in (("bert", tf.AutoModelForMaskedLM), ("llama", None)):
+        build(kind, "sdpa", head).float().save_pretrained(folder / kind)
+        tokenizer.save_pretrained(folder / kind)
+    draw = torch.Generator().manual_seed(0)
+    chosen = torch.randint(len(WORDS), (620,), generator=draw).tolist()
+    (folder / "text.txt").write_text(
+        "\n".join(" ".join(WORDS[i] for i in chosen[at : at + 31]) for at in range(0, 620, 31))
+    )
+    return folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def same(one: Path, other: Path) -> None:
+    mine, theirs = weights(one), weights(other)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    reports = [json.loads((folder / "conversion.json").read_text()) for folder in (one, other)]
+    for report in reports:
+        del report["provenance"]
+    assert reports[0] == reports[1]
+    assert not one.with_name(one.name + ".partial").exists()
+
+
+@pytest.fixture(scope="module")
+def converted(place: Path) -> Path:
+    """The folder with both models converted in one go."""
+    for kind in ("bert", "llama"):
+        code, out, err = run(place / kind, place / "out" / kind, "--calibration", place / "text.txt", *LEARN)
+        assert code == 0, err
+        assert "distilling" in err
+        assert f"{kind} with lln_diag: matched → distilled → fine-tuned" in out
+        assert "kept apart from learning" in out
+    return place / "out"
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_the_result_loads_and_is_what_the_report_says(kind: str, place: Path, converted: Path) -> None:
+    out = converted / kind
+    report = json.loads((out / "conversion.json").read_text())
+    model = (
+        tf.AutoModelForMaskedLM.from_pretrained(out) if kind == "bert" else tf.AutoModelForCausalLM.from_pretrained(out)
+    )
+    assert report["class"] == type(model).__name__  # the head is still there
+    assert model.config._attn_implementation == "lln_diag"
+    assert model.config.lln["feature_map"] == "linear"
+    assert [row["layer"] for row in report["layers"]] == [name for name, _ in conversion_modules(model)]
+    # 620 words in passages of 46 and two special tokens: 13 whole ones and 22 more
+    assert report["passages"] == {"learned": 13, "reported": 1, "held_out": True, "tokens": 48}
+    for row in report["layers"]:
+        assert row["distilled"]["error"] < row["matched"]["error"]
+        assert row["matched"]["mix"] == 0.5
+        assert 0 < row["softmax"]["entropy"] < 6
+        assert 0 <= row["fine_tuned"]["spectral_gap"] <= 1
+    assert list(report["hidden_error"]) == ["matched", "distilled", "fine_tuned"]
+    # The last number of the report, from the saved model alone.
+    softmax, tokenizer = type(model).from_pretrained(place / kind), tf.AutoTokenizer.from_pretrained(out)
+    found = passages(tokenizer, [(place / "text.txt").read_text()], 48, 16)
+    kept, learned = conversion.split(found)
+    assert (len(kept), len(learned)) == (1, 13)
+    (batch,) = as_batches(model, tokenizer, kept, 2)
+    with torch.no_grad():
+        ours, theirs = (m.base_model(**batch).last_hidden_state for m in (model, softmax))
+    error = float((ours - theirs).norm() / theirs.norm())
+    assert abs(error / report["hidden_error"]["fine_tuned"] - 1) < 1e-4
+    card = (out / "README.md").read_text()
+    assert "## How it was converted" in card
+    assert "matched → distilled → fine-tuned" in card
+    assert "| layer | entropy, softmax | entropy | gap, softmax | gap | error | mix |" in card
+    assert str(place) not in card + json.dumps(report)
+
+
+def conversion_modules(model: Any) -> list[tuple[str, Any]]:
+    from lln.hf.find import attention_modules
+
+    return list(attention_modules(model))
+
+
+def test_a_finished_conversion_is_shown_again_and_another_one_refused(place: Path, converted: Path) -> None:
+    before = (converted / "bert" / "model.safetensors").stat().st_mtime_ns
+    code, out, _ = run(place / "bert", converted / "bert", "--calibration", place / "text.txt", *LEARN, "--json")
+    assert code == 0
+    assert json.loads(out) == json.loads((converted / "bert" / "conversion.json").read_text())
+    assert (converted / "bert" / "model.safetensors").stat().st_mtime_ns == before
+    code, out, err = run(place / "bert", converted / "bert", "--calibration", place / "text.txt", *LEARN, "--seed", "3")
+    assert (code, out) == (2, "")
+    one_line(err, "asked for differently: seed is 0 there and 3 here")
+
+
+@pytest.mark.parametrize(("kind", "moments"), [("bert", [1, 5, 6]), ("llama", [3, 8])])
+def test_stopped_in_the_middle_it_ends_with_the_same_numbers(
+    kind: str, moments: list[int], place: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped after so many steps of seven and five, with a state put away after every second one."""
+    monkeypatch.setattr(conversion, "KEPT_EVERY", 2)
+    arguments = (place / kind, tmp_path / "out", "--calibration", place / "text.txt", *LEARN)
+    plain = Learner.step
+    for moment in moments:
+        steps = iter(range(100))
+
+        def stop(self: Learner, loss: float, steps: Any = steps, moment: int = moment) -> None:
+            if next(steps) == moment:
+                raise KeyboardInterrupt
+            plain(self, loss)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Learner, "step", stop)
+            code, _, err = run(*arguments)
+        assert code == 130
+        assert "The same command goes on" in err
+        assert not (tmp_path / "out").exists()
+    code, _, err = run(*arguments, "--seed", "1")
+    assert code == 2
+    one_line(err, "out.partial holds a conversion that was asked for differently: seed is 0 there and 1 here")
+    assert run(*arguments)[0] == 0
+    same(tmp_path / "out", converted / kind)
+
+
+def test_killed_it_ends_with_the_same_numbers(place: Path, converted: Path, tmp_path: Path) -> None:
+    arguments = [str(place / "bert"), str(tmp_path / "out"), "--calibration", str(place / "text.txt"), *LEARN]
+    code = """
+import os, signal, sys, torch
+torch.set_num_threads(1)  # as here: sums over threads differ in their last bits
+from lln.hf import conversion
+from lln.hf.adam import Learner
+conversion.KEPT_EVERY = 2
+kept = conversion.Workplace.keep_learning
+def kill(self, stage, *more):
+    kept(self, stage, *more)
+    if stage == "fine_tuned":
+        os.kill(os.getpid(), signal.SIGKILL)
+conversion.Workplace.keep_learning = kill
+sys.argv = ["lln", "convert", *sys.argv[1:]]
+from lln.lab.cli.app import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    partial = tmp_path / "out.partial"
+    assert (partial / LEARNING).exists()
+    assert not (tmp_path / "out").exists()
+    (partial / f"{LEARNING}x.part").write_bytes(b"half a file")  # what a kill inside a write leaves
+    assert run(*arguments)[0] == 0
+    same(tmp_path / "out", converted / "bert")
+
+
+def test_a_folder_that_another_process_works_on_is_left_alone(place: Path, tmp_path: Path) -> None:
+    arguments = (place / "bert", tmp_path / "out", "--calibration", place / "text.txt", "--block-size", "8")
+    with FileLock(str(tmp_path / "out.lock")):
+        code, _, err = run(*arguments)
+    assert code == 2
+    one_line(err, "out is being made by another process")
+    assert run(*arguments)[0] == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_matching_alone_in_half_precision(place: Path, tmp_path: Path) -> None:
+    model = tf.AutoModelForCausalLM.from_pretrained(place / "llama", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "half")
+    tf.AutoTokenizer.from_pretrained(place / "llama").save_pretrained(tmp_path / "half")
+    code, out, err = run(
+        tmp_path / "half", tmp_path / "out", "--calibration", place / "text.txt", "--attention", "lln", "--json"
+    )  # fmt: skip
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["stages"] == ["matched"]
+    assert all(row["matched"]["mix"] is None for row in report["layers"])
+    for row in report["layers"]:
+        assert abs(row["matched"]["entropy"] - row["softmax"]["entropy"]) < 0.3
+    again = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.dtype == torch.bfloat16
+    assert again.model.layers[0].self_attn.lln.fixed_alpha.dtype == torch.float64
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_other_matchings_need_no_learning(kind: str, place: Path, tmp_path: Path) -> None:
+    code, _, err = run(
+        place / kind, tmp_path / "out", "--calibration", place / "text.txt", "--matching", "entropy", "--block-size", 8
+    )  # fmt: skip
+    assert code == 0, err
+    model = tf.AutoModel.from_pretrained(tmp_path / "out")
+    attention = conversion_modules(model)[0][1].lln
+    assert (attention.matching, attention.statistics) == ("entropy", "sample" if kind == "bert" else "running")
+    if kind == "llama":
+        assert attention.running_count == 1
+
+
+def one_line(err: str, *parts: str) -> None:
+    lines = [line for line in err.splitlines() if line.startswith("lln convert: ")]
+    assert len(lines) == 1, err
+    assert "Traceback" not in err
+    for part in parts:
+        assert part in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["{bert}", "{out}", "--calibration", "{tmp}/none.txt"], ["there is no file", "none.txt"]),
+        (["{bert}", "{out}", "--calibration", "{tmp}/empty.txt"], ["empty.txt is empty"]),
+        (["{bert}", "{out}", "--calibration", "{tmp}/binary"], ["it is not UTF-8 text"]),
+        (["{bert}", "{out}", "--calibration", "{tmp}"], ["cannot be read"]),
+        (
+            ["{bert}", "{out}", "--calibration", "{tmp}/short.txt", "--block-size", "8"],
+            ["only 5 tokens", "at least 16"],
+        ),
+        (["{bert}", "{out}", "--calibration", "{text}"], ["passages of 96 tokens are too short; at least 128"]),
+        (
+            ["{bert}", "{out}", "--calibration", "{text}", "--attention", "softmax"],
+            ["attention must be one of lln, lln_diag"],
+        ),
+        (["{bert}", "{out}", "--calibration", "{text}", "--matching", "best"], ["matching must be one of"]),
+        (["{bert}", "{out}", "--calibration", "{text}", "--distill", "3", "--matching", "paper"], ["matching='data'"]),
+        (["{bert}", "{out}", "--calibration", "{text}", "--feature-map", "linear"], ["learned by distillation"]),
+        (["{bert}", "{out}", "--calibration", "{text}", "--rate", "0"], ["rate must be positive"]),
+        (["{tmp}/nowhere", "{out}", "--calibration", "{text}"], ["there is no folder"]),
+        (["{tmp}/vit", "{out}", "--calibration", "{text}"], ["has no tokenizer"]),
+        (["{tmp}/mpnet", "{out}", "--calibration", "{text}", "--block-size", "8"], ["MPNet", "AttentionInterface"]),
+        (["{tmp}/t5", "{out}", "--calibration", "{text}", "--block-size", "8"], ["position_bias"]),
+        (["{tmp}/lln", "{out}", "--calibration", "{text}", "--block-size", "8"], ["runs 'lln_diag' already"]),
+        (
+            ["{bert}", "{tmp}/full", "--calibration", "{text}", "--block-size", "8"],
+            ["is not empty and holds no conversion"],
+        ),
+        (["{bert}", "{tmp}/short.txt", "--calibration", "{text}", "--block-size", "8"], ["is a file"]),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(
+    arguments: list[str], parts: list[str], place: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "short.txt").write_text("the old river sings then")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("mine")
+    name = Path(arguments[0]).name
+    if name == "vit":
+        tf.ViTModel(config("vit")).save_pretrained(tmp_path / name)
+    elif name in ("mpnet", "t5", "lln"):
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 1, "num_heads": 4, "vocab_size": 61}
+        makers = {
+            "mpnet": lambda: tf.MPNetModel(tf.MPNetConfig(**BERT)),
+            "t5": lambda: tf.T5Model(tf.T5Config(**sizes)),
+            "lln": lambda: build("bert"),
+        }
+        makers[name]().save_pretrained(tmp_path / name)
+        tf.AutoTokenizer.from_pretrained(place / "bert").save_pretrained(tmp_path / name)
+    places = {"bert": place / "bert", "text": place / "text.txt", "tmp": tmp_path, "out": tmp_path / "out"}
+    code, out, err = run(*(text.format(**places) for text in arguments))
+    assert (code, out) == (2, ""), err
+    one_line(err, *parts)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_text_is_cut_with_special_tokens_around_each_passage(place: Path) -> None:
+    tokenizer = tf.AutoTokenizer.from_pretrained(place / "bert")
+    assert special_tokens(tokenizer) == ([2], [3])
+    words = " ".join(WORDS * 3)  # 42 tokens
+    found = passages(tokenizer, [words, "sun rain"], 12, 4)
+    assert [len(p) for p in found] == [12, 12, 12, 12, 4, 4]
+    assert all(p[0] == 2 and p[-1] == 3 for p in found)
+    inside = [token for p in found for token in p[1:-1]]
+    assert inside == tokenizer(f"{words} sun rain", add_special_tokens=False)["input_ids"]
+    assert [len(p) for p in passages(tokenizer, [words], 12, 5)] == [12, 12, 12, 12]
+    model = tf.AutoModel.from_pretrained(place / "bert")
+    batch = as_batches(model, tokenizer, found[3:], 3)[0]
+    assert batch["attention_mask"].sum(1).tolist() == [12, 4, 4]
+    assert batch["input_ids"][1, 4:].tolist() == [0] * 8

@@ -1,0 +1,115 @@
+"""Every attention of the paper's tables trains, is saved, and goes on from what was saved."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import lln.hf
+from lln.lab.recipes import recipe
+from lln.lab.train.config import change
+from lln.lab.train.models import check_attention
+from lln.lab.train.run import train
+
+SMALL = {
+    "optimisation.steps": "4", "optimisation.batch": "4", "optimisation.warmup": "1", "data.evaluation": "12",
+    "log_every": "1", "save_every": "2", "evaluate_every": "4", "record_every": "2",
+}  # fmt: skip
+WORDS = {"model.layers": "1", "data.length": "32", "data.vocabulary": "300"}
+NAMES = ["softmax", *lln.hf.IMPLEMENTATIONS, "elu_diag", "performer_diag", "hedgehog_diag"]
+
+
+class Stop(Exception):
+    pass
+
+
+def stop(step: int, values: dict[str, float]) -> None:
+    if step == 3:
+        raise Stop
+
+
+def stopped_and_resumed(task: str, name: str | None, attention: str, folder: Path, cache: Path) -> None:
+    small = SMALL | (WORDS if task == "mlm" else {"data.train": "24"})
+    config = change(recipe(task, "tiny", attention, name), small)
+    whole = train(config, folder / "whole", cache_dir=cache)
+    with pytest.raises(Stop):
+        train(config, folder / "parts", cache_dir=cache, progress=stop)
+    said: list[str] = []
+    parts = train(config, folder / "parts", cache_dir=cache, say=said.append)
+    assert "Going on from step 2." in said
+    assert parts["metrics"] == whole["metrics"]
+    lines = [(folder / run / "metrics.jsonl").read_text() for run in ("whole", "parts")]
+    assert lines[0] == lines[1]
+    losses = [json.loads(line)["loss"] for line in lines[0].splitlines() if '"loss"' in line]
+    assert len(set(losses)) == 4
+
+
+@pytest.mark.parametrize("attention", NAMES)
+def test_language_models_train_with_every_attention(attention: str, tmp_path: Path, cache: Path) -> None:
+    stopped_and_resumed("mlm", None, attention, tmp_path, cache)
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "attention"),
+    [
+        ("image", None, "linformer"),
+        ("lra", "listops", "reformer"),
+        ("lra", "text", "performer"),
+        ("lra", "retrieval", "skyformer"),
+        ("lra", "retrieval", "linformer"),
+        ("lra", "pathfinder", "nystromformer"),
+        ("glue", "qqp", "hedgehog"),
+        ("glue", "sst2", "cosformer"),
+    ],
+)
+def test_other_tasks_train_with_the_attentions_of_the_tables(
+    task: str, name: str | None, attention: str, tmp_path: Path, cache: Path
+) -> None:
+    stopped_and_resumed(task, name, attention, tmp_path, cache)
+
+
+@pytest.mark.parametrize("attention", ["hedgehog", "linformer"])
+def test_what_is_learned_is_fine_tuned(attention: str, tmp_path: Path, cache: Path) -> None:
+    first = tmp_path / "first"
+    train(change(recipe("mlm", "tiny", attention), SMALL | WORDS), first, cache_dir=cache)
+    second = SMALL | WORDS | {"model.start": str(first / "model"), "data.train": "24"}
+    config = change(recipe("glue", "tiny", attention, "sst2"), second | {"optimisation.rate": "1e-12"})
+    train(config, tmp_path / "second", cache_dir=cache)
+    from safetensors.torch import load_file
+
+    held, tuned = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("first", "second"))
+    own = [name for name in tuned if "lln_peer" in name]
+    assert own
+    assert all(tuned[name].sub(held[name]).abs().max() < 1e-9 for name in own)
+
+
+def test_blocks_are_asked_for_by_name() -> None:
+    config = recipe("mlm", "tiny", "elu_diag")
+    assert (config.attention.name, config.attention.options) == ("elu", {"block_size": 32})
+    assert recipe("mlm", "mini", "lln").attention.options == {"statistics": "batch"}
+    assert recipe("mlm", "mini", "block_diagonal").attention.options == {"block_size": 64}
+    assert recipe("mlm", "mini", "nystromformer").attention.options == {}
+
+
+@pytest.mark.parametrize(
+    ("attention", "options", "message"),
+    [
+        ("tnn", {}, "attention.name: tnn mixes hidden states in the place of the whole attention block"),
+        ("flash", {}, "attention.name: flash mixes hidden states"),
+        ("linear", {}, "attention.name must be one of softmax, lln, lln_diag, .*; got 'linear'"),
+        ("nystromformer_diag", {}, "got 'nystromformer_diag'"),
+        ("softmax", {"rank": "3"}, "attention.options: softmax takes convolution alone; got rank"),
+        ("lln", {"rank": "3"}, "attention.options: lln has no option 'rank'"),
+        ("linformer", {"rows": "3"}, "linformer has no option 'rows'"),
+        ("lln", {"statistics": "some"}, "statistics must be one of"),
+    ],
+)
+def test_wrong_attentions_are_refused_and_leave_nothing(
+    attention: str, options: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    config = change(recipe("mlm", "tiny", attention), {f"attention.options.{k}": v for k, v in options.items()})
+    with pytest.raises((ValueError, TypeError), match=message):
+        check_attention(config)
+    with pytest.raises((ValueError, TypeError), match=message):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

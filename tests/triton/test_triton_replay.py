@@ -1,0 +1,167 @@
+"""Calls that are played from their tape: without a GPU the interpreter stands in for compiled kernels, on memory at the
+addresses that a tape gives it."""
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.reference import normal
+from helpers.triton_cases import DEVICE, GPU, MARKS, MODES, attend, only_triton
+from lln import LLNAttention
+from lln.kernels.triton import op, tape
+from lln.kernels.triton.tape import Recording
+
+pytestmark = [*MARKS, only_triton, pytest.mark.usefixtures("_replaying")]
+
+CASES: dict[str, dict[str, Any]] = MODES | {
+    "dropout": {"dropout_p": 0.3, "block_size": 48},
+    "padded": {"block_size": 16, "key_mask": torch.arange(70, device=DEVICE)[None] >= 9},
+    "padded causal": {"is_causal": True, "key_mask": torch.arange(70, device=DEVICE)[None] >= 9},
+}
+cases = pytest.mark.parametrize("case", CASES)
+Hooks = contextlib.AbstractContextManager[Any]
+
+
+class StandIn:
+    """A compiled kernel: it takes addresses where it was given tensors."""
+
+    def __init__(self, kernel: Any, values: list[Any]) -> None:
+        self.kernel, self.kinds = kernel, [(v.dtype, reach(v)) if isinstance(v, Tensor) else None for v in values]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def run(*args: Any, stream: int) -> None:
+            values = [a if kind is None else at(a, *kind) for a, kind in zip(args, self.kinds, strict=True)]
+            self.kernel[grid[:1]](*values)
+
+        return run
+
+
+def reach(t: Tensor) -> int:
+    """Elements from the first to the last."""
+    return 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+
+
+def at(address: int, dtype: torch.dtype, count: int) -> Tensor:
+    if not count:
+        return torch.empty(0, dtype=dtype)
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype, count=count)
+
+
+@pytest.fixture
+def _replaying(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "TAPES", {})
+    if GPU:
+        return
+    monkeypatch.setattr(tape, "raw_stream", lambda device: 0)
+    record = Recording.launch
+
+    def launch(self: Recording, kernel: Any, compiled: Any, grid: Any, args: Any, named: dict[str, Any]) -> None:
+        values = [*args, *(named[name] for name in kernel.arg_names[len(args) :])]
+        record(self, kernel, StandIn(kernel, values), grid, args, named)
+
+    monkeypatch.setattr(Recording, "launch", launch)
+
+
+@contextlib.contextmanager
+def nothing_played() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tape, "TAPES", {})
+        yield
+
+
+def leaves(seed: int, length: int = 70) -> list[Tensor]:
+    """As models pass them: heads and tokens exchanged."""
+    shapes = [(1, length, heads, 16) for heads in (2, 1, 1)]
+    made = [normal(4 * seed + i, *shape).to(DEVICE, torch.float32).transpose(1, 2) for i, shape in enumerate(shapes)]
+    return [x.detach().requires_grad_() for x in made]
+
+
+def run(given: list[Tensor], function: Callable[..., Tensor], hooks: Hooks | None = None) -> list[Tensor]:
+    torch.manual_seed(3)
+    with hooks or contextlib.nullcontext():
+        out = function(*given)
+    return [out.detach(), *torch.autograd.grad(out, given, normal(30, *out.shape).to(out))]
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def played() -> int:
+    """Calls that have a tape."""
+    return sum(found is not None for found in tape.TAPES.values())
+
+
+@cases
+def test_a_played_call_gives_the_same_bits(case: str) -> None:
+    def call(*given: Tensor) -> Tensor:
+        return attend(*given, 1.2, 1.4, **CASES[case])
+
+    for seed in range(3):
+        given = leaves(seed)
+        found = run(given, call)
+        with nothing_played():
+            assert same(found, run(given, call))
+    assert played() == 2  # forward and backward
+
+
+@cases
+def test_compiled_calls_are_played(case: str) -> None:
+    torch.compiler.reset()
+
+    def call(*given: Tensor) -> Tensor:
+        return attend(*given, 1.2, 1.4, **CASES[case])
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for seed in range(3):
+        given = leaves(seed)
+        found = run(given, compiled)
+        with nothing_played():
+            assert same(found, run(given, call))
+    assert played() == 2
+
+
+@pytest.mark.parametrize("statistics", ["sample", "batch", "running"])
+def test_statistics_are_played(statistics: Any) -> None:
+    torch.manual_seed(0)
+    attention = LLNAttention(2, 16, num_key_heads=1, statistics=statistics, backend="triton").to(DEVICE)
+    attention.eval()  # running averages stay
+    for seed in range(3):
+        given = leaves(seed)
+        found = run(given, attention)
+        with nothing_played():
+            assert same(found, run(given, attention))
+    assert played() == 3
+
+
+def offloaded() -> Hooks:
+    """What torch.autograd.graph.save_on_cpu(pin_memory=True) does: what comes back is contiguous."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: torch.empty_like(t).copy_(t).contiguous(), lambda t: t)
+
+
+@cases
+def test_tensors_that_come_back_with_other_strides_are_told_apart(case: str) -> None:
+    def call(*given: Tensor) -> Tensor:
+        return attend(*given, 1.2, 1.4, **CASES[case])
+
+    for seed, hooks in enumerate((None, offloaded(), None, offloaded())):
+        given = leaves(seed)
+        found = run(given, call, hooks)
+        with nothing_played():
+            assert same(found, run(given, call))
+    assert played() == 3  # one forward, two backward
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if "causal" not in name])  # those always fold again
+def test_keys_that_are_folded_again_give_the_same_bits(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for free in (0, 2**18):
+        monkeypatch.setattr(op, "FREE", free)
+        found.append(run(leaves(0), lambda *given: attend(*given, 1.2, 1.4, **CASES[case])))
+    assert same(*found)
