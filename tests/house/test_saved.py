@@ -96,4 +96,4 @@ def test_a_run_ends_where_it_ended(name: str, tmp_path: Path) -> None:
     for ours, theirs in zip(found, lines, strict=True):
         assert ours.keys() == theirs.keys()
         for field in ("loss", "eval_loss", "grad_norm", "learning_rate", "attention/0/entropy"):
-            assert ours.get(field) == pytest.approx(theirs.get(field), rel=1e-4, abs=1e-12)
+            assert ours.get(field, 0.0) == pytest.approx(theirs.get(field, 0.0), rel=1e-4, abs=1e-12)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from lln.lab.bench import comparison as measuring
 from typer.testing import CliRunner
 
 import lln
 from lln.instruments import entropy, record, softmax_map, spectral_gap
+from lln.lab.bench import comparison as measuring
 from lln.lab.bench.comparison import build, concentrations, costs, measure
 from lln.lab.bench.comparison_plan import Plan, sigma_of
 from lln.lab.bench.comparison_tables import columns, markdown
