@@ -2,7 +2,7 @@
 
 from lln import instruments
 from lln.functional import lln_attention
-from lln.matching.moments import match_data, match_moments
+from lln.matching import match_data, match_moments
 from lln.nn.attention import LLNAttention
 from lln.nn.multihead import MultiheadAttention
 from lln.peers import attention, mechanism, mechanisms

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lln import lln_attention, match_data, match_moments
 from lln.lab.calibration import Plan, entropy_curve, lln_entropy, normal, softmax_entropy, within_row_variance
-from lln.matching.curves import pchip, stored
+from lln.matching.curves import pchip, read_curves
 from lln.matching.moments import PAPER_A, PAPER_B, moments, sigma
 
 CPU = torch.device("cpu")
@@ -80,7 +80,9 @@ def test_gaussian_attention_has_the_known_entropy_and_moments(kind: str, alpha: 
     ("dim", "s2", "value"), [(32, 2, 0.092850), (32, 10, 1.230891), (64, 2, 0.053631), (64, 10, 0.960404)]
 )
 def test_the_shipped_variance_curve_has_the_known_values(dim: int, s2: float, value: float) -> None:
-    curve = pchip(torch.tensor(stored()["s2"]).log(), torch.tensor(stored()["variance"][str(dim)]["value"]).log())
+    curve = pchip(
+        torch.tensor(read_curves()["s2"]).log(), torch.tensor(read_curves()["variance"][str(dim)]["value"]).log()
+    )
     assert curve(torch.tensor([math.log(s2)])).exp().item() == pytest.approx(value, rel=0.02)
 
 
@@ -90,28 +92,31 @@ def test_the_shipped_curves_are_what_calibrate_measures(dim: int) -> None:
     runs = [
         torch.stack([
             within_row_variance(normal(900 + run, 256, dim, device=CPU), normal(950 + run, 2048, dim, device=CPU), s2)
-            for s2 in stored()["s2"][8:40:8]
+            for s2 in read_curves()["s2"][8:40:8]
         ])
         for run in range(10)
     ]  # fmt: skip
     values = torch.stack(runs)
-    curve = stored()["variance"][str(dim)]
+    curve = read_curves()["variance"][str(dim)]
     error = (values.std(0).square() / len(runs) + torch.tensor(curve["se"][8:40:8]).square()).sqrt()
     assert ((values.mean(0) - torch.tensor(curve["value"][8:40:8])).abs() < 5 * error).all()
-    plan = Plan(entropy_seeds=24, t=tuple(stored()["t"][6:30:6]))
-    again, shipped = entropy_curve(plan, dim, 256, 77, CPU, lambda text: None), stored()["entropy"][str(dim)]["256"]
+    plan = Plan(entropy_seeds=24, t=tuple(read_curves()["t"][6:30:6]))
+    again, shipped = (
+        entropy_curve(plan, dim, 256, 77, CPU, lambda text: None),
+        read_curves()["entropy"][str(dim)]["256"],
+    )
     for i, place in enumerate(range(6, 30, 6)):
         allowed = 5 * math.hypot(again["se"][i], shipped["se"][place])
         assert abs(again["s2"][i] - shipped["s2"][place]) < allowed
 
 
 def test_the_shipped_curves_say_where_they_come_from() -> None:
-    assert stored()["provenance"]["command"].startswith("lln calibrate")
-    assert stored()["provenance"]["commit"]
-    assert stored()["settings"]["variance_seeds"] >= 20
-    assert (stored()["head_dims"][0], stored()["head_dims"][-1]) == (8, 256)
-    for dim in stored()["head_dims"]:
-        curve = stored()["variance"][str(dim)]
+    assert read_curves()["provenance"]["command"].startswith("lln calibrate")
+    assert read_curves()["provenance"]["commit"]
+    assert read_curves()["settings"]["variance_seeds"] >= 20
+    assert (read_curves()["head_dims"][0], read_curves()["head_dims"][-1]) == (8, 256)
+    for dim in read_curves()["head_dims"]:
+        curve = read_curves()["variance"][str(dim)]
         assert all(se < 0.01 * value for se, value in zip(curve["se"], curve["value"], strict=True))
 
 

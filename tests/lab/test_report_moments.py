@@ -12,7 +12,7 @@ import torch
 from lln.lab.core.charts import CURVES, MATCHED
 from lln.lab.core.page import Section, write_page
 from lln.lab.page import moments_section as moments
-from lln.matching.curves import stored
+from lln.matching.curves import read_curves
 from lln.matching.moments import PAPER_A, PAPER_B, match_moments
 
 SMALL = moments.Plan(sigmas=(0.25, 1.0, 1.5), seeds=3, rows=16)
@@ -120,8 +120,8 @@ def test_charts_show_every_series_and_say_what_they_show(made: Section) -> None:
 
 def test_the_data_holds_what_is_plotted_and_where_the_curves_come_from(made: Section) -> None:
     data = json.loads(json.dumps(made.data, allow_nan=False))
-    assert data["curves"]["provenance"] == stored()["provenance"]
-    assert data["curves"]["variance"]["64"] == stored()["variance"]["64"]
+    assert data["curves"]["provenance"] == read_curves()["provenance"]
+    assert data["curves"]["variance"]["64"] == read_curves()["variance"]["64"]
     assert {row["series"] for row in data["entropy"]} == set(MATCHED)
     assert {row["series"] for row in data["alpha"]} == set(moments.MATCHINGS)
     assert all(math.isfinite(row["mean"]) and len(row["bits"]) == SMALL.seeds for row in data["entropy"])

@@ -16,7 +16,8 @@ from transformers.masking_utils import sdpa_mask
 from lln.hf.attach import ModelAttention
 from lln.hf.find import attention_modules, configs, in_units, is_cross, sizes
 from lln.hf.interface import refuse
-from lln.matching.moments import both_moments, match_data, sigma
+from lln.matching.data import match_data
+from lln.matching.moments import both_moments, sigma
 
 NAME = "lln_measure"  # an attn_implementation: softmax attention that shows itself to `module.lln_seen`
 ROWS = 64  # of a sample's queries that data matching looks at; there are many samples

@@ -5,7 +5,7 @@
     variance   V_d(s2): the variance of log P_LLN within a row, where s2 = alpha^2 sigma_q^2 + beta^2 sigma_k^2
     entropy    s2_{d,N}(t): the s2 at which LLN has the entropy of softmax with score variance t, over N keys
 
-All are smooth and close to straight in logarithms, so they are interpolated there: monotone cubic (PCHIP) along a curve
+All are smooth and close to straight in logarithms, so they are interpolate there: monotone cubic (PCHIP) along a curve
 and across d, linear across log N.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from lln.kernels.common import kept, traced_as_constant, wide_dtype
 
 
-def interpolated(x: Tensor, y: Tensor, slope: Tensor, at: Tensor) -> Tensor:
+def interpolate(x: Tensor, y: Tensor, slope: Tensor, at: Tensor) -> Tensor:
     """y(at) by monotone cubic Hermite interpolation; straight lines beyond the ends. y and slope may be of several
     curves over one x: [*curves, n], and the result is [*curves, *at.shape]."""
 
@@ -63,10 +63,10 @@ class Curve:
     slope: Tensor  # [n]
 
     def __call__(self, at: Tensor) -> Tensor:
-        return interpolated(self.x, self.y, self.slope, at)
+        return interpolate(self.x, self.y, self.slope, at)
 
     def points(self) -> Tensor:
-        """[3, n] for `interpolated`"""
+        """[3, n] for `interpolate`"""
         return torch.stack([self.x, self.y, self.slope])
 
 
@@ -81,14 +81,15 @@ def pchip(x: Tensor, y: Tensor) -> Curve:
 
 
 @functools.cache
-def stored() -> dict[str, Any]:
+def read_curves() -> dict[str, Any]:
+    """`data/curves.json`, as `lln calibrate` wrote it."""
     text = importlib.resources.files("lln").joinpath("data/curves.json").read_text(encoding="utf-8")
     curves: dict[str, Any] = json.loads(text)
     return curves
 
 
 def check_head_dim(head_dim: int, matching: str) -> None:
-    dims = stored()["head_dims"]
+    dims = read_curves()["head_dims"]
     if not dims[0] <= head_dim <= dims[-1]:
         raise ValueError(
             f"matching={matching!r}: the curves cover head_dim {dims[0]} to {dims[-1]}; got {head_dim}. "
@@ -96,11 +97,15 @@ def check_head_dim(head_dim: int, matching: str) -> None:
         )
 
 
-def across_dims(per_dim: list[Tensor], head_dim: int) -> Tensor:
-    """Values [n] at this head dim, from those at the measured ones."""
-    dims = torch.tensor(stored()["head_dims"], dtype=torch.float64, device="cpu").log()
+def logarithms(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device="cpu").log()
+
+
+def across_dims(per_dim: list[list[float]], head_dim: int) -> Tensor:
+    """The logarithms [n] of values at this head dim, from the values at the measured ones."""
+    dims = logarithms(read_curves()["head_dims"])
     at = torch.tensor([math.log(head_dim)], dtype=torch.float64, device="cpu")
-    return torch.cat([pchip(dims, values)(at) for values in torch.stack(per_dim, -1)])
+    return torch.cat([pchip(dims, values)(at) for values in logarithms(per_dim).unbind(-1)])
 
 
 # By (head_dim, device). Tensors, not curves: objects that torch.compile had made itself while tracing it could not
@@ -111,55 +116,40 @@ MADE: dict[tuple[str, int, str], Tensor] = {}
 @traced_as_constant
 def variance_inverse(head_dim: int, device: torch.device) -> Tensor:
     """The curve log V -> log s2, as `points`."""
-    key = "variance", head_dim, str(device)
-    return kept(MADE, key, lambda: make_variance_inverse(head_dim).points().to(wide_dtype(device)).to(device))
+
+    def make() -> Tensor:
+        check_head_dim(head_dim, "variance")
+        curves = read_curves()
+        per_dim = [curves["variance"][str(dim)]["value"] for dim in curves["head_dims"]]
+        points = pchip(across_dims(per_dim, head_dim), logarithms(curves["s2"])).points()
+        return points.to(wide_dtype(device)).to(device)
+
+    return kept(MADE, ("variance", head_dim, str(device)), make)
 
 
 @traced_as_constant
 def entropy_curves(head_dim: int, device: torch.device) -> Tensor:
     """For each measured length N the curve log t -> log s2, as `points`, and a fourth row of log N: [lengths, 4, n].
     All are over the same t."""
-    key = "entropy", head_dim, str(device)
 
     def make() -> Tensor:
-        curves = torch.stack([curve.points() for curve in make_entropy_curves(head_dim)])
-        lengths = torch.tensor(stored()["lengths"], dtype=torch.float64, device="cpu").log()
-        both = torch.cat([curves, lengths[:, None, None].expand(-1, 1, curves.shape[-1])], 1)
+        check_head_dim(head_dim, "entropy")
+        curves = read_curves()
+        log_t, log_n = logarithms(curves["t"]), logarithms(curves["lengths"])
+        made = []
+        for length in curves["lengths"]:
+            per_dim = [curves["entropy"][str(dim)][str(length)]["s2"] for dim in curves["head_dims"]]
+            made.append(pchip(log_t, across_dims(per_dim, head_dim)).points())
+        both = torch.cat([torch.stack(made), log_n[:, None, None].expand(-1, 1, len(log_t))], 1)
         return both.to(wide_dtype(device)).to(device)
 
-    return kept(MADE, key, make)
-
-
-def make_variance_inverse(head_dim: int) -> Curve:
-    check_head_dim(head_dim, "variance")
-    curves = stored()["variance"]
-    per_dim = [
-        torch.tensor(curves[str(dim)]["value"], dtype=torch.float64, device="cpu").log()
-        for dim in stored()["head_dims"]
-    ]
-    log_s2 = torch.tensor(stored()["s2"], dtype=torch.float64, device="cpu").log()
-    return pchip(across_dims(per_dim, head_dim), log_s2)
-
-
-def make_entropy_curves(head_dim: int) -> list[Curve]:
-    check_head_dim(head_dim, "entropy")
-    curves = stored()["entropy"]
-    log_t = torch.tensor(stored()["t"], dtype=torch.float64, device="cpu").log()
-
-    def curve(length: int) -> Curve:
-        per_dim = [
-            torch.tensor(curves[str(dim)][str(length)]["s2"], dtype=torch.float64, device="cpu").log()
-            for dim in stored()["head_dims"]
-        ]
-        return pchip(log_t, across_dims(per_dim, head_dim))
-
-    return [curve(length) for length in stored()["lengths"]]
+    return kept(MADE, ("entropy", head_dim, str(device)), make)
 
 
 def s2_for_variance(t: Tensor, head_dim: int) -> Tensor:
     """s2 at which the variance of log P_LLN within a row is t."""
     x, y, slope = variance_inverse(head_dim, t.device).unbind()
-    return interpolated(x, y, slope, t.log()).exp()
+    return interpolate(x, y, slope, t.log()).exp()
 
 
 def s2_for_entropy(t: Tensor, head_dim: int, length: Tensor) -> Tensor:
@@ -167,7 +157,7 @@ def s2_for_entropy(t: Tensor, head_dim: int, length: Tensor) -> Tensor:
     the nearest one serves."""
     curves = entropy_curves(head_dim, t.device)
     known = curves[:, 3, 0].contiguous()
-    values = interpolated(curves[0, 0], curves[:, 1], curves[:, 2], t.log())  # [lengths, *t.shape]
+    values = interpolate(curves[0, 0], curves[:, 1], curves[:, 2], t.log())  # [lengths, *t.shape]
     at = length.to(values.dtype).log().expand(t.shape)
     shortest, longest = ends(known, at)
     at = torch.minimum(torch.maximum(at, shortest), longest)

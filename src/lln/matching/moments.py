@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lln.checks import check_key_mask, check_tensors
 from lln.kernels.carry import owners
 from lln.kernels.common import spans, wide_dtype
 from lln.kernels.triton.support import refusal
@@ -31,7 +30,6 @@ Data = tuple[Tensor, Tensor, int, Tensor | None, Tensor | None, Tensor | None, T
 PAPER_A, PAPER_B = 0.14855178144710912, -0.35487039130661086
 # A constant input has no spread; this keeps alpha and beta finite.
 SIGMA_FLOOR = 1e-6
-MAX_SCORES = 2**20  # that data matching looks at together
 LENGTH = 1024  # of the entropy curves where no other is known
 
 
@@ -69,14 +67,11 @@ def match_moments(
         raise ValueError(f"head_dim must be a positive int; got {head_dim!r}.")
     if not isinstance(length, Tensor) and length < 1:
         raise ValueError(f"length must be at least 1; got {length}.")
-    numbers = not isinstance(sigma_q, Tensor) and not isinstance(sigma_k, Tensor)
     for name, sigma in (("sigma_q", sigma_q), ("sigma_k", sigma_k)):
         if not isinstance(sigma, Tensor) and not (sigma > 0 and math.isfinite(sigma)):
             raise ValueError(f"{name} must be positive and finite; got {sigma}.")
-    device = torch.device("cpu")
-    for given in (sigma_q, sigma_k):
-        if isinstance(given, Tensor):
-            device = given.device
+    devices = [sigma.device for sigma in (sigma_q, sigma_k) if isinstance(sigma, Tensor)]
+    device = devices[-1] if devices else torch.device("cpu")
     dtype = wide_dtype(device)
 
     def as_tensor(value: float | Tensor) -> Tensor:
@@ -97,7 +92,7 @@ def match_moments(
     else:
         half = s2_for_entropy(t, head_dim, as_tensor(length)).div_(2).sqrt_()
     alpha, beta = half / q, half / k
-    return (alpha.item(), beta.item()) if numbers else (alpha, beta)
+    return (alpha, beta) if devices else (alpha.item(), beta.item())
 
 
 def score_factor(scale: float | None, head_dim: int) -> float:
@@ -125,7 +120,7 @@ def plain(t: Tensor) -> bool:
 
 
 def kernel(name: str) -> Callable[..., Any]:
-    """A function of kernels/gpu/moments.py; for torch.compile the op of that name, whose dispatch eager calls spare."""
+    """A function of kernels/triton/moments.py; for torch.compile the op of that name, which eager calls can spare."""
     from lln.kernels.triton import moments as gpu  # on demand: `import lln` does without triton
 
     found: Callable[..., Any] = getattr(torch.ops.lln if torch.compiler.is_compiling() else gpu, name)
@@ -159,10 +154,7 @@ def moments(t: Tensor, key_heads: int, mask: Tensor | None, cu_seqlens: Tensor |
     """
     dtype = wide_dtype(t.device)
     grouped = t.detach().unflatten(1, (key_heads, -1))  # [B, H, G, N, D]
-    owner = None
-    if cu_seqlens is not None:
-        position = torch.arange(t.shape[-2], device=t.device)
-        owner = owners(position, cu_seqlens)
+    owner = None if cu_seqlens is None else owners(torch.arange(t.shape[-2], device=t.device), cu_seqlens)
 
     def add_up(per_token: Tensor) -> Tensor:
         """[B, H, N] -> [B, H]; where, not *: what is hidden may be anything."""
@@ -175,9 +167,8 @@ def moments(t: Tensor, key_heads: int, mask: Tensor | None, cu_seqlens: Tensor |
 
     def token_sums(centre: Tensor | None) -> Tensor:
         """Sums over a token's elements, or of their squares around `centre` [B, H, 1 or N]: [B, H, N]."""
-        out: Tensor = grouped.new_zeros(
-            t.shape[0], key_heads, t.shape[-2], dtype=torch.promote_types(t.dtype, torch.float32)
-        )
+        wide = torch.promote_types(t.dtype, torch.float32)
+        out: Tensor = grouped.new_zeros(t.shape[0], key_heads, t.shape[-2], dtype=wide)
         for rows in spans(grouped):
             part = grouped[..., rows, :].to(out.dtype)
             if centre is not None:
@@ -194,133 +185,3 @@ def moments(t: Tensor, key_heads: int, mask: Tensor | None, cu_seqlens: Tensor |
     squares = add_up(token_sums(mean.unsqueeze(-1) if owner is None else mean[owner].T.unsqueeze(0)))
     wide = mean.to(dtype)
     return count, total, squares + 2 * wide * total - count * wide * wide
-
-
-def match_data(
-    query: Tensor,
-    key: Tensor,
-    *,
-    target: Literal["entropy", "variance"] = "entropy",
-    key_mask: Tensor | None = None,
-    query_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    rows: int = 256,
-    seed: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """(alpha [B, H], beta [B, key heads]) at which LLN attention on these very queries and keys concentrates like
-    softmax attention, by bisection on s2. For converting pretrained models, and for checking the other matchings.
-
-    Args:
-        query: [B, H, N, D]; key: [B, key heads, M, D].
-        target: what is made equal, as a mean over sampled query rows against all keys: the "entropy" of the rows of P,
-            or the "variance" of log P within a row (for softmax exactly tr(M_q Sigma_k) scale^2, over all rows).
-        key_mask: [B, M] bool, True = attend.
-        query_mask: [B, N] bool, rows that may be sampled; default key_mask where N = M.
-        is_causal: rows attend their own and earlier positions.
-        scale: of the softmax, default 1 / sqrt(D).
-        rows: how many query rows are sampled (all of them if there are fewer).
-        seed: of the sample.
-
-    Reads values on the host: not for a training step. Where there is nothing to compare (fewer than two keys, no
-    spread) eq. (10) stands in.
-
-    Raises:
-        ValueError or TypeError: it names the argument.
-    """
-    if target not in ("entropy", "variance"):
-        raise ValueError(f"target must be 'entropy' or 'variance'; got {target!r}.")
-    check_tensors(query, key, key)
-    check_key_mask(key_mask, key)
-    check_key_mask(query_mask, query, "query_mask", "query")
-    batch, heads, length, dim = query.shape
-    key_heads, key_length, dtype = key.shape[1], key.shape[2], wide_dtype(query.device)
-    if is_causal and length != key_length:
-        raise ValueError(f"is_causal needs query and key of equal length; got {length} and {key_length}.")
-    if not isinstance(rows, int) or rows < 1:
-        raise ValueError(f"rows must be a positive int; got {rows!r}.")
-    if query_mask is None and length == key_length:
-        query_mask = key_mask
-    scale = dim**-0.5 if scale is None else scale
-    found = both_moments(query.detach(), key.detach(), key_heads, query_mask, key_mask)
-    sigma_q, sigma_k = sigma(*found.unbind(1)).unbind()
-    # Where there is nothing to compare (fewer than two keys, no spread), eq. (10) has to do.
-    s2 = (scale * scale * dim * (sigma_q * sigma_k).square() - PAPER_B) / PAPER_A  # [B, Hk]
-    order = torch.rand(length, generator=torch.Generator().manual_seed(seed)).to(query.device)  # one for all samples
-    for sample in range(batch):
-        valid_q = None if query_mask is None else query_mask[sample]
-        valid_k = torch.ones_like(order[:1]).bool().expand(key_length) if key_mask is None else key_mask[sample]
-        chosen = order.argsort() if valid_q is None else (order + (~valid_q).to(order.dtype)).argsort()
-        chosen = chosen[: min(rows, length if valid_q is None else int(valid_q.sum()))]
-        if not len(chosen) or int(valid_k.sum()) < 2:
-            continue
-        q = query.detach()[sample].unflatten(0, (key_heads, -1))  # [Hk, G, N, D]
-        k = key.detach()[sample][:, valid_k]  # [Hk, M, D]
-        seen = None
-        if is_causal:
-            position = torch.arange(key_length, device=query.device)[valid_k]
-            seen = position <= chosen.unsqueeze(-1)
-        # As many heads at a time as keep rows x keys numbers few.
-        together = max(1, MAX_SCORES // (q.shape[1] * len(chosen) * k.shape[1]))
-        for first in range(0, key_heads, together):
-            some = slice(first, first + together)
-            spreads = sigma_q[sample, some], sigma_k[sample, some]
-            wide_q, wide_k = q[some].to(dtype), k[some].to(dtype)
-            wanted = None
-            if target == "variance" and seen is None:
-                q_valid = wide_q if valid_q is None else wide_q[:, :, valid_q]
-                wanted = exact_score_variance(q_valid, wide_k, scale)
-            solved = bisect_s2(wide_q[:, :, chosen], wide_k, *spreads, target, seen, scale, wanted)
-            spread = torch.minimum(*spreads) > SIGMA_FLOOR
-            s2[sample, some] = torch.where(solved.isfinite() & spread, solved, s2[sample, some])
-    half = (s2 / 2).sqrt()
-    return (half / sigma_q).repeat_interleave(heads // key_heads, 1), half / sigma_k
-
-
-def bisect_s2(
-    q: Tensor, k: Tensor, sigma_q: Tensor, sigma_k: Tensor, target: str, seen: Tensor | None, scale: float,
-    wanted: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """[H] s2 at which the rows q [H, G, R, D] of LLN over the keys k [H, M, D] are as concentrated as softmax's; NaN
-    where none is. `seen` [R, M]: which keys a row attends to. `wanted`: softmax's values where they are known."""
-    shown = torch.ones((), dtype=torch.bool, device=q.device) if seen is None else seen
-
-    def concentration(scores: Tensor) -> Tensor:
-        """[H], larger where attention is more concentrated, a mean over the rows."""
-        if target == "variance":
-            count = shown.expand(scores.shape[2:]).sum(-1).clamp_min(2)
-            mean = torch.where(shown, scores, 0.0).sum(-1, keepdim=True) / count.unsqueeze(-1)
-            spread: Tensor = torch.where(shown, (scores - mean).square(), 0.0).sum(-1) / (count - 1)
-            return spread.mean((1, 2))
-        log_sum = scores.masked_fill(~shown, -torch.inf).logsumexp(-1, keepdim=True)
-        log_p = scores - log_sum
-        entropy: Tensor = -torch.where(shown, log_p.exp() * log_p, 0.0).sum(-1)
-        return -entropy.mean((1, 2))
-
-    k = k.unsqueeze(1)  # [H, 1, M, D]
-    sigma_q, sigma_k = sigma_q[:, None, None, None], sigma_k[:, None, None, None]
-    if wanted is None:
-        wanted = concentration(scale * q @ k.mT)
-    ends = math.log(1e-4), math.log(1e4)
-    low, high = (torch.full_like(wanted, end) for end in ends)
-    for _ in range(32):  # to 4e-9 of s2
-        middle = (low + high) / 2
-        factor = ((middle / 2).exp() * math.sqrt(0.5))[:, None, None, None]
-        a, x = q * (factor / sigma_q), k * (factor / sigma_k)
-        a_top, x_top = a.amax(-1, keepdim=True), x.amax(-1, keepdim=True)
-        log_n = ((a - a_top).exp() @ (x - x_top).exp().mT).log().clamp_min(-1e30) + a_top + x_top.mT
-        too_much = concentration(log_n) > wanted
-        low, high = torch.where(too_much, low, middle), torch.where(too_much, middle, high)
-    middle = (low + high) / 2
-    inside = (middle > ends[0] + 1e-6) & (middle < ends[1] - 1e-6)
-    return torch.where(inside, middle.exp(), torch.nan)
-
-
-def exact_score_variance(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """[H] mean over the rows q [H, G, N, D] of the variance of their scores with k [H, M, D]: tr(M_q Sigma_k) scale^2,
-    in O((N + M) D^2)."""
-    flat = q.flatten(1, 2)
-    second = flat.mT @ flat / flat.shape[1]  # M_q
-    centred = k - k.mean(1, keepdim=True)
-    covariance = centred.mT @ centred / max(1, k.shape[1] - 1)
-    return scale * scale * (second * covariance).sum((1, 2))

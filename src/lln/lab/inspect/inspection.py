@@ -14,7 +14,8 @@ from lln.instruments.concentration import entropy
 from lln.instruments.observation import Observation, gap, measure
 from lln.instruments.recorder import record
 from lln.lab.core.pretrained import first_line
-from lln.matching.moments import MATCHINGS, match_data
+from lln.matching.data import match_data
+from lln.matching.moments import MATCHINGS
 from lln.nn.attention import LLNAttention
 
 # Four kinds of text, so that no head is judged by one: a statement, a list, a dialogue, an argument.

@@ -15,7 +15,7 @@ from lln.lab.calibration import draw, lln_entropy, normal, softmax_entropy
 from lln.lab.core.charts import CURVES, MATCHED, Axis, lines, svg
 from lln.lab.core.measure import number, one_thread, provenance
 from lln.lab.core.page import Chart, Section, listed
-from lln.matching.curves import pchip, stored
+from lln.matching.curves import pchip, read_curves
 from lln.matching.moments import MATCHINGS, PAPER_A, PAPER_B, Matching, match_moments
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def measure(plan: Plan, *, seed: int, progress: Callable[[str], None] = lambda t
     with one_thread():
         rows = entropies(plan, seed, progress)
         made = provenance(seed, CPU)
-    curves = stored()
+    curves = read_curves()
     return {
         "what": f"moment matching on Gaussian queries and keys, head dim {HEAD_DIM}, sigma_q = sigma_k, float64",
         "provenance": made,
