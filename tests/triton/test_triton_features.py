@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-import triton
 from helpers.reference import normal, relative_error
 from helpers.triton_cases import BACKEND, DEVICE, GPU, MARKS, MODES, attend, extras, gradients, only_triton, tensors
 from lln import LLNAttention, lln_attention
