@@ -94,11 +94,11 @@ def test_the_table_shows_the_data(measured: dict[str, Any], made: Section) -> No
 
 def test_the_entropies_are_those_of_attention_matrices(measured: dict[str, Any]) -> None:
     # An independent way: P written out from q and k that have this sigma.
-    from lln.lab.calibration import draw, normal
+    from lln.lab.core.seeds import normal
 
     cpu, sigma = torch.device("cpu"), 1.5
-    q = sigma * normal(draw(0, 64, 512, 0), 16, 64, device=cpu)
-    k = sigma * normal(draw(0, 64, 512, 0, 1), 512, 64, device=cpu)
+    q = sigma * normal((0, 64, 512, 0), 16, 64, device=cpu)
+    k = sigma * normal((0, 64, 512, 0, 1), 512, 64, device=cpu)
     for row in (row for row in measured["entropy"] if row["sigma"] == sigma):
         n = (q @ k.T / 8).exp() if row["alpha"] is None else (row["alpha"] * q).exp() @ (row["alpha"] * k).exp().T
         p = n / n.sum(-1, keepdim=True)

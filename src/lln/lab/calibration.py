@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln.lab.core.seeds import normal
 from lln.matching.curves import pchip
 
 BATCH_ELEMENTS = 2**24
@@ -41,11 +42,6 @@ class Plan:
         """The seeds of an entropy curve in groups that are computed at once, of about BATCH_ELEMENTS entries of P."""
         size = max(BATCH_ELEMENTS // (self.entropy_rows * length), 1)
         return [range(first, min(first + size, self.entropy_seeds)) for first in range(0, self.entropy_seeds, size)]
-
-
-def normal(seed: int, *shape: int, device: torch.device) -> Tensor:
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64, device=device)
 
 
 def within_row_variance(z_q: Tensor, z_k: Tensor, s2: float) -> Tensor:
@@ -85,8 +81,8 @@ def measure(plan: Plan, seed: int, device: torch.device, progress: Callable[[str
     for dim in plan.head_dims:
         runs = []
         for run in range(plan.variance_seeds):
-            z_q = normal(draw(seed, dim, 0, run), plan.variance_rows, dim, device=device)
-            z_k = normal(draw(seed, dim, 0, run, 1), plan.variance_keys, dim, device=device)
+            z_q = normal((seed, dim, 0, run), plan.variance_rows, dim, device=device)
+            z_k = normal((seed, dim, 0, run, 1), plan.variance_keys, dim, device=device)
             runs.append(torch.stack([within_row_variance(z_q, z_k, s2) for s2 in plan.s2]))
             progress(f"variance, head dim {dim}")
         value, error = mean_and_error(runs)
@@ -109,8 +105,8 @@ def entropy_curve(
     lln_runs: list[Tensor] = []
     softmax_runs: list[Tensor] = []
     for runs in plan.batches(length):
-        z_q = torch.stack([normal(draw(seed, dim, length, run), plan.entropy_rows, dim, device=device) for run in runs])
-        z_k = torch.stack([normal(draw(seed, dim, length, run, 1), length, dim, device=device) for run in runs])
+        z_q = torch.stack([normal((seed, dim, length, run), plan.entropy_rows, dim, device=device) for run in runs])
+        z_k = torch.stack([normal((seed, dim, length, run, 1), length, dim, device=device) for run in runs])
         lln_runs += torch.stack([lln_entropy(z_q, z_k, s2) for s2 in plan.s2], -1).unbind()
         softmax_runs += torch.stack([softmax_entropy(z_q, z_k, t) for t in plan.t], -1).unbind()
         progress(f"entropy, head dim {dim}, {length} keys")
@@ -127,8 +123,3 @@ def entropy_curve(
     relative = (lln_error / lln)[torch.bucketize(softmax, lln).clamp_max(len(lln) - 1)]
     error = s2.exp() * slope.abs() * (relative.square() + (softmax_error / softmax).square()).sqrt()
     return {"s2": s2.exp().tolist(), "se": error.tolist()}
-
-
-def draw(*parts: int) -> int:
-    """A seed of its own for every set of draws."""
-    return hash(parts) & 0x7FFFFFFFFFFFFFFF

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from lln.lab.calibration import draw, normal
+from lln.lab.core.seeds import normal
 from lln.peers import mechanisms
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ class Plan:
         found = []
         for side, scale in enumerate((sigma, sigma, 1.0, 1.0)):
             shape = self.batch * self.heads * length, self.dim
-            t = normal(draw(self.seed, self.dim, length, 0, side), *shape, device=CPU)
+            t = normal((self.seed, self.dim, length, 0, side), *shape, device=CPU)
             t = t.view(self.batch, self.heads, length, self.dim) * scale
             found.append(t.to(self.device, self.dtype))
         q, k, v, g = found

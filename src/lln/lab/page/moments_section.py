@@ -11,10 +11,11 @@ from typing import Any, cast
 
 import torch
 
-from lln.lab.calibration import draw, lln_entropy, normal, softmax_entropy
+from lln.lab.calibration import lln_entropy, softmax_entropy
 from lln.lab.core.charts import CURVES, MATCHED, Axis, lines, svg
 from lln.lab.core.measure import number, one_thread, provenance
 from lln.lab.core.page import Chart, Section, listed
+from lln.lab.core.seeds import normal
 from lln.matching.curves import pchip, read_curves
 from lln.matching.moments import MATCHINGS, PAPER_A, PAPER_B, Matching, match_moments
 
@@ -72,8 +73,8 @@ def entropies(plan: Plan, seed: int, progress: Callable[[str], None]) -> list[di
     for run in range(plan.seeds):
         progress(f"entropy, draw {run + 1} of {plan.seeds}")
         # The same draws for every sigma and every attention: their differences are steadier than they are.
-        z_q = normal(draw(seed, HEAD_DIM, plan.keys, run), plan.rows, HEAD_DIM, device=CPU)
-        z_k = normal(draw(seed, HEAD_DIM, plan.keys, run, 1), plan.keys, HEAD_DIM, device=CPU)
+        z_q = normal((seed, HEAD_DIM, plan.keys, run), plan.rows, HEAD_DIM, device=CPU)
+        z_k = normal((seed, HEAD_DIM, plan.keys, run, 1), plan.keys, HEAD_DIM, device=CPU)
         for sigma in plan.sigmas:
             bits.setdefault(("softmax", sigma), []).append(softmax_entropy(z_q, z_k, sigma**4).item())
         for (kind, sigma), alpha in alphas.items():

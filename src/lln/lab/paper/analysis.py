@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lln.files import write_json, write_text
-from lln.lab.calibration import draw, normal
 from lln.lab.core.measure import provenance
+from lln.lab.core.seeds import normal
 from lln.matching.moments import MATCHINGS, match_moments
 
 CPU = torch.device("cpu")
@@ -83,9 +83,7 @@ def write(figure: Figure, plan: Plan, result: dict[str, Any], out: Path) -> list
 def inputs(plan: Plan, seed: int, run: int) -> tuple[Tensor, Tensor]:
     """Standard normal q and k, [1, 1, length, dim]. Every sigma and every attention uses the same draws: their
     differences are steadier than they are."""
-    z_q, z_k = (
-        normal(draw(seed, plan.dim, plan.length, run, side), plan.length, plan.dim, device=CPU) for side in (0, 1)
-    )
+    z_q, z_k = (normal((seed, plan.dim, plan.length, run, side), plan.length, plan.dim, device=CPU) for side in (0, 1))
     return z_q[None, None], z_k[None, None]
 
 

@@ -6,8 +6,9 @@ import math
 
 import torch
 
-from lln.lab.calibration import draw, normal, within_row_variance
+from lln.lab.calibration import within_row_variance
 from lln.lab.core.charts import Axis, Style, lines, svg
+from lln.lab.core.seeds import normal
 from lln.lab.paper.analysis import CPU, Figure, Plan, Progress, Rows, Verdict, value
 
 DIMS = (32, 64, 128)
@@ -36,7 +37,7 @@ def variances(s2s: tuple[float, ...], plan: Plan, seed: int, progress: Progress)
     """Of ln sum_c exp(sqrt(s2) z_c) with d independent z."""
     rows = []
     for dim in DIMS:
-        z = normal(draw(seed, dim, plan.samples), plan.samples, dim, device=CPU)
+        z = normal((seed, dim, plan.samples), plan.samples, dim, device=CPU)
         for s2 in s2s:
             progress(f"d = {dim}, s2 = {s2:g}")
             found = torch.cat([(math.sqrt(s2) * part).logsumexp(1) for part in z.split(2**14)])
@@ -54,7 +55,7 @@ def measure_6a(plan: Plan, seed: int, progress: Progress) -> Rows:
         for s2 in MODERATE
     ]
     progress("rows of LLN")
-    z_q, z_k = (normal(draw(seed, plan.dim, plan.length, side), plan.length, plan.dim, device=CPU) for side in (0, 1))
+    z_q, z_k = (normal((seed, plan.dim, plan.length, side), plan.length, plan.dim, device=CPU) for side in (0, 1))
     for s2 in MODERATE:
         measured = within_row_variance(z_q, z_k, s2).item()
         rows.append({"series": "row of LLN", "dim": plan.dim, "s2": s2, "variance": measured})
