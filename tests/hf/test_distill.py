@@ -15,6 +15,7 @@ from helpers.reference import relative_error
 from lln.hf.adam import NotFinite, choose
 from lln.hf.distillation import distillation, fine_tuning
 from lln.hf.find import attention_modules
+from lln.hf.watch import WATCHERS
 from lln.lab.convert.layer_errors import compare_layers, hidden_error, last_hidden
 
 KINDS = ("bert", "llama", "bart")
@@ -61,7 +62,7 @@ def test_the_error_falls_and_nothing_else_changes(kind: str) -> None:
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]) == (".lln." not in name), name
     assert model.config._attn_implementation == "lln_diag"
-    assert not [name for name, m in model.named_modules() if "lln_seen" in vars(m)]
+    assert not WATCHERS
     assert all(p.grad is None for p in model.parameters())
 
 

@@ -13,6 +13,7 @@ import lln.hf
 from helpers.hf_models import CAUSAL, ENCODERS, build, inputs, output, recorded, sentence, tokens
 from helpers.reference import relative_error
 from lln.hf.find import attention_modules
+from lln.hf.watch import WATCHERS
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_batches_measure_the_softmax_model(kind: str) -> None:
         for store, measured in ((queries, layer.running_variance_q), (keys, layer.running_variance_k)):
             want = torch.cat(store[0]).unflatten(-1, (4, 8)).transpose(0, 1).flatten(1).var(1)
             assert relative_error(measured, want) < 1e-6
-    assert not [n for n, m in model.named_modules() if "lln_seen" in vars(m)]
+    assert not WATCHERS
     assert model.config._attn_implementation == "lln_diag"
     assert set(before) <= set(dict(model.named_buffers()))
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -13,8 +14,11 @@ from lln.hf.attach import ModelAttention, attach
 from lln.hf.attach_peers import LLN
 from lln.hf.find import attention_modules, check_model, configs
 from lln.hf.options import IMPLEMENTATIONS, KINDS, Options, read, write
-from lln.hf.softmax_calls import measure
+from lln.hf.watch import SoftmaxCall, show_softmax
+from lln.matching.data import match_data
+from lln.matching.moments import both_moments, sigma
 
+ROWS = 64  # of a sample's queries that data matching looks at; there are many samples
 Coefficients = float | Tensor | Mapping[str, float | Tensor]
 
 
@@ -193,3 +197,60 @@ def named(what: str, given: Coefficients, name: str) -> float | Tensor:
     if name not in given:
         raise ValueError(f"{what} has no value for {name}; got values for {', '.join(given) or 'nothing'}.")
     return given[name]
+
+
+class Seen:
+    """What one attention module showed: moments of queries and keys, and alpha and beta that match softmax on them."""
+
+    def __init__(self, module: Any, data: bool) -> None:
+        self.module, self.data = module, data
+        self.moments: Tensor | float = 0.0  # [2, 3, key heads]
+        self.log_alpha: Tensor | float = 0.0  # [heads], a sum over samples
+        self.log_beta: Tensor | float = 0.0  # [key heads]
+        self.samples = 0
+
+    def look(self, call: SoftmaxCall) -> None:
+        query, key = call.query, call.key
+        learned = getattr(self.module, "lln", None)  # LLN attention that the module has from before
+        if isinstance(learned, ModelAttention):  # statistics are of what it has learned to make of them
+            query, key = learned.convolved(query, key, **call.where)
+        self.moments = self.moments + both_moments(query, key, key.shape[1], call.query_mask, call.key_mask).sum(2)
+        if self.data:
+            if isinstance(learned, ModelAttention) and learned.has_moved():
+                raise ValueError(
+                    "matching='data': the model's convolution or feature map has learned something, and data matching "
+                    "would set alpha and beta as if it had not; leave out matching and batches."
+                )
+            alpha, beta = match_data(query, key, **call.where, scale=call.scale, rows=ROWS)
+            self.log_alpha = self.log_alpha + alpha.log().sum(0)
+            self.log_beta = self.log_beta + beta.log().sum(0)
+            self.samples += len(query)
+
+    def give(self, attention: ModelAttention) -> None:
+        """Put it where the module keeps it."""
+        if isinstance(self.moments, float):
+            raise ValueError(
+                "batches: an attention module of the model was never reached; give it inputs for all of it."
+            )
+        if attention.statistics == "running":
+            spreads = sigma(*self.moments.unbind(1)).square()
+            attention.running_variance_q.copy_(spreads[0])
+            attention.running_variance_k.copy_(spreads[1])
+            attention.running_count.fill_(1)
+            attention.pending.zero_()
+        if self.data and attention.statistics == "fixed":
+            alpha, beta = (torch.as_tensor(x / self.samples).exp() for x in (self.log_alpha, self.log_beta))
+            attention.set_coefficients(alpha, beta)
+
+
+def measure(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]], data: bool) -> dict[str, Seen]:
+    """Run the model with softmax attention, and return what each attention module saw, by its name."""
+    observers = {name: Seen(module, data) for name, module in attention_modules(model)}
+    count = 0
+    with show_softmax(model, observers) as run:
+        for batch in batches:
+            run(batch)
+            count += 1
+    if not count:
+        raise ValueError("batches must hold at least one batch; it is empty.")
+    return observers

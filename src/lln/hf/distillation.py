@@ -13,19 +13,17 @@ every head stands on them, and they are there where a model has no head.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from lln.hf.adam import Learner, check_batches, choose, relative
 from lln.hf.attach import ModelAttention
 from lln.hf.find import attention_modules
 from lln.hf.options import runs_lln
-from lln.hf.softmax_calls import SoftmaxCall, shown
+from lln.hf.watch import SoftmaxCall, evaluating, on_device, show_softmax
 
 Batch = Mapping[str, Any]
 Progress = Callable[[int, float], None]  # steps done, loss
@@ -112,7 +110,7 @@ def distill(
         )
     learner = distillation(model, steps, rate) if learner is None else learner
     lessons = {name: Lesson(module.lln, name) for name, module in attention_modules(model)}
-    with shown(model, lessons) as run:
+    with show_softmax(model, lessons) as run:
         while learner.done < learner.steps:
             run(choose(batches, learner.done, seed))
             losses = [loss for lesson in lessons.values() for loss in lesson.losses]
@@ -170,24 +168,3 @@ def fine_tune(
             learner.step(loss.item())
             progress(learner.done, loss.item())
     return model
-
-
-def on_device(batch: Batch, model: PreTrainedModel) -> dict[str, Any]:
-    return {k: v.to(model.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-
-
-@contextlib.contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Without dropout, and without a cache of keys and values."""
-    training = {module: module.training for module in model.modules()}
-    caches = getattr(model.config, "use_cache", None)
-    try:
-        model.eval()
-        if caches:
-            model.config.use_cache = False
-        yield
-    finally:
-        if caches:
-            model.config.use_cache = caches
-        for module, mode in training.items():
-            module.training = mode

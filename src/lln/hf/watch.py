@@ -1,137 +1,202 @@
-"""The queries and keys that transformers' models hand to their attention functions, shown to recorders."""
+"""The calls that a transformers model's modules make of their attention functions, shown while the model runs.
+
+Every module asks `AttentionInterface.get_interface` for its function, with the plain softmax of its own file ("eager")
+as what it gets where nothing else was chosen. So this one public method, exchanged while somebody watches, shows all
+calls of all implementations, and nothing about the model changes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from lln.hf.find import attention_modules, is_cross, uses_interface
+from lln.hf.find import attention_modules, configs, in_units, is_cross, sizes
+from lln.hf.interface import refuse
 from lln.hf.options import IMPLEMENTATIONS
-from lln.hf.softmax_calls import NAME as MEASURE
-from lln.instruments.known_modules import Look, Remove, sequences
-from lln.instruments.observation import Observation, Pattern, default_scale, observe_softmax, read_mask
 
-SOFTMAX = ("eager", "sdpa", "flex_attention", MEASURE)
-REFUSED = {
-    "softcap": "caps single query-key scores",
-    "s_aux": "adds attention sinks to its rows",
-    "indices": "chooses keys for every query",
-    "block_indices": "chooses keys for every query",
-    "cache": "pages its keys",
-}
+# torch's softmax attention under a name of our own. Under "sdpa" some modules make masks of what they hand to other
+# functions as arguments, which LLN attention refuses, and some files have a function of their own.
+SOFTMAX = "lln_measure"
+AttentionInterface.register(SOFTMAX, sdpa_attention_forward)
+AttentionMaskInterface.register(SOFTMAX, sdpa_mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a module hands to its attention function."""
+
+    layer: str  # the module's name in the model
+    implementation: str
+    module: Any
+    query: Tensor  # [B, H, N, D]
+    key: Tensor  # [B, key heads, M, D]
+    value: Tensor  # [B, key heads, M, E]
+    mask: Any  # in the form that the implementation takes
+    given: dict[str, Any]  # the other arguments
+
+
+Around = Callable[[Call, Callable[[], Any]], Any]  # is given a call and what runs it, and returns what that gives
 
 
 class Watcher:
-    """One recorded model."""
+    """One watched model."""
 
-    def __init__(self, model: nn.Module, look: Look) -> None:
-        self.look = look
-        self.names = {id(module): name for name, module in model.named_modules()}
-
-    def call(
-        self, implementation: str, module: Any, query: Tensor, key: Tensor, mask: Any, given: dict[str, Any]
-    ) -> None:
-        name = self.names.get(id(module))
-        if name is not None and self.look.active():
-            for seen in observe(name, implementation, module, self.look, query, key, mask, given):
-                self.look.see(seen)
+    def __init__(self, model: nn.Module, around: Around) -> None:
+        self.around, self.names = around, {id(module): name for name, module in model.named_modules()}
 
 
-# One wrapper serves all recorders, and it is there only while somebody records.
+# One exchange serves all watchers, and it is there only while somebody watches.
 WATCHERS: list[Watcher] = []
-plain_get_interface: Callable[..., Any] | None = None
+LOCK = threading.Lock()
+plain_get_interface: Callable[..., Any] = AttentionInterface.get_interface
 
 
 def get_interface(interface: AttentionInterface, attn_implementation: str, default: Any) -> Any:
     """In place of AttentionInterface.get_interface: the function it gives, with a look at what it is called with."""
-    assert plain_get_interface is not None
     function = plain_get_interface(interface, attn_implementation, default)
-    if attn_implementation in IMPLEMENTATIONS or torch.compiler.is_compiling():
-        return function  # its LLNAttention shows itself
+    # Ours show themselves, and another model's graph must not depend on who watches.
+    if attn_implementation in IMPLEMENTATIONS or (torch.compiler.is_compiling() and attn_implementation != SOFTMAX):
+        return function
 
-    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *more: Any, **given: Any):  # type: ignore[no-untyped-def]
+    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *more: Any, **given: Any) -> Any:
+        go = functools.partial(function, module, query, key, value, mask, *more, **given)
         for watcher in tuple(WATCHERS):
-            watcher.call(attn_implementation, module, query, key, attention_mask, given)
-        return function(module, query, key, value, attention_mask, *more, **given)
+            if (layer := watcher.names.get(id(module))) is not None:
+                call = Call(layer, attn_implementation, module, query, key, value, mask, given)
+                go = functools.partial(watcher.around, call, go)
+        return go()
 
     return attend
 
 
-def watch_transformers(model: nn.Module, look: Look) -> list[Remove]:
-    """Empty where no attention of the model uses transformers' interface."""
+def watch(model: nn.Module, around: Around) -> Callable[[], None] | None:
+    """Let `around(call, go)` run in place of the model's calls; `go()` is the call. Returns what takes it away again,
+    or None where no attention of the model uses transformers' interface."""
     global plain_get_interface
     if not any(True for _ in attention_modules(model)):
-        return []
-    watcher = Watcher(model, look)
-    if not WATCHERS:
-        plain_get_interface = AttentionInterface.get_interface
-        AttentionInterface.get_interface = get_interface
-    WATCHERS.append(watcher)
+        return None
+    watcher = Watcher(model, around)
+    with LOCK:
+        if not WATCHERS:
+            plain_get_interface = AttentionInterface.get_interface
+            AttentionInterface.get_interface = get_interface
+        WATCHERS.append(watcher)
 
     def remove() -> None:
-        WATCHERS.remove(watcher)
-        if not WATCHERS:
-            AttentionInterface.get_interface = plain_get_interface
+        with LOCK:
+            WATCHERS.remove(watcher)
+            if not WATCHERS:
+                AttentionInterface.get_interface = plain_get_interface
 
-    return [remove]
-
-
-def observe(
-    name: str, implementation: str, module: Any, look: Look, query: Tensor, key: Tensor, mask: Any,
-    given: dict[str, Any],
-) -> list[Observation]:  # fmt: skip
-    flash = implementation.startswith("flash_attention")
-    who = f"record: {name} ({type(module).__name__})"
-    if implementation not in SOFTMAX and not flash:
-        raise ValueError(f"{who} runs attn_implementation={implementation!r}, which is not known to be softmax or LLN.")
-    for option, what in REFUSED.items():
-        if given.get(option) is not None:
-            raise ValueError(f"{who} {what} ({option}), which the instruments do not know; it cannot be recorded.")
-    scaling = given.get("scaling")
-    scale = default_scale(query) if scaling is None else float(scaling)
-    causal = says_causal(implementation, module, query, mask, given.get("is_causal"))
-    rows, keys, cross = query.shape[2], key.shape[2], is_cross(module, name)
-    if flash and given.get("cu_seq_lens_q") is not None:
-        offsets = given["cu_seq_lens_q"], given.get("cu_seq_lens_k", given["cu_seq_lens_q"])
-        return [
-            observe_softmax(name, q, k, scale, Pattern(causal), cross=cross)
-            for q, k in sequences(query, key, offsets, look.samples)
-        ]
-    if flash and given.get("sliding_window") is not None:
-        raise ValueError(f"{who} hides keys by a window that only its kernel sees; use attn_implementation='sdpa'.")
-    query, key = look.first(query), look.first(key)
-    if isinstance(mask, Tensor):
-        mask = look.first(mask)
-    bias = given.get("position_bias")
-    if bias is not None:
-        mask = with_bias(look.first(bias), mask, causal, rows, keys)
-    pattern = Pattern(causal) if mask is None else read_mask(mask, rows, keys, not cross, causal)
-    return [observe_softmax(name, query, key, scale, pattern, cross=cross)]
+    return remove
 
 
-def says_causal(implementation: str, module: Any, query: Tensor, mask: Any, said: bool | None) -> bool:
-    """Whether attention is causal without a mask that says so. Plain softmax ("eager") has nothing but its mask."""
-    if implementation == "eager" or query.shape[2] == 1 or (mask is not None and getattr(mask, "ndim", 0) == 4):
-        return False
-    return bool(getattr(module, "is_causal", True) if said is None else said)
+@dataclasses.dataclass(frozen=True)
+class SoftmaxCall:
+    """One call of softmax attention, without gradients."""
+
+    query: Tensor  # [B, H, N, D]
+    key: Tensor  # [B, key heads, M, D]
+    value: Tensor  # [B, key heads, M, E]
+    out: Tensor  # [B, N, H, E]
+    scale: float | None  # of q . k; None: 1 / sqrt(D)
+    is_causal: bool
+    key_mask: Tensor | None  # [B, M]
+    query_mask: Tensor | None  # [B, N], rows that are no padding; None: all
+    mask: Tensor | None  # [B, 1, N, M], which pairs attended
+
+    @property
+    def where(self) -> dict[str, Any]:
+        return {"is_causal": self.is_causal, "key_mask": self.key_mask, "query_mask": self.query_mask}
 
 
-def with_bias(bias: Tensor, mask: Tensor | None, causal: bool, rows: int, keys: int) -> Tensor:
-    """The bias of a model's positions and its mask as one that is added to the scores, [B, heads, rows, keys]."""
-    added = bias
-    if mask is not None:
-        mask = mask[..., :keys]
-        mask = mask[:, None, None] if mask.ndim == 2 else mask
-        return added + (mask if mask.is_floating_point() else torch.where(mask.bool(), 0.0, -torch.inf))
-    if causal:
-        later = torch.ones(rows, keys, dtype=torch.bool, device=bias.device).triu(1 + keys - rows)
-        added = added.masked_fill(later, -torch.inf)
-    return added
+class Observer(Protocol):
+    """Who looks at one attention module."""
+
+    def look(self, call: SoftmaxCall) -> None: ...
 
 
-def watched_elsewhere(module: nn.Module) -> bool:
-    return isinstance(module, PreTrainedModel) or uses_interface(module)
+@contextlib.contextmanager
+def show_softmax(
+    model: PreTrainedModel, observers: Mapping[str, Observer]
+) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Yields a function that runs the model, in eval and with softmax attention, on a batch of its arguments, and shows
+    each attention module to the observer of its name. ValueError for what LLN attention could not do."""
+
+    def look(call: Call, go: Callable[[], Any]) -> Any:
+        check_softmax(call)
+        result = go()
+        observers[call.layer].look(read_softmax(call, result[0]))
+        return result
+
+    @torch.no_grad()
+    def run(batch: Mapping[str, Any]) -> None:
+        if not isinstance(batch, Mapping):
+            raise TypeError(f"batches must be dicts of the model's arguments; got a {type(batch).__name__}.")
+        model(**on_device(batch, model))
+
+    before = [(config, config._attn_implementation) for config in configs(model)]
+    remove = watch(model, look)
+    try:
+        with evaluating(model, caches=True):
+            for config, _ in before:
+                config._attn_implementation_internal = SOFTMAX
+            yield run
+    finally:
+        for config, name in before:
+            config._attn_implementation_internal = name
+        if remove is not None:
+            remove()
+
+
+def check_softmax(call: Call) -> None:
+    refuse(call.module, call.given)
+    if call.given.get("cu_seq_lens_q") is not None:
+        raise ValueError("batches: softmax here does not keep packed sequences apart; give each a row of its own.")
+    if call.mask is not None and call.mask.dtype != torch.bool:
+        raise ValueError("batches: attention_mask must be a padding mask [batch, length], not numbers to be added.")
+
+
+def read_softmax(call: Call, out: Tensor) -> SoftmaxCall:
+    rows, keys, said = call.query.shape[2], call.key.shape[2], call.given.get("is_causal")
+    is_causal = bool(getattr(call.module, "is_causal", False) if said is None else said) and rows == keys
+    # Some query sees every key that is not padding, with a causal mask and with packed sequences as without.
+    key_mask = None if call.mask is None else call.mask[:, 0].any(1).expand(len(call.key), -1)
+    query_mask = key_mask
+    if rows != keys or is_cross(call.module, call.layer):  # which queries are padding is not said
+        query_mask = torch.ones(call.query.shape[0], rows, dtype=torch.bool, device=call.query.device)
+    scale = sizes(call.module)[4]
+    query = in_units(call.query, scale, call.given.get("scaling")).detach()
+    key, value = call.key.detach(), call.value.detach()
+    return SoftmaxCall(query, key, value, out.detach(), scale, is_causal, key_mask, query_mask, call.mask)
+
+
+def on_device(batch: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any]:
+    return {k: v.to(model.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+
+
+@contextlib.contextmanager
+def evaluating(model: PreTrainedModel, *, caches: bool = False) -> Iterator[None]:
+    """Without dropout, and unless `caches` without a cache of keys and values."""
+    training = {module: module.training for module in model.modules()}
+    uses = not caches and getattr(model.config, "use_cache", None)
+    try:
+        model.eval()
+        if uses:
+            model.config.use_cache = False
+        yield
+    finally:
+        if uses:
+            model.config.use_cache = uses
+        for module, mode in training.items():
+            module.training = mode

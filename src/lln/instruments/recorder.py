@@ -112,10 +112,10 @@ class Recorder:
         removes = watch_lln(self.model, look) + watch_multihead(self.model, look)
         skip: Any = lambda module: isinstance(module, nn.MultiheadAttention)  # noqa: E731
         if is_of_transformers(self.model):
-            from lln.hf.watch import watch_transformers, watched_elsewhere
+            from lln.instruments.transformers_calls import is_watched, watch_transformers
 
             removes += watch_transformers(self.model, look)
-            skip = lambda module: isinstance(module, nn.MultiheadAttention) or watched_elsewhere(module)  # noqa: E731
+            skip = lambda module: isinstance(module, nn.MultiheadAttention) or is_watched(module)  # noqa: E731
         removes += watch_linear(self.model, look, skip)
         if not removes:
             raise ValueError(

@@ -10,9 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lln.hf.attach import ModelAttention
-from lln.hf.distillation import evaluating, on_device
 from lln.hf.find import attention_modules
-from lln.hf.softmax_calls import SoftmaxCall, shown
+from lln.hf.watch import SoftmaxCall, evaluating, on_device, show_softmax
 from lln.instruments.known_modules import mix_of
 from lln.instruments.observation import Observation, default_scale, measure
 
@@ -84,7 +83,7 @@ def compare_layers(model: PreTrainedModel, batches: Sequence[Mapping[str, Any]])
 
     Means over heads and samples; padding does not count. The inputs of all layers are those of the softmax model."""
     witnesses = {name: Witness(module.lln, name) for name, module in attention_modules(model)}
-    with evaluating(model), shown(model, witnesses) as run:
+    with evaluating(model), show_softmax(model, witnesses) as run:
         for batch in batches:
             run(batch)
     return [witness.row() for witness in witnesses.values()]

@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 from lln.hf.adam import Learner
 from lln.hf.card import add_section
 from lln.hf.converting import convert
-from lln.hf.distillation import FINE_RATE, RATE, distill, distillation, evaluating, fine_tune, fine_tuning
+from lln.hf.distillation import FINE_RATE, RATE, distill, distillation, fine_tune, fine_tuning
 from lln.hf.options import runs_ours
+from lln.hf.watch import evaluating
 from lln.lab.convert.layer_errors import compare_layers, hidden_error, last_hidden
 from lln.lab.convert.layer_tables import markdown
 from lln.lab.convert.passages import as_batches, fingerprint, longest, passages

@@ -1,0 +1,96 @@
+"""What a call of a transformers attention function says about softmax attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lln.hf.find import is_cross, uses_interface
+from lln.hf.watch import SOFTMAX, Call, watch
+from lln.instruments.known_modules import Look, Remove, sequences
+from lln.instruments.observation import Observation, Pattern, default_scale, observe_softmax, read_mask
+
+KNOWN = ("eager", "sdpa", "flex_attention", SOFTMAX)
+REFUSED = {
+    "softcap": "caps single query-key scores",
+    "s_aux": "adds attention sinks to its rows",
+    "indices": "chooses keys for every query",
+    "block_indices": "chooses keys for every query",
+    "cache": "pages its keys",
+}
+
+
+def watch_transformers(model: nn.Module, look: Look) -> list[Remove]:
+    """Empty where no attention of the model uses transformers' interface."""
+
+    def around(call: Call, go: Callable[[], Any]) -> Any:
+        if look.active():
+            for seen in observe_call(call, look):
+                look.see(seen)
+        return go()
+
+    remove = watch(model, around)
+    return [] if remove is None else [remove]
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a module's attention is seen by its calls, or is that of the modules inside it."""
+    return isinstance(module, PreTrainedModel) or uses_interface(module)
+
+
+def observe_call(call: Call, look: Look) -> list[Observation]:
+    """One Observation, or of packed sequences one for each."""
+    name, mask, given = call.layer, call.mask, call.given
+    flash = call.implementation.startswith("flash_attention")
+    who = f"record: {name} ({type(call.module).__name__})"
+    if call.implementation not in KNOWN and not flash:
+        raise ValueError(
+            f"{who} runs attn_implementation={call.implementation!r}, which is not known to be softmax or LLN."
+        )
+    for option, what in REFUSED.items():
+        if given.get(option) is not None:
+            raise ValueError(f"{who} {what} ({option}), which the instruments do not know; it cannot be recorded.")
+    scaling = given.get("scaling")
+    scale = default_scale(call.query) if scaling is None else float(scaling)
+    causal = says_causal(call)
+    rows, keys, cross = call.query.shape[2], call.key.shape[2], is_cross(call.module, name)
+    if flash and given.get("cu_seq_lens_q") is not None:
+        offsets = given["cu_seq_lens_q"], given.get("cu_seq_lens_k", given["cu_seq_lens_q"])
+        return [
+            observe_softmax(name, q, k, scale, Pattern(causal), cross=cross)
+            for q, k in sequences(call.query, call.key, offsets, look.samples)
+        ]
+    if flash and given.get("sliding_window") is not None:
+        raise ValueError(f"{who} hides keys by a window that only its kernel sees; use attn_implementation='sdpa'.")
+    query, key = look.first(call.query), look.first(call.key)
+    if isinstance(mask, Tensor):
+        mask = look.first(mask)
+    bias = given.get("position_bias")
+    if bias is not None:
+        mask = add_bias(look.first(bias), mask, causal, rows, keys)
+    pattern = Pattern(causal) if mask is None else read_mask(mask, rows, keys, not cross, causal)
+    return [observe_softmax(name, query, key, scale, pattern, cross=cross)]
+
+
+def says_causal(call: Call) -> bool:
+    """Whether attention is causal without a mask that says so. Plain softmax ("eager") has nothing but its mask."""
+    if call.implementation == "eager" or call.query.shape[2] == 1 or getattr(call.mask, "ndim", 0) == 4:
+        return False
+    said = call.given.get("is_causal")
+    return bool(getattr(call.module, "is_causal", True) if said is None else said)
+
+
+def add_bias(bias: Tensor, mask: Tensor | None, causal: bool, rows: int, keys: int) -> Tensor:
+    """The bias of a model's positions and its mask as one that is added to the scores, [B, heads, rows, keys]."""
+    if mask is not None:
+        mask = mask[..., :keys]
+        mask = mask[:, None, None] if mask.ndim == 2 else mask
+        return bias + (mask if mask.is_floating_point() else torch.where(mask.bool(), 0.0, -torch.inf))
+    if causal:
+        later = torch.ones(rows, keys, dtype=torch.bool, device=bias.device).triu(1 + keys - rows)
+        return bias.masked_fill(later, -torch.inf)
+    return bias
