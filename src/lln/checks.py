@@ -1,4 +1,4 @@
-"""The one place that checks the arguments of the op, so that what is behind it need not.
+"""All argument rules: of the op, so that what is behind it need not check, and of a module's options.
 
 Only what is known without waiting for a device is checked: types, shapes, dtypes, devices, Python numbers, and the
 values of tensors on the CPU where a wrong one would be read as an index.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -19,39 +19,62 @@ from lln.kernels.carry import block_start
 from lln.kernels.common import compute_dtype, constant
 from lln.state import LLNState, same_beta
 
+Coefficient = float | Tensor
+Mix = Coefficient | tuple[Coefficient, Coefficient]
+Backend = Literal["auto", "eager", "triton"]
+CuSeqlens = Tensor | tuple[Tensor, Tensor]
+Matching = Literal["paper", "variance", "entropy"]
+Statistics = Literal["sample", "batch", "running", "fixed"]
+MATCHINGS: tuple[Matching, ...] = get_args(Matching)
+STATISTICS: tuple[Statistics, ...] = get_args(Statistics)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
+class Inputs(NamedTuple):
+    """Query, key and value that fit together, and what is said of their rows. Where other queries, keys or values of
+    the same shapes take their place, nothing need be checked again."""
+
+    query: Tensor  # [B, Hq, N, D]
+    key: Tensor  # [B, Hk, M, D]
+    value: Tensor  # [B, Hk, M, E]
+    key_mask: Tensor | None  # [B, M] bool
+    cu_query: Tensor | None  # [sequences + 1] offsets of packed queries, contiguous; cu_key alike
+    cu_key: Tensor | None
+    cross: bool  # a pair of offsets came: queries and keys are of different sequences
+
+
+def check_inputs(query: Tensor, key: Tensor, value: Tensor, *, key_mask: Any, cu_seqlens: Any) -> Inputs:
+    """The tensors of a call, or a ValueError or TypeError that names the argument."""
+    check_tensors(query, key, value)
+    packing = check_packing(cu_seqlens, query, key)
+    check_key_mask(key_mask, key)
+    return Inputs(query, key, value, key_mask, *packing)
+
+
 def check_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: float | Tensor,
-    beta: float | Tensor,
-    block_size: int | None,
-    mix: Any,
-    is_causal: bool,
-    key_mask: Tensor | None,
-    dropout_p: float,
-    cu_seqlens: Any,
-    state: LLNState | None,
-    return_state: bool,
-    scale: float | None,
+    inputs: Inputs,
+    *,
+    alpha: Coefficient = 1.0,
+    beta: Coefficient = 1.0,
+    block_size: int | None = None,
+    mix: Mix = 0.5,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    state: LLNState | None = None,
+    return_state: bool = False,
+    scale: float | None = None,
 ) -> Call:
     """The arguments of `lln.lln_attention` as a Call, or a ValueError or TypeError that names the argument."""
-    check_tensors(query, key, value)
+    query, key, value, key_mask, cu_query, cu_key, cross = inputs
     for name, flag in (("is_causal", is_causal), ("return_state", return_state)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be True or False; got {describe(flag)}.")
-    batch, query_heads, length, dim = query.shape
+    query_heads, length, dim = query.shape[1:]
     key_heads, key_length, value_dim = key.shape[1], key.shape[2], value.shape[3]
-    cu_query, cu_key, cross = check_packing(cu_seqlens, query, key)
-    if cu_query is not None:
-        batch = cu_query.numel() - 1
+    batch = query.shape[0] if cu_query is None else cu_query.numel() - 1
     if is_causal and (cross or length != key_length):
         came = "a pair of cu_seqlens" if cross else f"lengths {length} and {key_length}"
         raise ValueError(f"is_causal needs query and key of one sequence; got {came}. Earlier tokens go into `state`.")
-    check_key_mask(key_mask, key)
     check_block_size(block_size, is_causal, cross or length != key_length, state is not None or return_state)
     dtype = compute_dtype(query.dtype)
     alpha = coefficient("alpha", alpha, (batch, query_heads, dim), dtype, query.device)
@@ -59,9 +82,7 @@ def check_call(
     weights = mix_weights(mix, block_size, (batch, query_heads, value_dim), dtype, query.device)
     check_state(state, batch, key, value, block_size, beta.detach() if isinstance(given, Tensor) else float(given))
     scale = 1.0 / math.sqrt(dim) if scale is None else check_number("scale", scale)
-    p = check_number("dropout_p", dropout_p)
-    if not 0.0 <= p <= 1.0:
-        raise ValueError(f"dropout_p must lie between 0 and 1; got {p}.")
+    p = check_fraction("dropout_p", dropout_p)
     count = None if state is None else state.count
     return Call(
         query=query,
@@ -166,7 +187,8 @@ def check_packing(cu_seqlens: Any, query: Tensor, key: Tensor) -> tuple[Tensor |
             "cu_seqlens: queries and keys must have the same number of sequences; "
             f"got {pair[0].numel() - 1} and {pair[1].numel() - 1}."
         )
-    return pair[0], pair[1], cross
+    cu_query = pair[0].contiguous()
+    return cu_query, pair[1].contiguous() if cross else cu_query, cross
 
 
 def check_key_mask(key_mask: Tensor | None, key: Tensor, name: str = "key_mask", of: str = "key") -> None:
@@ -210,6 +232,23 @@ def check_number(name: str, value: Any, or_tensor: str = "") -> float:
     if not torch.compiler.is_compiling() and not math.isfinite(value):
         raise ValueError(f"{name} must be finite; got {value}.")
     return float(value)
+
+
+def check_fraction(name: str, value: Any, remedy: str = "") -> float:
+    number = check_number(name, value)
+    if not 0.0 <= number <= 1.0:
+        raise ValueError(f"{name} must lie between 0 and 1; got {value}.{remedy}")
+    return number
+
+
+def check_positive_int(name: str, value: Any) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a positive int; got {value!r}.")
+
+
+def check_backend(backend: str) -> None:
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend must be 'auto', 'eager' or 'triton'; got {backend!r}.")
 
 
 def coefficient(
@@ -263,8 +302,8 @@ def mix_weights(
             raise ValueError(f"mix must be a number, a tensor, or a pair (r, p); got {len(mix)} of them.")
         first, second = (coefficient("mix", m, shape, dtype, device, positive=False) for m in mix)
         return first, second
-    if not isinstance(mix, Tensor) and not 0.0 <= check_number("mix", mix) <= 1.0:
-        raise ValueError(f"mix must lie between 0 and 1; got {mix}. A pair (r, p) gives r * lln + p * diag.")
+    if not isinstance(mix, Tensor):
+        check_fraction("mix", mix, " A pair (r, p) gives r * lln + p * diag.")
     first = coefficient("mix", mix, shape, dtype, device, positive=False)
     second = 1.0 - first if isinstance(mix, Tensor) else constant(1.0 - float(mix), dtype, device)
     return first, second
@@ -298,3 +337,72 @@ def check_state(
             "state was made with another beta than this call's, so their sums are not comparable; "
             "give every call of one sequence the same beta."
         )
+
+
+def check_options(
+    *,
+    num_heads: int = 1,
+    head_dim: int = 1,
+    num_key_heads: int | None = None,
+    matching: str = "paper",
+    statistics: str = "fixed",
+    alpha: Coefficient | None = None,
+    beta: Coefficient | None = None,
+    learnable: str | None = None,
+    block_size: int | None = None,
+    mix: float | str = 0.5,
+    feature_map: str | None = None,
+    convolution: int | None = None,
+    overlap: bool = False,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    length: int = 1,
+    momentum: float = 0.0,
+    backend: str = "auto",
+) -> None:
+    """The options of a module, checked when it is built rather than when it is first called. The defaults pass."""
+    key_heads = num_heads if num_key_heads is None else num_key_heads
+    for name, number in (("num_heads", num_heads), ("head_dim", head_dim), ("num_key_heads", key_heads)):
+        check_positive_int(name, number)
+    if num_heads % key_heads:
+        raise ValueError(f"num_heads must be a multiple of num_key_heads; got {num_heads} and {num_key_heads}.")
+    for name, option, allowed in (("matching", matching, MATCHINGS), ("statistics", statistics, STATISTICS)):
+        if option not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {option!r}.")
+    if learnable not in (None, "head", "channel"):
+        raise ValueError(f"learnable must be None, 'head' or 'channel'; got {learnable!r}.")
+    if statistics != "fixed" and not (alpha is None and beta is None and learnable is None):
+        raise ValueError(f"alpha, beta and learnable go with statistics='fixed'; got statistics={statistics!r}.")
+    check_block_size(block_size, is_causal=True, cross=False, with_state=False)
+    if not isinstance(mix, str):
+        check_fraction("mix", mix)
+    elif mix not in ("ratio", "scales"):
+        raise ValueError(f"mix must be a number, 'ratio' or 'scales'; got {mix!r}.")
+    if block_size is None and mix != 0.5:
+        raise ValueError(f"mix weighs LLN against the blocks and needs block_size; got mix={mix!r}.")
+    if feature_map not in (None, "linear"):
+        raise ValueError(f"feature_map must be None or 'linear'; got {feature_map!r}.")
+    if feature_map is not None and statistics != "fixed":
+        raise ValueError(f"feature_map goes with statistics='fixed'; got statistics={statistics!r}.")
+    check_convolution(convolution)
+    check_overlap(overlap, block_size)
+    check_fraction("dropout", dropout)
+    check_fraction("momentum", momentum)
+    check_positive_int("length", length)
+    if scale is not None and check_number("scale", scale) <= 0.0:
+        raise ValueError(f"scale must be positive; got {scale}.")
+    check_backend(backend)
+
+
+def check_convolution(convolution: int | None) -> None:
+    if convolution is None:
+        return
+    if not isinstance(convolution, int) or isinstance(convolution, bool) or convolution < 3 or convolution % 2 == 0:
+        raise ValueError(f"convolution must be an odd int of 3 or more, or None for none; got {convolution!r}.")
+
+
+def check_overlap(overlap: bool, block_size: int | None) -> None:
+    if not isinstance(overlap, bool):
+        raise TypeError(f"overlap must be True or False; got {overlap!r}.")
+    if overlap and (block_size is None or block_size % 4):
+        raise ValueError(f"overlap needs a block_size that is a multiple of 4; got block_size={block_size!r}.")

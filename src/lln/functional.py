@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from lln.checks import check_call
+from lln.checks import Backend, Coefficient, CuSeqlens, Inputs, Mix, check_backend, check_call, check_inputs
 from lln.kernels import eager
 from lln.kernels.call import Call
 from lln.kernels.carry import open_block
@@ -18,10 +18,7 @@ from lln.kernels.triton import attend as triton
 from lln.kernels.triton.support import refusal
 from lln.state import LLNState
 
-Coefficient = float | Tensor
-Mix = Coefficient | tuple[Coefficient, Coefficient]
-Backend = Literal["auto", "eager", "triton"]
-CuSeqlens = Tensor | tuple[Tensor, Tensor]
+__all__ = ["Backend", "Coefficient", "CuSeqlens", "Mix", "lln_attention"]
 
 
 @overload
@@ -102,19 +99,29 @@ def lln_attention(
         ValueError or TypeError: it names the argument, what came, and what is allowed.
     """
     query, key, value = autocast(query, key, value)
-    call = check_call(
-        query, key, value, alpha, beta, block_size, mix, is_causal, key_mask, dropout_p, cu_seqlens, state,
-        return_state, scale,
+    inputs = check_inputs(query, key, value, key_mask=key_mask, cu_seqlens=cu_seqlens)
+    return attend_checked(
+        inputs, alpha, beta, state=state, return_state=return_state, backend=backend, block_size=block_size, mix=mix,
+        is_causal=is_causal, dropout_p=dropout_p, scale=scale,
     )  # fmt: skip
-    attend = choose(backend, call)
-    if attend is eager.attend and is_step(call):
+
+
+def attend_checked(
+    inputs: Inputs, alpha: Coefficient, beta: Coefficient, *, state: LLNState | None = None,
+    return_state: bool = False, backend: Backend = "auto", **options: Any,
+) -> Tensor | tuple[Tensor, LLNState]:  # fmt: skip
+    """`lln_attention` of tensors that `check_inputs` has seen, for modules, which look at them before the op does.
+    They have the dtype of `autocast`. options: the other keywords of `check_call`."""
+    call = check_call(inputs, alpha=alpha, beta=beta, state=state, return_state=return_state, **options)
+    run = choose(backend, call)
+    if run is eager.attend and is_step(call):
         out, log_sum, mean_value, block = step(call)
     else:
-        out, log_sum, mean_value = attend(call)
-        block = {} if block_size is None or not return_state else open_block(call)
+        out, log_sum, mean_value = run(call)
+        block = open_block(call) if return_state and call.block_size is not None else {}
     if not return_state:
         return out
-    if key.shape[-2] == 0:  # no new keys, so whatever beta is now has no part in the state
+    if inputs.key.shape[-2] == 0:  # no new keys, so whatever beta is now has no part in the state
         used = None if state is None else state.beta
     else:
         # A copy: a learnable beta changes in place with the next optimiser step.
@@ -135,18 +142,13 @@ def choose(backend: str, call: Call) -> Callable[[Call], tuple[Tensor, Tensor, T
     raise ValueError(f"backend='triton' cannot run this call: {reason}; use 'auto' or 'eager'.")
 
 
-def check_backend(backend: str) -> None:
-    if backend not in ("auto", "eager", "triton"):
-        raise ValueError(f"backend must be 'auto', 'eager' or 'triton'; got {backend!r}.")
-
-
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under torch.autocast the inputs take its dtype, as they do for scaled_dot_product_attention."""
-    first = tensors[0]
-    if not isinstance(first, Tensor) or not autocast_enabled(first.device.type):
-        return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
-    return tuple(
-        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in tensors
-    )
+    if not isinstance(query, Tensor) or not autocast_enabled(query.device.type):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(query.device.type)
+
+    def cast(t: Tensor) -> Tensor:
+        return t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+
+    return cast(query), cast(key), cast(value)

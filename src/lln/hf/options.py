@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from lln.checks import MATCHINGS, STATISTICS, check_options
 from lln.hf.attach_peers import LLN, PEERS, check_peer
-from lln.matching.moments import LENGTH, MATCHINGS
-from lln.options import STATISTICS, check_convolution, check_feature_map, check_numbers, check_options, check_overlap
+from lln.matching.moments import LENGTH
 
 IMPLEMENTATIONS = (*LLN, *PEERS)
 BLOCK_SIZE = 64
@@ -88,11 +88,10 @@ class Options:
             raise ValueError(
                 "lln: matching='data' needs alpha and beta; use lln.hf.convert(model, matching='data', ...)."
             )
-        check_options(1, 1, None, "paper", "fixed", None, None, self.learnable, self.block_size, self.mix)
-        check_feature_map(self.feature_map, "fixed")
-        check_convolution(self.convolution)
-        check_overlap(self.overlap, self.block_size)
-        check_numbers(0.0, self.momentum, self.length, None, "auto")
+        check_options(
+            learnable=self.learnable, block_size=self.block_size, mix=self.mix, feature_map=self.feature_map,
+            convolution=self.convolution, overlap=self.overlap, momentum=self.momentum, length=self.length,
+        )  # fmt: skip
         if not isinstance(self.mechanisms, dict):
             raise TypeError(f"lln: mechanisms must be a dict from names to their options; got {self.mechanisms!r}.")
         for name, options in self.mechanisms.items():

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.checks import check_block_size, check_number, coefficient, mix_weights
+from lln.checks import check_block_size, check_number, check_overlap, coefficient, mix_weights
 from lln.instruments.arguments import check_dense, check_masks, check_pair, check_stochastic
 from lln.instruments.diag import DiagHeads
 from lln.instruments.heads import DenseHeads, Heads, KernelHeads, LLNHeads, SoftmaxHeads, span_elements
 from lln.kernels.common import wide_dtype
 from lln.nn.overlap import window
-from lln.options import check_overlap
 
 
 class AttentionMap(abc.ABC):

@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lln.checks import MATCHINGS, Matching
 from lln.kernels.carry import owners
+from lln.kernels.common import PAPER_A as PAPER_A
+from lln.kernels.common import PAPER_B as PAPER_B
+from lln.kernels.common import SIGMA_FLOOR as SIGMA_FLOOR
 from lln.kernels.common import spans, wide_dtype
 from lln.kernels.triton.support import refusal
 from lln.matching.curves import s2_for_entropy, s2_for_variance
 
-Matching = Literal["paper", "variance", "entropy"]
-MATCHINGS = ("paper", "variance", "entropy")
 # query, key, number of key heads, mask of the queries, of the keys, offsets of packed queries, of packed keys
 Data = tuple[Tensor, Tensor, int, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-# The line sigma_lln^2 = a s2 + b of the authors' released code.
-PAPER_A, PAPER_B = 0.14855178144710912, -0.35487039130661086
-# A constant input has no spread; this keeps alpha and beta finite.
-SIGMA_FLOOR = 1e-6
 LENGTH = 1024  # of the entropy curves where no other is known
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lln.checks import check_key_mask, check_packing, check_tensors
-from lln.functional import Backend, Coefficient, CuSeqlens, Mix, lln_attention
-from lln.matching.moments import LENGTH, Matching
+from lln.checks import Inputs, Matching, Statistics, check_inputs, check_key_mask, check_options
+from lln.functional import Backend, Coefficient, CuSeqlens, Mix, attend_checked, autocast
+from lln.matching.moments import LENGTH
 from lln.nn.convolution import check_sequence, check_value, convolve
 from lln.nn.feature_map import map_features
 from lln.nn.overlap import overlapping_attention
 from lln.nn.statistics import Matched, in_backward
-from lln.options import Statistics, check_convolution, check_feature_map, check_numbers, check_options, check_overlap
 from lln.state import LLNState
 
 
@@ -98,11 +98,12 @@ class LLNAttention(Matched):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_options(num_heads, head_dim, num_key_heads, matching, statistics, alpha, beta, learnable, block_size, mix)
-        check_feature_map(feature_map, statistics)
-        check_convolution(convolution)
-        check_overlap(overlap, block_size)
-        check_numbers(dropout, momentum, length, scale, backend)
+        check_options(
+            num_heads=num_heads, head_dim=head_dim, num_key_heads=num_key_heads, matching=matching,
+            statistics=statistics, alpha=alpha, beta=beta, learnable=learnable, block_size=block_size, mix=mix,
+            feature_map=feature_map, convolution=convolution, overlap=overlap, dropout=dropout, scale=scale,
+            length=length, momentum=momentum, backend=backend,
+        )  # fmt: skip
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         super().__init__(
             num_heads, head_dim, num_key_heads, matching, statistics, alpha=alpha, beta=beta, learnable=learnable,
@@ -193,7 +194,7 @@ class LLNAttention(Matched):
         query_mask [B, N]: rows that count for sigma_q; default key_mask in self attention (N = M).
         dropout: in training in place of the module's own.
         Raises ValueError for statistics that would let a causal output see later tokens."""
-        self._check(query, key, value, key_mask, query_mask, cu_seqlens)
+        checked = self._check(query, key, value, key_mask, query_mask, cu_seqlens)
         where: dict[str, Any] = {
             "is_causal": is_causal,
             "key_mask": key_mask,
@@ -211,20 +212,21 @@ class LLNAttention(Matched):
         alpha, beta = self.matched(query, key, **where)
         query, key = self._mapped(query, key)
         p = self.dropout if dropout is None else dropout
+        inputs = Inputs(*autocast(query, key, value), checked.key_mask, checked.cu_query, checked.cu_key, checked.cross)
         result: Tensor | tuple[Tensor, LLNState] = self.attend(
-            query, key, value, alpha, beta, is_causal=is_causal, key_mask=key_mask, cu_seqlens=cu_seqlens,
-            dropout_p=p if self.training else 0.0, state=state, return_state=return_state,
+            inputs, alpha, beta, is_causal=is_causal, dropout_p=p if self.training else 0.0, state=state,
+            return_state=return_state,
         )  # fmt: skip
         if new is not None:
             self.pending.copy_(new)  # only now: a call that failed has not been seen
         return result
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, alpha: Tensor, beta: Tensor, **call: Any) -> Any:
+    def attend(self, inputs: Inputs, alpha: Tensor, beta: Tensor, **call: Any) -> Any:
         """The op with this module's blocks, on `features` and with `coefficients`. call: further arguments of it."""
         if self.block_size is not None:
             call |= {"block_size": self.block_size, "mix": self.mix_weights(), "scale": self.scale}
-        op = overlapping_attention if self.overlap else lln_attention
-        return op(query, key, value, alpha, beta, **call, backend=self.backend)
+        op: Callable[..., Any] = overlapping_attention if self.overlap else attend_checked
+        return op(inputs, alpha, beta, **call, backend=self.backend)
 
     def _check(
         self,
@@ -234,18 +236,17 @@ class LLNAttention(Matched):
         key_mask: Tensor | None,
         query_mask: Tensor | None,
         cu_seqlens: CuSeqlens | None,
-    ) -> None:
-        """What the statistics need to be right; the op checks the rest."""
-        check_tensors(query, key, value)
+    ) -> Inputs:
+        """The tensors, checked once for the statistics and for the op, which checks the rest."""
+        inputs = check_inputs(query, key, value, key_mask=key_mask, cu_seqlens=cu_seqlens)
         sizes = query.shape[1], key.shape[1], query.shape[3]
         if sizes != (self.num_heads, self.num_key_heads, self.head_dim):
             raise ValueError(
                 f"query and key must have {self.num_heads} and {self.num_key_heads} heads of {self.head_dim}; "
                 f"got query {list(query.shape)} and key {list(key.shape)}."
             )
-        check_packing(cu_seqlens, query, key)
-        check_key_mask(key_mask, key)
         check_key_mask(query_mask, query, "query_mask", "query")
+        return inputs
 
     def coefficients(
         self,

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lln.checks import describe
+from lln.checks import Matching, Statistics, describe
 from lln.functional import Backend, Coefficient
-from lln.matching.moments import LENGTH, Matching
+from lln.matching.moments import LENGTH
 from lln.nn.attention import LLNAttention
 from lln.nn.weights import check_weights, dense_weights
-from lln.options import Statistics
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lln.checks import check_block_size, check_packing, mix_weights
-from lln.functional import Backend, Coefficient, CuSeqlens, Mix, autocast, lln_attention
+from lln.checks import Inputs, check_block_size, mix_weights
+from lln.functional import Backend, Coefficient, Mix, attend_checked
 from lln.kernels.blocks import gather_rows
 from lln.kernels.carry import first_valid, owners
 from lln.kernels.common import compute_dtype
@@ -30,9 +30,7 @@ def window(block_size: int, is_causal: bool) -> tuple[int, int]:
 
 
 def overlapping_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    inputs: Inputs,
     alpha: Coefficient,
     beta: Coefficient,
     *,
@@ -40,26 +38,22 @@ def overlapping_attention(
     mix: Mix,
     scale: float | None,
     is_causal: bool = False,
-    key_mask: Tensor | None = None,
-    cu_seqlens: CuSeqlens | None = None,
     dropout_p: float = 0.0,
     state: LLNState | None = None,
     return_state: bool = False,
     backend: Backend = "auto",
 ) -> Tensor:
-    """`lln.lln_attention` with overlapping blocks, and without states. [B, H, N, E] in the dtype of query."""
+    """`lln.functional.attend_checked` with overlapping blocks, and without states. [B, H, N, E] in the dtype of
+    query."""
     if state is not None or return_state:
         raise ValueError(
             "overlap: a state keeps one open block, and overlapping windows reach further back; leave out state and "
             "return_state (in generate: cache_implementation='dynamic')."
         )
-    query, key, value = autocast(query, key, value)
-    offsets, _, cross = check_packing(cu_seqlens, query, key)
+    query, key, value, key_mask, offsets, _, cross = inputs
     check_block_size(block_size, is_causal, cross or query.shape[2] != key.shape[2], with_state=False)
-    linear = lln_attention(
-        query, key, value, alpha, beta, is_causal=is_causal, key_mask=key_mask, cu_seqlens=cu_seqlens,
-        dropout_p=dropout_p, backend=backend,
-    )  # fmt: skip
+    linear = attend_checked(inputs, alpha, beta, is_causal=is_causal, dropout_p=dropout_p, backend=backend)
+    assert isinstance(linear, Tensor)
     shape = query.shape[0] if offsets is None else offsets.numel() - 1, query.shape[1], value.shape[3]
     r, p = mix_weights(mix, block_size, shape, compute_dtype(query.dtype), query.device)
     assert r is not None

@@ -7,13 +7,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from lln.checks import coefficient
+from lln.checks import Matching, Statistics, coefficient
 from lln.functional import Backend, Coefficient, CuSeqlens
 from lln.kernels.common import compute_dtype, wide_dtype
 from lln.matching.moments import (
     SIGMA_FLOOR,
     Data,
-    Matching,
     both_moments,
     has_kernels,
     kernel,
@@ -21,7 +20,6 @@ from lln.matching.moments import (
     score_factor,
     sigma,
 )
-from lln.options import Statistics
 
 
 class Matched(nn.Module):

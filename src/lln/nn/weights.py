@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.functional import CuSeqlens
+from lln.checks import check_inputs
+from lln.functional import CuSeqlens, autocast
 from lln.nn.attention import LLNAttention
 
 MAX_WEIGHTS = 2**28  # elements: 1 GiB in float32
@@ -47,5 +48,6 @@ def dense_weights(
     width = max(64, query.shape[2])  # of a slice of the identity: of few queries and many keys all of it dwarfs P
     for start in range(0, key.shape[2], width):
         identity = (at[:, None] == at[start : start + width]).to(key.dtype).expand(*key.shape[:2], -1, -1)
-        columns.append(attention.attend(query, key, identity, alpha, beta, **where))
+        inputs = check_inputs(*autocast(query, key, identity), key_mask=key_mask, cu_seqlens=cu_seqlens)
+        columns.append(attention.attend(inputs, alpha, beta, is_causal=is_causal))
     return torch.cat(columns, -1)

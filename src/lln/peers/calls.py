@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.checks import check_call, check_tensors, describe
+from lln.checks import check_call, check_inputs, describe
 from lln.functional import CuSeqlens, Mix, autocast
 from lln.kernels.call import Call
 from lln.kernels.common import autocast_enabled
@@ -96,11 +96,9 @@ def run(
     """A checked call, sequence by sequence where packed, with blocks where asked for."""
     block_size = check_blocks(entry, block_size, mix)
     query, key, value = autocast(query, key, value)
-    check_tensors(query, key, value)
+    inputs = check_inputs(query, key, value, key_mask=key_mask, cu_seqlens=cu_seqlens)
     entry.check(query, key, is_causal, key_mask, cu_seqlens)
-    call = check_call(
-        query, key, value, 1.0, 1.0, block_size, mix, is_causal, key_mask, dropout_p, cu_seqlens, None, False, scale
-    )
+    call = check_call(inputs, block_size=block_size, mix=mix, is_causal=is_causal, dropout_p=dropout_p, scale=scale)
     device = query.device.type
     narrow = torch.autocast(device, enabled=False) if autocast_enabled(device) else contextlib.nullcontext()
     with narrow:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lln.checks import check_convolution
 from lln.kernels.call import Call
 from lln.nn.convolution import check_value, convolve
-from lln.options import check_convolution
 from lln.peers.modules import AttentionModule
 from lln.peers.registry import register
 from lln.peers.softmax import softmax

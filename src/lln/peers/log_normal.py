@@ -7,11 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lln.checks import Matching, Statistics
 from lln.functional import Coefficient, CuSeqlens, lln_attention
 from lln.kernels.call import Call
-from lln.matching.moments import Matching
 from lln.nn.attention import LLNAttention
-from lln.options import Statistics
 from lln.peers.registry import register
 
 BLOCK_SIZE = 64

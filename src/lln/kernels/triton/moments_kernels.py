@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lln.matching.moments import PAPER_A, PAPER_B, SIGMA_FLOOR
+from lln.kernels.common import PAPER_A, PAPER_B, SIGMA_FLOOR
 
 TWICE_A, OFFSET, FLOOR = tl.constexpr(2 * PAPER_A), tl.constexpr(PAPER_B), tl.constexpr(SIGMA_FLOOR**2)
 LANE = 16  # elements of a tile for each thread

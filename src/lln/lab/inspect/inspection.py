@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import lln.hf  # noqa: F401  models that were saved with LLN attention run it
+from lln.checks import MATCHINGS
 from lln.instruments.concentration import entropy
 from lln.instruments.observation import Observation, gap, measure
 from lln.instruments.recorder import record
 from lln.lab.core.pretrained import first_line
 from lln.matching.data import match_data
-from lln.matching.moments import MATCHINGS
 from lln.nn.attention import LLNAttention
 
 # Four kinds of text, so that no head is judged by one: a statement, a list, a dialogue, an argument.

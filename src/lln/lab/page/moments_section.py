@@ -11,13 +11,14 @@ from typing import Any, cast
 
 import torch
 
+from lln.checks import MATCHINGS, Matching
 from lln.lab.calibration import lln_entropy, softmax_entropy
 from lln.lab.core.charts import CURVES, MATCHED, Axis, lines, svg
 from lln.lab.core.measure import number, one_thread, provenance
 from lln.lab.core.page import Chart, Section, listed
 from lln.lab.core.seeds import normal
 from lln.matching.curves import pchip, read_curves
-from lln.matching.moments import MATCHINGS, PAPER_A, PAPER_B, Matching, match_moments
+from lln.matching.moments import PAPER_A, PAPER_B, match_moments
 
 CPU = torch.device("cpu")
 HEAD_DIMS = (16, 64, 128)  # of the variance curves that are drawn

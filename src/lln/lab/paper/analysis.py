@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln.checks import MATCHINGS
 from lln.files import write_json, write_text
 from lln.lab.core.measure import provenance
 from lln.lab.core.seeds import normal
-from lln.matching.moments import MATCHINGS, match_moments
+from lln.matching.moments import match_moments
 
 CPU = torch.device("cpu")
 Progress = Callable[[str], None]
