@@ -31,7 +31,7 @@ from in_readme import command, put
 from lln.files import write_json
 from lln.lab.convert.layer_errors import compare_layers
 from lln.lab.convert.passages import as_batches, special_tokens
-from lln.lab.core.measure import provenance
+from lln.lab.core.provenance import provenance
 
 MARKS = "<!-- benchmarks/conversion.py -->\n", "<!-- end of conversion -->"
 PYDOC = "pydoc_data.topics"

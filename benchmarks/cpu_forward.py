@@ -17,7 +17,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from in_readme import run
 from lln import lln_attention
 from lln.lab.bench.length_times import ALPHA, BETA, check
-from lln.lab.core.measure import Work, peak_memory, provenance, show, time_calls
+from lln.lab.core.provenance import provenance
+from lln.lab.core.tables import show_timing
+from lln.lab.core.timing import Work, peak_memory, time_calls
 
 MARKS = "<!-- benchmarks/cpu_forward.py -->\n", "<!-- end -->"
 SHAPE = {"batch": 1, "heads": 12, "length": 8192, "dim": 64}
@@ -68,7 +70,7 @@ def table(result: dict[str, Any]) -> str:
         against_softmax = ms["softmax"]["median"] / t["median"]
         against_products = t["median"] / ms["q @ (k^T v)"]["median"]
         label = f"`{name}`" if "@" in name else name
-        lines.append(f"| {label} | {show(t)} | {against_softmax:.3g} | {against_products:.3g} |")
+        lines.append(f"| {label} | {show_timing(t)} | {against_softmax:.3g} | {against_products:.3g} |")
     lines += [
         "",
         f"Batch {shape['batch']}, {shape['heads']} heads of {shape['dim']}, {shape['length']:,} tokens; "

@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 
 import lln.hf
 from in_readme import run
-from lln.lab.core.measure import Work, provenance, show, time_calls
+from lln.lab.core.provenance import provenance
+from lln.lab.core.tables import show_timing
+from lln.lab.core.timing import Work, time_calls
 
 MARKS = "<!-- benchmarks/decoding.py -->\n", "<!-- end of decoding -->"
 SHAPE = {"layers": 4, "hidden": 256, "heads": 4, "key_heads": 2, "vocabulary": 1000}
@@ -119,7 +121,9 @@ def table(result: dict[str, Any]) -> str:
     for name, ms in result["ms"].items():
         ratio = ms[far]["median"] / ms[near]["median"]
         kib = [f"{result['bytes'][name][p] / 1024:,.0f}" for p in (near, far)]
-        lines.append(f"| {name} | {show(ms[near])} | {show(ms[far])} | {ratio:.2f} | {kib[0]} and {kib[1]} |")
+        lines.append(
+            f"| {name} | {show_timing(ms[near])} | {show_timing(ms[far])} | {ratio:.2f} | {kib[0]} and {kib[1]} |"
+        )
     lines += [
         "",
         f"A Llama of {shape['layers']} layers with {shape['heads']} heads of {shape['hidden'] // shape['heads']} and "

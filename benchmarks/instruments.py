@@ -23,7 +23,9 @@ from torch import Tensor
 from lln import match_moments
 from lln.files import write_json
 from lln.instruments import AttentionMap, entropy, lln_map, principal_std, softmax_map, spectral_gap
-from lln.lab.core.measure import number, provenance, summarize
+from lln.lab.core.provenance import provenance
+from lln.lab.core.tables import show_number
+from lln.lab.core.timing import summarize
 
 CPU = torch.device("cpu")
 ALPHA, BETA = (float(x) for x in match_moments(1.0, 1.0, 64))
@@ -114,8 +116,8 @@ def main() -> None:
         row["met"] = seconds < row["most_seconds"] and row["resident_bytes"] < (row["most_bytes"] or float("inf"))
         verdict = "met" if row["met"] else "MISSED"
         print(
-            f"{name}, {row['heads']} heads, {row['length']:,} tokens: {number(seconds)} s, "
-            f"{number(row['cpu_seconds'])} of CPU time "
+            f"{name}, {row['heads']} heads, {row['length']:,} tokens: {show_number(seconds)} s, "
+            f"{show_number(row['cpu_seconds'])} of CPU time "
             f"(at most {row['most_seconds']}: {verdict}); "
             f"the process held {row['resident_bytes'] / GIB:.2f} GiB at its peak, torch itself included",
             flush=True,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from lln.files import write_json
-from lln.lab.core.measure import provenance
+from lln.lab.core.provenance import provenance
 from lln.lab.recipes import NAMES, recipe
 from lln.lab.train.run import train
 

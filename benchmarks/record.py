@@ -20,7 +20,9 @@ from transformers import BertConfig, BertForMaskedLM
 from in_readme import command, put
 from lln.files import write_json
 from lln.instruments import record
-from lln.lab.core.measure import number, provenance, summarize
+from lln.lab.core.provenance import provenance
+from lln.lab.core.tables import show_number
+from lln.lab.core.timing import summarize
 
 EVERY, MOST = 50, 0.10
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
@@ -96,9 +98,9 @@ def main() -> None:
         row: dict[str, Any] = {f"{kind}_cpu_ms": dataclasses.asdict(timing) for kind, timing in found.items()}
         rows[implementation] = row | {"cost": cost, "met": cost < MOST}
         print(
-            f"{implementation}: a step takes {number(plain)} ms of CPU time, {number(watched)} with an idle recorder, "
-            f"{number(recorded)} when recorded; recording every {EVERY}th costs {100 * cost:.2g} % (at most "
-            f"{100 * MOST:.0f} %: {'met' if cost < MOST else 'MISSED'})",
+            f"{implementation}: a step takes {show_number(plain)} ms of CPU time, {show_number(watched)} with an "
+            f"idle recorder, {show_number(recorded)} when recorded; recording every {EVERY}th costs {100 * cost:.2g} % "
+            f"(at most {100 * MOST:.0f} %: {'met' if cost < MOST else 'MISSED'})",
             flush=True,
         )
     setting = {"every": EVERY, "batch": args.batch, "length": args.length, "vocabulary": VOCABULARY, **SHAPE}

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lln.lab.core.measure import number
+from lln.lab.core.tables import show_number
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -58,7 +58,7 @@ def cpu() -> list[str]:
     lines += ["| | " + " | ".join(f"{n:,}" for n in lengths) + " |", "|---" + "|---:" * len(lengths) + "|"]
     for name, peaks in result["peak_bytes"].items():
         shown = f"`{name}`" if "@" in name else name
-        lines.append(f"| {shown} | " + " | ".join(number(peak / 2**20) for peak in peaks) + " |")
+        lines.append(f"| {shown} | " + " | ".join(show_number(peak / 2**20) for peak in peaks) + " |")
     return [*lines, ""]
 
 
@@ -69,10 +69,10 @@ def row(r: dict[str, Any]) -> str:
     floor = r["percent_of_floor"]
     share = "" if floor is None else f"{floor['forward']:.0f} / {floor['training']:.0f}"
     faster = "" if r["speedup"] is None else f"{r['speedup']['training']:.3g}"
-    mib = number(r["training_bytes"] / 2**20)
+    mib = show_number(r["training_bytes"] / 2**20)
     return (
-        f"| {r['length']:,} | {r['batch']} | {r['attention']} | {number(ms['forward']['median'])} | "
-        f"{number(ms['training']['median'])} | {faster} | {share} | {mib} |"
+        f"| {r['length']:,} | {r['batch']} | {r['attention']} | {show_number(ms['forward']['median'])} | "
+        f"{show_number(ms['training']['median'])} | {faster} | {share} | {mib} |"
     )
 
 
@@ -138,7 +138,7 @@ def instruments() -> list[str]:
     lines = ["## Instruments", "", "| | heads | tokens | s | process, GiB |", "|---|---:|---:|---:|---:|"]
     for name, case in result["cases"].items():
         lines.append(
-            f"| {name} | {case['heads']} | {case['length']:,} | {number(case['ms']['median'] / 1e3)} | "
+            f"| {name} | {case['heads']} | {case['length']:,} | {show_number(case['ms']['median'] / 1e3)} | "
             f"{case['resident_bytes'] / GIB:.2f} |"
         )
     worst = max(result["deviation_at_512"].values())

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lln.lab.core.measure import without_places
+from lln.lab.core.provenance import without_places
 from lln.lab.paper import costs, render
 from lln.lab.paper.distribution import FAR, STRAIGHT
 from lln.lab.paper.published import COLUMNS1, COLUMNS3, COLUMNS5, TABLE1, TABLE3, TABLE5, Numbers

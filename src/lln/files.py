@@ -1,7 +1,8 @@
-"""Files that are either whole or not there: written beside their place and moved into it."""
+"""Files that are either whole or not there: written beside their place and moved into it. Also read, and hashed."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -30,3 +31,20 @@ def put_between(text: str, marks: tuple[str, str], new: str) -> str:
     """`text` with what stands between two marks replaced."""
     start = text.index(marks[0]) + len(marks[0])
     return text[:start] + new + text[text.index(marks[1], start) :]
+
+
+def read_json_lines(path: Path) -> list[Any]:
+    """The lines of a file of JSON lines that are whole: a killed process may have left half of one."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 (hex) of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 import lln
 from helpers.pages import Page, fake
 from lln.lab.cli.app import app
-from lln.lab.core.measure import show
 from lln.lab.core.page import write_page
+from lln.lab.core.tables import show_timing
 from lln.lab.page.lengths_section import section
 
 ROOT = Path(__file__).parents[2]
@@ -155,7 +155,7 @@ def test_the_report_is_a_page_that_stands_alone(tmp_path: Path) -> None:
     for row in data["rows"]:
         assert row["forward"]["median"] > 0
         assert row["training_bytes"] >= 3 * 12 * row["length"] * 64 * 4  # at least the three gradients
-        assert show(row["forward"]) in text
+        assert show_timing(row["forward"]) in text
 
 
 def test_the_page_says_where_softmax_wins() -> None:

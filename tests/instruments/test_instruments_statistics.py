@@ -31,7 +31,7 @@ from lln.instruments import (
 )
 from lln.instruments.fits import null_distances
 from lln.instruments.krylov import largest_eigenvalue
-from lln.lab.core.measure import peak_memory
+from lln.lab.core.timing import peak_memory
 
 
 def pair(seed: int, length: int = 1024, dim: int = 64, sigma: float = 1.0) -> tuple[Tensor, Tensor]:

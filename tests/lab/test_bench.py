@@ -234,12 +234,12 @@ def test_a_stored_result_is_rendered_again_without_measuring(
 
 
 def test_the_markdown_holds_every_row_and_how_it_was_made(stored: tuple[Path, dict[str, Any], str]) -> None:
-    from lln.lab.core.measure import show
+    from lln.lab.core.tables import show_timing
 
     folder, result, _ = stored
     text = (folder / "bench.md").read_text()
     for entry in result["rows"]:
-        timings = " | ".join(show(entry["device_ms"][part]) for part in ("forward", "training"))
+        timings = " | ".join(show_timing(entry["device_ms"][part]) for part in ("forward", "training"))
         assert f"| {entry['attention']} | {timings} |" in text
     assert text.count("## 2 x 2 x 80 x 8, ") == 2
     assert "from 32 to 80 tokens time grows with length to the power of flash" in text

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from helpers.fake_runs import asked, jobs_of
 from lln.lab.cli.app import app
-from lln.lab.cli.reproduce_runs import as_csv
+from lln.lab.core.tables import write_csv
 from lln.lab.data.examples import IGNORE, Stream
 from lln.lab.data.needles import Needles, Planting, answers, by_distance
 from lln.lab.paper import jobs as driver
@@ -398,7 +398,7 @@ def test_lengths_from_the_command_to_the_table_and_nothing_twice(tmp_path: Path,
     assert said in first.stdout
     assert "<svg" in (tmp_path / "lengths-accuracy-against-length.svg").read_text()
     rows = list(csv.DictReader((tmp_path / "lengths.csv").read_text().splitlines()))
-    assert as_csv(result["rows"]) == (tmp_path / "lengths.csv").read_text()
+    assert write_csv(result["rows"]) == (tmp_path / "lengths.csv").read_text()
     assert len(rows) == 6
     again = lln(*asked_for, cache=cache)
     assert again.exit_code == 0

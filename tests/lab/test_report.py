@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from lln.lab.cli.app import app
 from lln.lab.core import charts
-from lln.lab.core.page import Chart, Section, as_csv, listed, write_page
+from lln.lab.core.page import Chart, Section, write_page
+from lln.lab.core.tables import join_words, write_csv
 from lln.lab.page import (
     build,
 )
@@ -70,7 +71,7 @@ def test_what_the_explorer_says_follows_from_its_rows(explored: dict[str, Any]) 
     assert f"falls from {rows['softmax', 8.0]:.2f} to {rows['softmax', 0.25]:.2f} bits" in said
     flat = [name for name in FEATURES if abs(rows[name, 8.0] - rows[name, 0.25]) < 0.05]
     assert {"ReLU", "quadratic"} <= set(flat)
-    assert f"{listed(flat)} do not feel the temperature" in said
+    assert f"{join_words(flat)} do not feel the temperature" in said
     for kind in ("paper", "entropy"):
         near = [t for t in SMALL.temperatures if abs(rows[kind, t] - rows["softmax", t]) <= 0.25]
         assert f"LLN with {kind} matching is within a quarter of a bit of softmax at {len(near)} of 3" in said
@@ -275,7 +276,7 @@ def test_text_on_the_page_is_escaped_and_charts_have_their_data(tmp_path: Path) 
     assert "<script>alert" not in path.read_text()
     read = list(csv.DictReader((tmp_path / "chart.csv").read_text().splitlines()))
     assert read == [{"series": bad, "x": "1.0", "y": ""}, {"series": "b,c", "x": "", "y": "2.0"}]
-    assert as_csv(rows).count("\n") == 3
+    assert write_csv(rows).count("\n") == 3
 
 
 FIELDS = ("title", "sentences", "charts", "header", "table", "data", "caption", "lead", "explorer")

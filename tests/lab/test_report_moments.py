@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from lln.lab.core.charts import CURVES, MATCHED
 from lln.lab.core.page import Section, write_page
+from lln.lab.core.palette import CURVES, MATCHED
 from lln.lab.page import moments_section as moments
 from lln.matching.curves import read_curves
 from lln.matching.moments import PAPER_A, PAPER_B, match_moments

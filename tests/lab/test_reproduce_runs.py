@@ -85,15 +85,15 @@ def test_a_stopped_command_goes_on_from_the_checkpoint(tmp_path: Path, monkeypat
     name = "image-tiny-softmax-seed0"
     whole = lln("table3", "--attentions", "softmax", "--out", tmp_path / "whole")
     assert whole.exit_code == 0, whole.output
-    step = command.Bars.step
+    step = command.RunBars.step
 
-    def stop(self: command.Bars, job: Job, number: int, values: dict[str, float]) -> None:
+    def stop(self: command.RunBars, job: Job, number: int, values: dict[str, float]) -> None:
         if number == 5:
             raise KeyboardInterrupt
         step(self, job, number, values)
 
     with monkeypatch.context() as patch:
-        patch.setattr(command.Bars, "step", stop)
+        patch.setattr(command.RunBars, "step", stop)
         stopped = lln("table3", "--attentions", "softmax", "--out", tmp_path / "parts")
     assert stopped.exit_code == 130
     assert "Stopped. The same command goes on where it was" in stopped.stderr

@@ -13,7 +13,8 @@ from torch import Tensor
 import lln
 from lln.instruments import dense_map, entropy, spectral_gap
 from lln.lab.bench.comparison_plan import SLOWEST_MS, Plan, sigma_of
-from lln.lab.core.measure import peak_memory, provenance, time_calls
+from lln.lab.core.provenance import provenance
+from lln.lab.core.timing import peak_memory, time_calls
 from lln.peers import attention_matrix, mechanisms
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

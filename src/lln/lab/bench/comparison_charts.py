@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from lln.lab.core.charts import Axis, Style, lines, svg
+from lln.lab.core.charts import Axis, lines, svg
+from lln.lab.core.palette import AMBER, BLUE, GREEN, GREY, OLIVE, ORANGE, PINK, SKY, Style
 
 # Softmax and LLN keep their colours everywhere; the others take turns with what is left, told apart by dash and shape.
 OURS = {
-    "softmax": Style("#D55E00", (1, 0), "circle", 4),
-    "lln": Style("#0072B2", (1, 0), "square", 3),
-    "lln_diag": Style("#009E73", (1, 0), "triangle-up", 3),
+    "softmax": Style(ORANGE, (1, 0), "circle", 4),
+    "lln": Style(BLUE, (1, 0), "square", 3),
+    "lln_diag": Style(GREEN, (1, 0), "triangle-up", 3),
 }
-COLOURS = ("#E69F00", "#56B4E9", "#CC79A7", "#999999", "#B79F00")
+COLOURS = (AMBER, SKY, PINK, GREY, OLIVE)
 DASHES = ((8, 3), (2, 2), (10, 3, 2, 3), (4, 4), (12, 4))
 SHAPES = ("diamond", "cross", "triangle-down", "triangle-left", "triangle-right")
 

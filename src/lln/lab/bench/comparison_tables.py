@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from lln.lab.core.measure import number
+from lln.lab.core.tables import show_number
 from lln.peers import mechanisms
 
 MOST_LENGTHS = 3  # that fit a terminal beside the rest; all are in the JSON and the Markdown
@@ -28,7 +28,7 @@ def cell(row: dict[str, Any] | None, base: dict[str, Any] | None) -> tuple[str, 
         return SHORT.get(row["note"], row["note"]), "", ""
     ms = row["training_ms"]["median"]
     faster = "" if base is None or base["training_ms"] is None else f"{base['training_ms']['median'] / ms:.2g}"
-    return number(ms), faster, number(row["training_bytes"] / 2**20)
+    return show_number(ms), faster, show_number(row["training_bytes"] / 2**20)
 
 
 def columns(result: dict[str, Any], lengths: list[int], temperature: float) -> tuple[list[str], list[list[str]]]:

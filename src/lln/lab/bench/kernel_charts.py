@@ -8,10 +8,11 @@ from typing import Any
 
 from lln.lab.bench.attentions import ATTENTIONS, Shape
 from lln.lab.bench.kernel_tables import direction
-from lln.lab.core.charts import Axis, Style, bars, lines, svg
+from lln.lab.core.charts import Axis, bars, lines, svg
+from lln.lab.core.palette import AMBER, BLUE, GREEN, ORANGE, PINK, Style
 
 # A hue for a family; dashes and shapes tell its members apart.
-SOFTMAX, USUAL, LLN, DIAG, PEER = "#D55E00", "#CC79A7", "#0072B2", "#009E73", "#E69F00"
+SOFTMAX, USUAL, LLN, DIAG, PEER = ORANGE, PINK, BLUE, GREEN, AMBER
 STYLES = {
     "flash": Style(SOFTMAX, (1, 0), "circle"),
     "cudnn": Style(SOFTMAX, (8, 3), "diamond"),

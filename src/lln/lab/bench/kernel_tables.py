@@ -11,7 +11,7 @@ from rich.table import Table
 
 from lln.lab.bench.attentions import Shape
 from lln.lab.bench.ratios import place
-from lln.lab.core.measure import number, show
+from lln.lab.core.tables import show_number, show_timing
 
 MIB = 2**20
 HEADER = "attention", "forward ms", "forward + backward ms", "times softmax", "% of floor", "host ms", "extra MiB"
@@ -91,7 +91,7 @@ def cells(row: dict[str, Any], *, quartiles: bool) -> list[str]:
     def timing(value: dict[str, Any] | None) -> str:
         if value is None:
             return ""
-        return show(value) if quartiles else number(value["median"])
+        return show_timing(value) if quartiles else show_number(value["median"])
 
     mark = "*" if row["graph"] is False else ""
     percent, faster = row["percent_of_floor"], row["speedup"]
@@ -99,10 +99,10 @@ def cells(row: dict[str, Any], *, quartiles: bool) -> list[str]:
         row["attention"] + mark,
         timing(row["device_ms"]["forward"]),
         timing(row["device_ms"]["training"]),
-        "" if faster is None else number(faster["training"]),
+        "" if faster is None else show_number(faster["training"]),
         "" if percent is None else f"{percent['forward']:.0f} / {percent['training']:.0f}",
         timing(row["host_ms"]),
-        "" if row["training_bytes"] is None else number(row["training_bytes"] / MIB),
+        "" if row["training_bytes"] is None else show_number(row["training_bytes"] / MIB),
     ]
 
 
@@ -115,7 +115,7 @@ def machine(result: dict[str, Any]) -> str:
     else:
         parts.append(f"{made['threads']} threads")
     bandwidth = result["copy_bytes_per_second"] / 1e9
-    parts += [f"torch {made['torch']}", f"copies at {number(bandwidth)} GB/s", result["settings"]["dtype"]]
+    parts += [f"torch {made['torch']}", f"copies at {show_number(bandwidth)} GB/s", result["settings"]["dtype"]]
     if dropped := result["settings"].get("dropout"):
         parts.append(f"dropout {dropped:g}")
     return f"{', '.join(parts)}; {made['date'][:10]}, commit {made['commit'] or 'unknown'}"

@@ -16,7 +16,8 @@ from lln.lab.bench.attentions import ATTENTIONS, BLOCK_SIZE, Attention, Build, C
 from lln.lab.bench.length_times import ALPHA, BETA
 from lln.lab.bench.ratios import derive
 from lln.lab.bench.replay import HOW, copy_bandwidth, device_time, host_time
-from lln.lab.core.measure import Timing, Work, peak_memory, provenance, time_calls
+from lln.lab.core.provenance import provenance
+from lln.lab.core.timing import Timing, Work, peak_memory, time_calls
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 CHECK_BATCH, CHECK_LENGTH = 2, 257  # odd, so that every block and chunk has an end that is not full

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from lln.functional import lln_attention
-from lln.lab.core.measure import Timing, Work, peak_memory, provenance, time_calls
+from lln.lab.core.provenance import provenance
+from lln.lab.core.timing import Timing, Work, peak_memory, time_calls
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 ALPHA = BETA = 2.1354772  # eq. (10) of the paper with its constants, for queries and keys of unit variance

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from lln.lab.core.measure import Timing, Work, summarize, synchronize, time_calls
+from lln.lab.core.timing import Timing, Work, summarize, synchronize, time_calls
 
 HOW = {
     "cuda": (

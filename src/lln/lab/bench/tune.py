@@ -21,7 +21,7 @@ from torch import Tensor
 from lln.files import write_json
 from lln.kernels.triton import plan
 from lln.kernels.triton.plan import Settings
-from lln.lab.core.measure import provenance
+from lln.lab.core.provenance import provenance
 
 Shape = tuple[int, int, int, int]
 # By head dim and class: where the settings are measured.

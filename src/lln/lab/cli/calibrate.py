@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lln.lab.cli.common import parse_device, parse_lengths, progress_bar
+from lln.lab.cli.common import parse_device, parse_lengths
+from lln.lab.core.progress import progress_bar
 
 EPILOG = "Example: [bold]lln calibrate --head-dims 64 --lengths 1024 --seeds 8 --out my-curves.json[/bold]"
 
@@ -27,7 +28,7 @@ def calibrate(
 
     from lln.files import write_json
     from lln.lab.calibration import Plan, measure
-    from lln.lab.core.measure import provenance
+    from lln.lab.core.provenance import provenance
 
     changed: dict[str, Any] = {}
     if head_dims:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import typer
+
+from lln.lab.core.errors import first_line
 
 # What each extra of the package brings, by the module that shows it is there.
 EXTRAS = {
@@ -39,19 +39,6 @@ def need_folder(out: Path) -> None:
         raise typer.BadParameter(f"{there} is a folder that you may not write to; name another.", param_hint="--out")
 
 
-@contextlib.contextmanager
-def progress_bar(steps: int | None, *, transient: bool = False) -> Iterator[Callable[[str], None]]:
-    """Yields a function to call with a few words as each of the steps begins. None: nobody knows how many. The bar is
-    on stderr, since stdout is for results. `transient`: nothing is left of it in the end."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = TextColumn("{task.description:36}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=transient) as progress:
-        task = progress.add_task("start", total=steps)
-        yield lambda text: progress.update(task, advance=1, description=text)
-
-
 def parse_lengths(text: str, option: str = "--lengths") -> list[int]:
     try:
         lengths = sorted({int(part) for part in text.split(",")})
@@ -70,6 +57,6 @@ def parse_device(text: str | None) -> str | None:
     try:
         torch.zeros(1, device=text)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         raise typer.BadParameter(f"torch cannot use {text!r} here: {reason}") from None
     return text

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.common import missing, need, need_folder, parse_device, parse_lengths, progress_bar
+from lln.lab.cli.common import missing, need, need_folder, parse_device, parse_lengths
+from lln.lab.core.progress import progress_bar
 
 EPILOG = (
     "Example: [bold]lln compare[/bold] for a few mechanisms; "

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from lln.lab.cli.common import need, parse_device
+from lln.lab.core.progress import Bars
 
 EPILOG = (
     "Example: [bold]lln convert ./my-model ./my-lln-model --calibration notes.txt[/bold] finds alpha and beta on a "
@@ -64,8 +65,8 @@ def convert(
     from lln.lab.convert.passages import CannotRead, read_texts
     from lln.lab.convert.pipeline import CannotConvert, Plan, convert_checkpoint
     from lln.lab.convert.workplace import Occupied
-    from lln.lab.core.measure import provenance
     from lln.lab.core.pretrained import CannotLoad
+    from lln.lab.core.provenance import provenance
 
     try:
         plan = Plan(
@@ -74,7 +75,7 @@ def convert(
             fine_rate=fine_rate, seed=seed,
         )  # fmt: skip
         texts = read_texts(calibration)
-        with bars() as told:
+        with StageBars() as told:
             about = provenance(seed, torch.device(device))
             result = convert_checkpoint(model, out, texts, plan, device=device, about=about, progress=told)
     except (CannotConvert, CannotLoad, CannotRead, Occupied, ValueError, TypeError) as error:
@@ -115,45 +116,21 @@ def rich_table(result: dict[str, Any]) -> Any:
     return table
 
 
-class bars:
-    """A progress bar for each stage, on stderr."""
+class StageBars(Bars):
+    """A bar for each stage of a conversion."""
 
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TaskID,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-
-        names = (
-            TextColumn("{task.description:22}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[text]:12}"),
-        )
-        self.progress = Progress(*names, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True))
-        self.stage, self.task = "", TaskID(0)
-
-    def __enter__(self) -> bars:
-        self.progress.start()
-        return self
+    stage = ""
 
     def __exit__(self, *error: object) -> None:
         self.finish()
-        self.progress.stop()
+        super().__exit__(*error)
 
     def finish(self) -> None:
         if self.stage:
-            task = self.progress.tasks[-1]
-            self.progress.update(task.id, completed=task.total)
+            self.update(completed=self.progress.tasks[-1].total)
 
     def __call__(self, stage: str, done: int, total: int, text: str) -> None:
         if stage != self.stage:
             self.finish()
-            self.stage, self.task = stage, self.progress.add_task(stage, total=total, text=text)
-        self.progress.update(self.task, completed=done, total=total, text=text)
+            self.stage, self.update = stage, self.add(stage, total)
+        self.update(completed=done, total=total, description=f"{stage} {text}")

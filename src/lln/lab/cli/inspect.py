@@ -13,7 +13,9 @@ from typing import Annotated
 import torch
 import typer
 
-from lln.lab.cli.common import need, need_folder, parse_device, progress_bar
+from lln.lab.cli.common import need, need_folder, parse_device
+from lln.lab.core.errors import Refused
+from lln.lab.core.progress import progress_bar
 
 EPILOG = (
     "Example: [bold]lln inspect sentence-transformers/all-MiniLM-L6-v2[/bold], then open inspected/index.html; "
@@ -21,10 +23,6 @@ EPILOG = (
     '[bold]lln inspect gpt2 --texts "One sentence." --texts "Another." --json[/bold].'
 )
 Bar = Callable[[int], AbstractContextManager[Callable[[str], None]]]
-
-
-class Refused(Exception):
-    """A mistake of the user's, in one line."""
 
 
 def read_texts(file: Path | None, given: list[str]) -> list[str]:
@@ -58,8 +56,8 @@ def run(
     """Measure, print the table (or JSON), write inspect.json and the page. Refused for what cannot be inspected."""
     from rich.console import Console
 
-    from lln.lab.core.measure import provenance
     from lln.lab.core.pretrained import CannotLoad, load
+    from lln.lab.core.provenance import provenance
     from lln.lab.inspect.inspect_page import layer_table, write
     from lln.lab.inspect.inspection import CannotInspect, inspect
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lln.lab.cli.common import missing, need, need_folder, parse_device, progress_bar
+from lln.lab.cli.common import missing, need, need_folder, parse_device
+from lln.lab.core.progress import progress_bar
 
 EPILOG = (
     "Example: [bold]lln reproduce fig2 --quick[/bold] for a look in seconds; "

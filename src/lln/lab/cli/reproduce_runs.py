@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,13 @@ import transformers
 import typer
 
 from lln.files import write_json, write_text
-from lln.lab.cli.bars import Bars
+from lln.lab.cli.bars import RunBars
 from lln.lab.cli.common import missing
 from lln.lab.cli.reproduce import show_verdicts
 from lln.lab.cli.train import pair
-from lln.lab.core.errors import DataError
-from lln.lab.core.measure import provenance
+from lln.lab.core.errors import DataError, Refused
+from lln.lab.core.provenance import provenance
+from lln.lab.core.tables import write_csv
 from lln.lab.data.glue import tasks as glue_tasks
 from lln.lab.data.sources import splits
 from lln.lab.paper import needle_lengths as lengths
@@ -60,10 +59,6 @@ class Request:
     keep: bool
     at_once: int
     as_json: bool
-
-
-class Refused(Exception):
-    """Something asked for cannot be; the message is one sentence for the user."""
 
 
 def reproduce_runs(request: Request) -> None:
@@ -213,7 +208,7 @@ def run(
     if not costs:
         collect()
         return result
-    with Bars(jobs, costs) as bars:
+    with RunBars(costs) as bars:
 
         def end(job: Job, now: str) -> None:
             bars.end(job)
@@ -231,13 +226,13 @@ def run(
             )  # fmt: skip
         except KeyboardInterrupt:
             collect()
-            bars.stop()
+            bars.progress.stop()
             typer.echo(
                 f"Stopped. The same command goes on where it was; what there is so far is in {request.out}.", err=True
             )
             raise typer.Exit(130) from None
         except OSError as error:
-            bars.stop()
+            bars.progress.stop()
             typer.echo(
                 f"{error.strerror or error}: the runs in {asked.runs} stop here; the same command goes on.", err=True
             )
@@ -276,20 +271,11 @@ def write_data(experiment: Experiment, result: dict[str, Any], out: Path) -> lis
         return render.write(result, out)
     paths = [out / f"{experiment.name}.json", out / f"{experiment.name}.csv"]
     write_json(paths[0], result)
-    write_text(paths[1], as_csv(result["rows"]))
+    write_text(paths[1], write_csv(result["rows"]))
     if experiment.name == LENGTHS:
         paths.append(out / f"{experiment.name}.md")
         write_text(paths[-1], lengths.markdown(result))
     return paths
-
-
-def as_csv(rows: list[dict[str, Any]]) -> str:
-    text = io.StringIO()
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def publish(experiment: Experiment, request: Request, result: dict[str, Any], where: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from lln.lab.cli.common import need
+from lln.lab.core.progress import Bars, describe_metrics
 
 EPILOG = (
     "Example: [bold]lln train mlm[/bold] for a tiny run on embedded text; "
@@ -101,41 +104,13 @@ def pair(text: str) -> tuple[str, str]:
     return name, value
 
 
-class bar:
-    """A progress bar with the last values beside it, on stderr; in processes that do not write, nothing."""
-
-    def __init__(self, steps: int) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
-
-        columns = TextColumn("{task.description:34}"), BarColumn(), MofNCompleteColumn()
-        quiet = os.environ.get("RANK", "0") != "0"
-        self.progress = Progress(
-            *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True, quiet=quiet)
-        )
-        self.task = self.progress.add_task("start", total=steps)
-
-    def __enter__(self) -> Any:
-        self.progress.start()
-        return self.say, self.step
-
-    def __exit__(self, *error: Any) -> None:
-        self.progress.stop()
-
-    def say(self, text: str) -> None:
-        self.progress.console.print(text, markup=False, highlight=False)
-
-    def step(self, number: int, values: dict[str, float]) -> None:
-        known = {"loss": "loss", "eval_loss": "eval", "eval_accuracy": "accuracy"}
-        text = ", ".join(f"{short} {values[name]:.3f}" for name, short in known.items() if name in values)
-        self.progress.update(self.task, completed=number, description=text)
+@contextlib.contextmanager
+def bar(steps: int) -> Iterator[Any]:
+    """(how to say something, how to tell of a step): a bar with the last values beside it; in processes that do not
+    write, nothing."""
+    with Bars(quiet=os.environ.get("RANK", "0") != "0") as bars:
+        update = bars.add("start", steps)
+        yield bars.say, lambda number, values: update(completed=number, description=describe_metrics(values))
 
 
 def show(result: dict[str, Any], folder: Path) -> None:

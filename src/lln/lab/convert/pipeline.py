@@ -24,7 +24,8 @@ from lln.lab.convert.layer_errors import compare_layers, hidden_error, last_hidd
 from lln.lab.convert.layer_tables import markdown
 from lln.lab.convert.passages import as_batches, fingerprint, longest, passages
 from lln.lab.convert.workplace import MODEL, Workplace
-from lln.lab.core.pretrained import first_line, load, quiet
+from lln.lab.core.errors import first_line
+from lln.lab.core.pretrained import load, quiet
 from lln.lab.inspect.inspection import labelled
 
 MATCHED = 32  # passages that matching looks at

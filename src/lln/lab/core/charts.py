@@ -8,10 +8,8 @@ from typing import Any
 
 import altair as alt
 
-# Okabe and Ito's colours, told apart by colour-blind readers; shapes say the same once more.
-COLOURS = {"softmax": "#D55E00", "LLN": "#0072B2", "LLN+Diag": "#009E73"}
-SHAPES = {"softmax": "circle", "LLN": "square", "LLN+Diag": "triangle-up"}
-INK = "#808080"  # reads on white and on black
+from lln.lab.core.palette import COLOURS, INK, SHAPES, Style
+
 WIDTH = 420  # of a drawing: small enough that its text can still be read where two stand side by side
 
 
@@ -36,31 +34,6 @@ def against_length(rows: list[dict[str, Any]], field: str, title: str) -> alt.La
     if all("low" in row for row in rows):
         chart += base.mark_rule().encode(y=alt.Y("low:Q"), y2=alt.Y2("high:Q"), shape=alt.value("stroke"))
     return framed(chart)
-
-
-@dataclasses.dataclass(frozen=True)
-class Style:
-    """How one series looks: three signs that each tell it from the others."""
-
-    colour: str
-    dash: tuple[int, ...]  # lengths of stroke and gap
-    shape: str
-    width: float = 2
-
-
-MATCHED = {
-    "softmax": Style("#D55E00", (1, 0), "circle", 5),  # what matches it well lies on it, and it must show below
-    "paper": Style("#CC79A7", (8, 3), "square"),
-    "variance": Style("#009E73", (2, 2), "triangle-up"),
-    "entropy": Style("#0072B2", (10, 3, 2, 3), "diamond"),
-    "unmatched": Style("#E69F00", (4, 4), "cross"),
-}
-CURVES = {
-    "head dim 16": Style("#56B4E9", (10, 3, 2, 3), "circle"),
-    "head dim 64": Style("#009E73", (1, 0), "square"),
-    "head dim 128": Style("#E69F00", (2, 2), "triangle-up"),
-    "paper's line": Style("#CC79A7", (8, 3), "diamond"),
-}
 
 
 @dataclasses.dataclass(frozen=True)

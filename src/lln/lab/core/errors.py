@@ -1,9 +1,13 @@
-"""What goes wrong with data, said in one sentence."""
+"""What goes wrong, said in one sentence."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
+
+
+class Refused(Exception):
+    """What the user asked for cannot be. The message is one sentence for the user, as it is."""
 
 
 class DataError(Exception):
@@ -21,3 +25,13 @@ def need(module: str) -> Any:
         raise DataError(
             f"{package} is missing; install what training needs with: pip install 'lln-attention[train]'"
         ) from None
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the pages that some libraries add.
+
+    >>> first_line(ValueError("It is too long:\\nmore"))
+    'It is too long'
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".:") if lines else type(error).__name__

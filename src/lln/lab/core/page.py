@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import jinja2
 import markupsafe
 
 from lln.files import write_json, write_text
+from lln.lab.core.tables import write_csv
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,22 +59,7 @@ def write_page(
         for chart in section.charts:
             write_text(out / f"{chart.name}.svg", chart.svg)
             if chart.rows:
-                write_text(out / f"{chart.name}.csv", as_csv(chart.rows))
+                write_text(out / f"{chart.name}.csv", write_csv(chart.rows))
     path = out / "index.html"
     write_text(path, page)
     return path
-
-
-def as_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """The columns that hold single values."""
-    names = list(dict.fromkeys(name for row in rows for name, x in row.items() if not isinstance(x, (list, dict))))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-def listed(parts: Sequence[object]) -> str:
-    *most, last = (str(part) for part in parts)
-    return f"{', '.join(most)} and {last}" if most else last

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from lln.lab.core.errors import first_line
+
 PATIENCE = 10.0  # seconds that the Hub has to answer whether it has a model
 
 
@@ -82,11 +84,6 @@ def where(name: str) -> bool:
     if not cached:
         raise CannotLoad(f"there is no folder {name}, it is not in the local cache, and {problem}")
     return True
-
-
-def first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".:") if lines else type(error).__name__
 
 
 @contextlib.contextmanager

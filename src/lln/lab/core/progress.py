@@ -1,31 +1,84 @@
-"""Bars and spinners for what takes more than a moment. They go to stderr, and only where somebody watches."""
+"""Progress of what takes more than a moment. It goes to stderr, since stdout is for results."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
 
 
-def track(items: Iterable[T], total: int, what: str) -> Iterator[T]:
-    from rich.console import Console
-    from rich.progress import track as rich_track
+class Bars:
+    """Bars, one a task, below what is said meanwhile. `transient`: nothing is left of them in the end; `quiet`: nothing
+    is shown at all, for processes that are not the first."""
 
-    console = Console(stderr=True)
-    yield from rich_track(
-        items, description=what, total=total, console=console, transient=True, disable=not console.is_terminal
-    )
+    def __init__(self, *, transient: bool = False, quiet: bool = False) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        columns = TextColumn("{task.description:36}"), BarColumn(), TaskProgressColumn()
+        self.progress = Progress(
+            *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True, quiet=quiet),
+            transient=transient,
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.progress.stop()
+
+    def say(self, text: str) -> None:
+        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def add(self, text: str, total: float | None, **options: Any) -> Callable[..., None]:
+        """A new bar, as a function that changes it: what it takes is that of rich's Progress.update (completed, total,
+        advance, description, visible)."""
+        task = self.progress.add_task(text, total=total, **options)
+
+        def update(**changes: Any) -> None:
+            self.progress.update(task, **changes)
+
+        return update
+
+
+@contextlib.contextmanager
+def progress_bar(steps: int | None, *, transient: bool = False) -> Iterator[Callable[[str], None]]:
+    """Yields a function to call with a few words as each of the steps begins. None: nobody knows how many."""
+    with Bars(transient=transient) as bars:
+        update = bars.add("start", steps)
+        yield lambda text: update(advance=1, description=text)
+
+
+def track(items: Iterable[T], total: int, what: str) -> Iterator[T]:
+    """The items, with a bar that vanishes in the end, where somebody watches."""
+    with Bars(transient=True) as bars:
+        update = bars.add(what, total, visible=bars.progress.console.is_terminal)
+        for item in items:
+            yield item
+            update(advance=1)
 
 
 @contextlib.contextmanager
 def busy(what: str) -> Iterator[None]:
+    """A sign of life for what has no steps, where somebody watches."""
     from rich.console import Console
 
     console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status(what):
-            yield
-    else:
+    with console.status(what) if console.is_terminal else contextlib.nullcontext():
         yield
+
+
+def describe_metrics(values: dict[str, float]) -> str:
+    """The values of a training step that stand beside its bar."""
+    known = {"loss": "loss", "eval_loss": "eval", "eval_accuracy": "accuracy"}
+    return ", ".join(f"{short} {values[name]:.3f}" for name, short in known.items() if name in values)

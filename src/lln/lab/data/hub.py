@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lln.lab.core.errors import DataError, need
+from lln.lab.core.errors import DataError, first_line, need
 
 # split-00000-of-00002.parquet, as the Hub names the pieces of a split
 PIECE = re.compile(r"(?P<split>.+)-\d+-of-(?P<count>\d+)\.parquet")
@@ -86,7 +86,7 @@ def _fetch(name: str, patterns: list[str], revision: str | None = None) -> Path:
     try:
         return Path(hub.snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=patterns))
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise DataError(
             f"{name} could not be fetched from the Hub ({reason}); without a network, name a folder that holds "
             f"{name} with --data-root or LLN_DATA_ROOT, or use an embedded set."
@@ -103,7 +103,7 @@ def _read_card(folder: Path) -> tuple[list[dict[str, Any]], str]:
     try:
         head = yaml.safe_load(match[1]) or {}
     except yaml.YAMLError as error:
-        raise DataError(f"The card {path} cannot be read: {str(error).splitlines()[0]}.") from None
+        raise DataError(f"The card {path} cannot be read: {first_line(error)}.") from None
     configs = head.get("configs") or [] if isinstance(head, dict) else []
     return [c for c in configs if c.get("data_files")], text[match.end() :].strip()
 

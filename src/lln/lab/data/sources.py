@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lln.lab.core.errors import DataError, need
+from lln.files import hash_file
+from lln.lab.core.errors import DataError, first_line, need
 from lln.lab.core.seeds import fingerprint, permutation
 from lln.lab.data import embedded
 from lln.lab.data.hub import find_files, list_splits
@@ -138,11 +137,11 @@ def _parquet(name: str, split: str, config: str | None, data_root: str | os.Path
     try:
         table = need("pyarrow").concat_tables([parquet.read_table(path) for path in files])
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise DataError(f"A parquet file of {name} in {folder} cannot be read ({reason}).") from None
     if table.num_rows == 0:
         raise DataError(f"{name} split {split!r} has no rows in {folder}.")
-    hashes = {path.relative_to(folder).as_posix(): file_hash(path) for path in files}
+    hashes = {path.relative_to(folder).as_posix(): hash_file(path) for path in files}
     identity = {"name": name, "config": config, "split": split, "files": hashes}
     published = PUBLISHED.get(f"{name}/{config or ONLY_CONFIG.get(name)}", {})
     notes = [f"Card of {name}: {card}"] if card else []
@@ -151,11 +150,6 @@ def _parquet(name: str, split: str, config: str | None, data_root: str | os.Path
         there = published.get(split, "no such split")
         notes.insert(0, f"{title}: {table.num_rows} rows; the published set has {there}.")
     return Rows(table, identity, notes)
-
-
-def file_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _carve(rows: Rows, split: str, hold_out: float) -> Rows:

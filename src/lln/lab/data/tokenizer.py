@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lln.files import write_text
-from lln.lab.core.errors import DataError, need
+from lln.lab.core.errors import DataError, first_line, need
 from lln.lab.core.progress import busy, track
 from lln.lab.data.cache import build_once
 from lln.lab.data.hub import resolve_root
@@ -34,7 +34,7 @@ class TextTokenizer:
         try:
             self.core = need("tokenizers").Tokenizer.from_str(text)
         except Exception as error:  # the library raises no narrower type
-            raise DataError(f"{origin} is not a tokenizer file ({str(error).splitlines()[0]}).") from None
+            raise DataError(f"{origin} is not a tokenizer file ({first_line(error)}).") from None
         self.core.no_padding()
         self.core.no_truncation()
         self.core.encode_special_tokens = True  # "</s>" in a text is four letters, not the end of a line
@@ -122,7 +122,7 @@ def load_tokenizer(name: str, *, data_root: str | os.PathLike[str] | None = None
         try:
             path = Path(hub.hf_hub_download(name, FILE))
         except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             raise DataError(
                 f"The tokenizer {name} is no file or folder here and could not be fetched from the Hub ({reason})."
             ) from None

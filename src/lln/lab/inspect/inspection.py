@@ -14,7 +14,7 @@ from lln.checks import MATCHINGS
 from lln.instruments.concentration import entropy
 from lln.instruments.observation import Observation, gap, measure
 from lln.instruments.recorder import record
-from lln.lab.core.pretrained import first_line
+from lln.lab.core.errors import first_line
 from lln.matching.data import match_data
 from lln.nn.attention import LLNAttention
 

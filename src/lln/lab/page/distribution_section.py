@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from lln.instruments import entropy, lln_map, lognormal_fit, softmax_map
-from lln.lab.core.charts import Axis, Style, lines, svg
-from lln.lab.core.measure import one_thread, provenance
+from lln.lab.core.charts import Axis, lines, svg
 from lln.lab.core.page import Chart, Section
+from lln.lab.core.palette import BLUE, INK, ORANGE, Style
+from lln.lab.core.provenance import provenance
+from lln.lab.core.timing import one_thread
 from lln.lab.paper.analysis import CPU, alpha_of, inputs
 from lln.lab.paper.analysis import Plan as Draws
 
@@ -23,11 +25,11 @@ MATCHING = "entropy"
 BINS = 60
 SHOWN = 3.5  # standard deviations either side: beyond lie a few of a hundred thousand entries
 STYLES = {
-    "softmax": Style("#D55E00", (1, 0), "circle", 3),
-    "normal fit to softmax": Style("#D55E00", (4, 3), "circle", 1.5),
-    "LLN": Style("#0072B2", (1, 0), "square", 3),
-    "normal fit to LLN": Style("#0072B2", (4, 3), "square", 1.5),
-    "exactly normal": Style("#808080", (2, 2), "cross", 1.5),
+    "softmax": Style(ORANGE, (1, 0), "circle", 3),
+    "normal fit to softmax": Style(ORANGE, (4, 3), "circle", 1.5),
+    "LLN": Style(BLUE, (1, 0), "square", 3),
+    "normal fit to LLN": Style(BLUE, (4, 3), "square", 1.5),
+    "exactly normal": Style(INK, (2, 2), "cross", 1.5),
 }
 
 

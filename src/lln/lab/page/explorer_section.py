@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 
 from lln.instruments import AttentionMap, entropy, spectral_gap
-from lln.lab.core.charts import MATCHED, Axis, lines, svg
-from lln.lab.core.measure import one_thread, provenance
-from lln.lab.core.page import Chart, Section, listed
+from lln.lab.core.charts import Axis, lines, svg
+from lln.lab.core.page import Chart, Section
+from lln.lab.core.palette import MATCHED
+from lln.lab.core.provenance import provenance
+from lln.lab.core.tables import join_words
+from lln.lab.core.timing import one_thread
 from lln.lab.paper.analysis import CPU, LLN, Rows, summary
 from lln.lab.paper.analysis import Plan as Draws
 from lln.lab.paper.concentration import STYLES, make
@@ -157,7 +160,7 @@ def said_of_gap(result: dict[str, Any]) -> str:
     error = max(row["gap_error"] for row in rows)
     spread = f"means over {draws} draws, standard errors up to {error:.2f}" if draws > 1 else "of one draw"
     return (
-        f"Spectral gap against the temperature for head dim {dim}: at {cold:g}, the coldest, it is {listed(texts)} "
+        f"Spectral gap against the temperature for head dim {dim}: at {cold:g}, the coldest, it is {join_words(texts)} "
         f"({spread})."
     )
 
@@ -179,7 +182,7 @@ def sentences(result: dict[str, Any]) -> list[str]:
     ]
     if flat:
         do = "does" if len(flat) == 1 else "do"
-        said.append(f"{listed(flat)} {do} not feel the temperature: attention stays as broad when it is cold.")
+        said.append(f"{join_words(flat)} {do} not feel the temperature: attention stays as broad when it is cold.")
     for name in moved:
         said.append(f"{name} moves by {abs(bits(name, cold) - bits(name, hot)):.2f} bits over the same range.")
     temperatures = sorted({r["temperature"] for r in rows})

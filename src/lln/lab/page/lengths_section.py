@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lln.lab.core.charts import against_length, svg
-from lln.lab.core.measure import number, show
 from lln.lab.core.page import Chart, Section
+from lln.lab.core.tables import show_number, show_timing
 
 MIB = 2**20
 
@@ -55,10 +55,10 @@ def table_row(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     return [
         f"{row['length']:,}",
         row["attention"],
-        show(row["forward"]),
-        show(row["training"]),
+        show_timing(row["forward"]),
+        show_timing(row["training"]),
         f"{speedup(rows, row['attention'], row['length']):.2g}",
-        number(row["training_bytes"] / MIB),
+        show_number(row["training_bytes"] / MIB),
     ]
 
 
@@ -80,7 +80,7 @@ def sentences(result: dict[str, Any]) -> list[str]:
         f"At {longest:,} tokens, LLN trains {speedup(rows, 'LLN', longest):.3g} times and LLN+Diag "
         f"{speedup(rows, 'LLN+Diag', longest):.3g} times as fast as softmax attention."
     ]
-    memory = {row["attention"]: number(row["training_bytes"] / MIB) for row in rows if row["length"] == longest}
+    memory = {row["attention"]: show_number(row["training_bytes"] / MIB) for row in rows if row["length"] == longest}
     said.append(
         f"Memory there peaks at {memory['LLN']} MiB for LLN, {memory['LLN+Diag']} for LLN+Diag and {memory['softmax']} "
         "for softmax attention: torch's does not keep its matrix either, so time is the difference."

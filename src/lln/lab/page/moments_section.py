@@ -13,10 +13,13 @@ import torch
 
 from lln.checks import MATCHINGS, Matching
 from lln.lab.calibration import lln_entropy, softmax_entropy
-from lln.lab.core.charts import CURVES, MATCHED, Axis, lines, svg
-from lln.lab.core.measure import number, one_thread, provenance
-from lln.lab.core.page import Chart, Section, listed
+from lln.lab.core.charts import Axis, lines, svg
+from lln.lab.core.page import Chart, Section
+from lln.lab.core.palette import CURVES, MATCHED
+from lln.lab.core.provenance import provenance
 from lln.lab.core.seeds import normal
+from lln.lab.core.tables import join_words, show_number
+from lln.lab.core.timing import one_thread
 from lln.matching.curves import pchip, read_curves
 from lln.matching.moments import PAPER_A, PAPER_B, match_moments
 
@@ -101,9 +104,10 @@ def section(result: dict[str, Any]) -> Section:
         Chart(
             "variance-curve",
             svg(lines(variance_points(result), CURVES, s2, variance, shaded=holds)),
-            f"Variance of log P within a row of LLN attention against s2, measured for head dims {listed(HEAD_DIMS)} "
-            f"(standard errors of at most {100 * error:.1g} % are thinner than the curves), and the paper's straight "
-            f"line, shaded where it is within {100 * TOLERANCE:.0f} % of the curve for head dim {HEAD_DIM}.",
+            f"Variance of log P within a row of LLN attention against s2, measured for head dims "
+            f"{join_words(HEAD_DIMS)} (standard errors of at most {100 * error:.1g} % are thinner than the "
+            f"curves), and the paper's straight line, shaded where it is within {100 * TOLERANCE:.0f} % "
+            f"of the curve for head dim {HEAD_DIM}.",
             rows=variance_points(result),
         ),
         Chart(
@@ -202,25 +206,28 @@ def said_of_line(result: dict[str, Any], holds: list[tuple[float, float]]) -> st
     texts = []
     for ends in holds:
         # The s2 wanted for this sigma: softmax attention has scores of variance sigma^4.
-        low, high = (number(v**0.25) for v in measured_variance(result, HEAD_DIM, list(ends)))
-        texts.append(f"{number(ends[0])} to {number(ends[1])} (wanted at sigma {low} to {high})")
-    where = f"for s2 of {listed(texts)}" if texts else "nowhere"
+        low, high = (show_number(v**0.25) for v in measured_variance(result, HEAD_DIM, list(ends)))
+        texts.append(f"{show_number(ends[0])} to {show_number(ends[1])} (wanted at sigma {low} to {high})")
+    where = f"for s2 of {join_words(texts)}" if texts else "nowhere"
     s2 = (1 - result["line"]["b"]) / result["line"]["a"]
     values = [f"{measured_variance(result, dim, [s2])[0]:.2f} for head dim {dim}" for dim in HEAD_DIMS]
     return (
         f"The line is within {100 * TOLERANCE:.0f} % of the curve for head dim {HEAD_DIM} {where}. One line serves all "
-        f"head dims, and they differ: at s2 = {number(s2)}, where it promises a variance of 1, it is {listed(values)}."
+        f"head dims, and they differ: at s2 = {show_number(s2)}, where it promises a variance of 1, it is "
+        f"{join_words(values)}."
     )
 
 
 def said_of_floor(result: dict[str, Any]) -> str:
     sigma, flat = min(row["sigma"] for row in result["entropy"]), math.log2(result["settings"]["keys"])
     paper, softmax = (flat - entropy_of(result, kind, sigma)["mean"] for kind in ("paper", "softmax"))
-    verdict = f": over-concentrated, {number(paper / softmax)} times as far from even" if paper > softmax > 0 else ""
+    verdict = (
+        f": over-concentrated, {show_number(paper / softmax)} times as far from even" if paper > softmax > 0 else ""
+    )
     return (
-        f"By the line, s2 never drops below -b/a = {number(-result['line']['b'] / result['line']['a'])}, however small "
-        f"sigma is. At sigma = {sigma:g}, paper matching ends {number(paper)} bits below an even spread over all keys "
-        f"and softmax attention {number(softmax)}{verdict}."
+        f"By the line, s2 never drops below -b/a = {show_number(-result['line']['b'] / result['line']['a'])}, however "
+        f"small sigma is. At sigma = {sigma:g}, paper matching ends {show_number(paper)} bits below an even spread "
+        f"over all keys and softmax attention {show_number(softmax)}{verdict}."
     )
 
 
@@ -241,4 +248,4 @@ def said_of_gaps(result: dict[str, Any]) -> str:
         verdict = "no more than chance" if abs(bits) <= 2 * error else f"too {'concentrated' if bits < 0 else 'even'}"
         name = kind.replace("unmatched", "no")
         texts.append(f"{abs(bits):.2f} ± {error:.2f} bits with {name} matching (at sigma = {sigma:g}, {verdict})")
-    return f"At worst, LLN misses the entropy of softmax attention by {listed(texts)}; ± is one standard error."
+    return f"At worst, LLN misses the entropy of softmax attention by {join_words(texts)}; ± is one standard error."

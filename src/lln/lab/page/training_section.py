@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from lln.lab.bench.kernel_charts import ticks
-from lln.lab.core.charts import Axis, Style, lines, svg
-from lln.lab.core.measure import one_thread
+from lln.lab.core.charts import Axis, lines, svg
 from lln.lab.core.page import Chart, Section
+from lln.lab.core.palette import BLUE, GREEN, ORANGE, Style
+from lln.lab.core.timing import one_thread
 
 ATTENTIONS = {"softmax": "softmax", "lln": "LLN", "lln_diag": "LLN+Diag"}  # by the names that recipes know
-COLOURS = {"softmax": "#D55E00", "LLN": "#0072B2", "LLN+Diag": "#009E73"}
+COLOURS = {"softmax": ORANGE, "LLN": BLUE, "LLN+Diag": GREEN}
 SHAPES = {"softmax": "circle", "LLN": "square", "LLN+Diag": "triangle-up"}
 DASHES = ((1, 0), (6, 3), (2, 2), (10, 3, 2, 3))  # by layer
 PANELS = {

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lln.checks import MATCHINGS
 from lln.files import write_json, write_text
-from lln.lab.core.measure import provenance
+from lln.lab.core.provenance import provenance
 from lln.lab.core.seeds import normal
 from lln.matching.moments import match_moments
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from lln.instruments import AttentionMap, entropy, kernel_map, lln_map, softmax_map, spectral_gap
-from lln.lab.core.charts import MATCHED, Axis, Style, lines, svg
+from lln.lab.core.charts import Axis, lines, svg
+from lln.lab.core.palette import GREY, MATCHED, OLIVE, SKY, Style
 from lln.lab.paper.analysis import (
     LLN,
     Figure,
@@ -23,9 +24,9 @@ SIGMAS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.125, 1.25, 1.5, 1.75, 2.0)  # temperat
 NEAR_BITS, NEAR_GAP = 0.25, 0.025  # within these LLN is said to follow softmax
 INDIFFERENT_BITS = 0.05  # a kernel whose entropy moves less than this does not know the temperature
 STYLES = MATCHED | {
-    "ReLU": Style("#56B4E9", (6, 2), "triangle-down"),
-    "quadratic": Style("#999999", (3, 3), "triangle-left"),
-    "ELU": Style("#B79F00", (12, 4), "triangle-right"),
+    "ReLU": Style(SKY, (6, 2), "triangle-down"),
+    "quadratic": Style(GREY, (3, 3), "triangle-left"),
+    "ELU": Style(OLIVE, (12, 4), "triangle-right"),
 }
 
 

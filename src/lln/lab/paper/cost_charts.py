@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from lln.lab.core.charts import Axis, Style, lines, svg
+from lln.lab.core.charts import Axis, lines, svg
+from lln.lab.core.palette import AMBER, BLUE, GREEN, ORANGE, PINK, Style
 
 STYLES = {
-    "softmax": Style("#D55E00", (8, 3), "circle"),
-    "torch": Style("#CC79A7", (1, 0), "square"),
-    "nystromformer": Style("#E69F00", (2, 2), "diamond"),
-    "lln": Style("#0072B2", (10, 3, 2, 3), "triangle-up"),
-    "lln_diag": Style("#009E73", (1, 0), "triangle-down"),
+    "softmax": Style(ORANGE, (8, 3), "circle"),
+    "torch": Style(PINK, (1, 0), "square"),
+    "nystromformer": Style(AMBER, (2, 2), "diamond"),
+    "lln": Style(BLUE, (10, 3, 2, 3), "triangle-up"),
+    "lln_diag": Style(GREEN, (1, 0), "triangle-down"),
 }
 MIB = 2**20
 

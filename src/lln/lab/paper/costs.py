@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from lln.files import write_json, write_text
-from lln.lab.core.measure import number, peak_memory, provenance, time_calls, without_places
+from lln.lab.core.provenance import provenance, without_places
+from lln.lab.core.tables import show_number
+from lln.lab.core.timing import peak_memory, time_calls
 from lln.lab.recipes import recipe
 from lln.lab.train.config import Config, Model
 from lln.lab.train.models import Sizes, build, unmasked
@@ -303,7 +305,7 @@ def shown(row: dict[str, Any] | None, what: str) -> str:
         return ""
     if row["ms"] is None:
         return "OOM" if row["note"] == "OOM" else "no"
-    return number(row["ms"]["median"]) if what == "ms" else number(row["bytes"] / 2**20)
+    return show_number(row["ms"]["median"]) if what == "ms" else show_number(row["bytes"] / 2**20)
 
 
 def write(table: CostTable, result: dict[str, Any], out: Path) -> list[Path]:

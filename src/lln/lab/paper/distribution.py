@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lln.instruments import AttentionMap, lln_map, log_moments, lognormal_fit, softmax_map
-from lln.lab.core.charts import MATCHED, Axis, Style, lines, svg
+from lln.lab.core.charts import Axis, lines, svg
+from lln.lab.core.palette import BLUE, GREEN, MATCHED, ORANGE, Style
 from lln.lab.paper.analysis import LLN, Figure, Plan, Progress, Rows, Verdict, alpha_of, inputs, summary, value
 
 SIGMAS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
@@ -19,9 +20,9 @@ BINS = 80
 SIGMA = 1.0  # of Fig. 7
 FAR, STRAIGHT = 0.02, 0.998  # the largest distance and the least Q-Q R² of what is called log-normal
 THEORY = {
-    "measured": Style("#0072B2", (1, 0), "circle"),
-    "Prop. 3.1": Style("#D55E00", (8, 3), "square"),
-    "t + t²/2d": Style("#009E73", (2, 2), "triangle-up"),
+    "measured": Style(BLUE, (1, 0), "circle"),
+    "Prop. 3.1": Style(ORANGE, (8, 3), "square"),
+    "t + t²/2d": Style(GREEN, (2, 2), "triangle-up"),
 }
 
 

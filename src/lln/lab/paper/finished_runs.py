@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lln.files import read_json_lines
 from lln.lab.paper.jobs import ATTEMPTS, FAILED, label, shape
 from lln.lab.train.run import MODEL
 from lln.lab.train.run_folder import CHECKPOINT, CONFIG, ENVIRONMENT, METRICS, RESULT, differences
@@ -47,14 +48,7 @@ class Found:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl that are whole."""
-        lines = (self.path / METRICS).read_text(encoding="utf-8").splitlines() if (self.path / METRICS).exists() else []
-        found = []
-        for line in lines:
-            try:
-                found.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return found
+        return read_json_lines(self.path / METRICS)
 
     def cost(self) -> dict[str, Any]:
         """Seconds over all times it was started, beside how many other runs at most, and bytes of the GPU; what a

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from lln.files import write_json
-from lln.lab.core.errors import DataError
-from lln.lab.core.measure import provenance
+from lln.lab.core.errors import DataError, first_line
+from lln.lab.core.provenance import provenance
 from lln.lab.recipes import NAMES, PRESETS, chosen, recipe
 from lln.lab.recipes.image import deit_tiny
 from lln.lab.train.config import TASKS, Config, change, loose
@@ -243,10 +243,6 @@ def run_one(
         write_json(path / FAILED, found)
         hooks.say(f"{job.folder} failed: {sentence}")
         return "failed"
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextlib.contextmanager

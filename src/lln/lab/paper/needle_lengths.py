@@ -9,7 +9,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from lln.lab.core.measure import number, without_places
+from lln.lab.core.provenance import without_places
+from lln.lab.core.tables import show_number
 from lln.lab.paper.experiments import Asked, Experiment
 from lln.lab.paper.finished_runs import Found, alike
 from lln.lab.paper.jobs import configure, shape
@@ -192,7 +193,7 @@ def told_spread(found: dict[str, Any] | None, digits: int) -> str:
 
 
 def scaled(value: float | None, factor: float) -> str:
-    return "" if value is None else number(value * factor)
+    return "" if value is None else show_number(value * factor)
 
 
 def distances(result: dict[str, Any]) -> list[str]:

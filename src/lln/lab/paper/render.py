@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from lln.files import write_json, write_text
-from lln.lab.core.measure import number, without_places
+from lln.lab.core.provenance import without_places
+from lln.lab.core.tables import show_number
 from lln.lab.paper.costs import PAPER4
 from lln.lab.paper.estimate import minutes
 from lln.lab.paper.run_tables import LOSS, TUNINGS
@@ -149,7 +150,7 @@ def costs(result: dict[str, Any]) -> list[str]:
         for name in (row["attention"] for row in result["rows"]):
             texts = []
             for c in columns:
-                texts.append(number(found[name, c]) if (name, c) in found else "")
+                texts.append(show_number(found[name, c]) if (name, c) in found else "")
                 theirs = PAPER4.get(name, {}).get(unit, {}).get(c)
                 texts.append("-" if theirs is None else f"{theirs:g}")
             lines.append(f"| {name} | " + " | ".join(texts) + " |")

@@ -6,26 +6,26 @@ import itertools
 from typing import Any
 
 from lln.lab.bench.kernel_charts import ticks
-from lln.lab.core.charts import Axis, Style, lines, svg
+from lln.lab.core.charts import Axis, lines, svg
+from lln.lab.core.palette import AMBER, BLUE, GREEN, GREY, ORANGE, PINK, RAMP, SKY, Style
 
 Rows = list[dict[str, Any]]
 KNOWN = {
-    "softmax": Style("#D55E00", (1, 0), "circle", 3),
-    "lln": Style("#0072B2", (8, 3), "square"),
-    "lln_diag": Style("#009E73", (2, 2), "triangle-up"),
-    "matched": Style("#D55E00", (8, 3), "circle"),
-    "alpha = beta = 2": Style("#0072B2", (1, 0), "square"),
-    "alpha = beta = 4": Style("#E69F00", (2, 2), "triangle-up"),
+    "softmax": Style(ORANGE, (1, 0), "circle", 3),
+    "lln": Style(BLUE, (8, 3), "square"),
+    "lln_diag": Style(GREEN, (2, 2), "triangle-up"),
+    "matched": Style(ORANGE, (8, 3), "circle"),
+    "alpha = beta = 2": Style(BLUE, (1, 0), "square"),
+    "alpha = beta = 4": Style(AMBER, (2, 2), "triangle-up"),
 }
 OTHERS = [
     Style(colour, dash, shape)
     for dash, (colour, shape) in itertools.product(
         ((10, 3, 2, 3), (4, 4), (6, 2), (3, 3)),
-        (("#CC79A7", "diamond"), ("#E69F00", "cross"), ("#56B4E9", "triangle-down"), ("#999999", "triangle-left")),
+        ((PINK, "diamond"), (AMBER, "cross"), (SKY, "triangle-down"), (GREY, "triangle-left")),
     )
 ]
 # From the first layer to the last; each reads on white and on black.
-RAMP = ("#3B82D6", "#A35BC0", "#D9518A", "#E8871E")
 DASHES = ((1, 0), (8, 3), (2, 2), (10, 3, 2, 3))
 PERCENT = (0, 20, 40, 60, 80, 100)  # not beyond, though the axis has some room
 TITLES = {
@@ -82,8 +82,8 @@ def styles(rows: Rows) -> dict[str, Style]:
 
 def accuracy_styles(rows: Rows) -> dict[str, Style]:
     signs = [
-        Style("#0072B2", (1, 0), "square"), Style("#D55E00", (8, 3), "circle"), Style("#009E73", (1, 0), "triangle-up"),
-        Style("#E69F00", (8, 3), "diamond"), *OTHERS,
+        Style(BLUE, (1, 0), "square"), Style(ORANGE, (8, 3), "circle"), Style(GREEN, (1, 0), "triangle-up"),
+        Style(AMBER, (8, 3), "diamond"), *OTHERS,
     ]  # fmt: skip
     return dict(zip(names(rows), signs, strict=False))
 

@@ -7,7 +7,8 @@ import math
 import torch
 
 from lln.lab.calibration import within_row_variance
-from lln.lab.core.charts import Axis, Style, lines, svg
+from lln.lab.core.charts import Axis, lines, svg
+from lln.lab.core.palette import AMBER, GREEN, SKY, Style
 from lln.lab.core.seeds import normal
 from lln.lab.paper.analysis import CPU, Figure, Plan, Progress, Rows, Verdict, value
 
@@ -17,7 +18,7 @@ BROAD = tuple(float(i) for i in range(1, 31))  # s2 of Fig. 6b
 LARGE = 9.0  # from here on "sufficiently large"
 CLOSE = 0.1  # relative: as near as a chart shows
 STRAIGHT = 0.1  # slopes of two halves that differ by less belong to one line
-COLOURS = {32: "#56B4E9", 64: "#009E73", 128: "#E69F00"}
+COLOURS = {32: SKY, 64: GREEN, 128: AMBER}
 STYLES = {f"d = {dim}": Style(COLOURS[dim], (1, 0), "circle") for dim in DIMS} | {
     f"d = {dim}, {what}": Style(COLOURS[dim], (6, 4), "square") for dim in DIMS for what in ("Fenton", "line")
 }

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lln.hf.interface import nothing_collected
+from lln.lab.core.errors import first_line
 from lln.lab.data.examples import IGNORE, Stream
 from lln.lab.train.config import Config
 from lln.lab.train.loop import NotFinite, RunTrainer, first_not_finite
@@ -147,7 +148,7 @@ class GraphTrainer(RunTrainer):
             with fused(model, self.compiles), torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
                 self.step(model)
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             raise ValueError(
                 f"graph: this step cannot be captured in a CUDA graph ({reason}); use graph=no."
             ) from error

@@ -17,7 +17,7 @@ import transformers
 from transformers import PreTrainedModel, TrainerCallback, set_seed
 from transformers.trainer_callback import PrinterCallback
 
-from lln.lab.core.measure import provenance
+from lln.lab.core.provenance import provenance
 from lln.lab.data.examples import Stream
 from lln.lab.data.needles import Needles, answers, by_distance
 from lln.lab.train.config import Config

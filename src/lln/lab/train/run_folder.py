@@ -10,7 +10,6 @@ result.json        written last of all
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lln.files import write_json, write_text
+from lln.files import hash_file, read_json_lines, write_json, write_text
 
 CONFIG, ENVIRONMENT, METRICS, RESULT, MANIFEST = (
     "config.json", "environment.json", "metrics.jsonl", "result.json", "manifest.json"
@@ -82,12 +81,7 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines that are whole: a killed process may have left half of one."""
-        path = self.path / METRICS
-        found = []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-            with contextlib.suppress(json.JSONDecodeError):
-                found.append(json.loads(line))
-        return found
+        return read_json_lines(self.path / METRICS)
 
     def log(self, values: dict[str, Any]) -> None:
         with (self.path / METRICS).open("a", encoding="utf-8") as file:
@@ -126,7 +120,7 @@ def seal(checkpoint: Path) -> None:
     for path in sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != MANIFEST):
         with path.open("rb") as file:
             os.fsync(file.fileno())  # the manifest must not reach the disk before what it vouches for
-        files[path.relative_to(checkpoint).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest(path)}
+        files[path.relative_to(checkpoint).as_posix()] = {"bytes": path.stat().st_size, "sha256": hash_file(path)}
     write_json(checkpoint / MANIFEST, files)
 
 
@@ -142,14 +136,9 @@ def broken(checkpoint: Path) -> str | None:
         path = checkpoint / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != expected["bytes"] or digest(path) != expected["sha256"]:
+        if path.stat().st_size != expected["bytes"] or hash_file(path) != expected["sha256"]:
             return f"{name} has changed"
     return None
-
-
-def digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def finite(value: Any) -> Any:
