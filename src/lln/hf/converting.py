@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lln.hf.attach import ModelAttention, attach
-from lln.hf.attach_peers import LLN
+from lln.hf.attach import attach
+from lln.hf.attached import ModelAttention
 from lln.hf.find import attention_modules, check_model, configs
-from lln.hf.options import IMPLEMENTATIONS, KINDS, Options, read, write
+from lln.hf.options import IMPLEMENTATIONS, KINDS, LLN, Options, read, write
 from lln.hf.watch import SoftmaxCall, show_softmax
 from lln.matching.data import match_data
 from lln.matching.moments import both_moments, sigma

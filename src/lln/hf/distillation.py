@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lln.hf.adam import Learner, check_batches, choose, relative
-from lln.hf.attach import ModelAttention
+from lln.hf.attached import ModelAttention
 from lln.hf.find import attention_modules
 from lln.hf.options import runs_lln
 from lln.hf.watch import SoftmaxCall, evaluating, on_device, show_softmax

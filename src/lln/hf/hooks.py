@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import EncoderDecoderCache, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationMode
 
-from lln.hf.attach import ModelAttention, attach, check_saved
-from lln.hf.attach_learned import LearnedPeer
+from lln.hf.attach import attach, check_saved
+from lln.hf.attached import Attached, ModelAttention
 from lln.hf.cache import LLNCache
 from lln.hf.card import write_card
 from lln.hf.find import attention_modules, check_class, check_model, configs
@@ -90,7 +90,7 @@ def initialise(original: Any, model: PreTrainedModel, module: nn.Module, *args: 
     """Runs for every module when a checkpoint has been loaded, and when a model is built around others."""
     if runs_ours(model.config):
         align(module)
-    if not isinstance(module, (ModelAttention, LearnedPeer)):
+    if not isinstance(module, Attached):
         return original(model, module, *args, **kwargs)
     if not module._is_hf_initialized:
         module.initialise()

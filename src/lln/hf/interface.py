@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,15 +12,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils.output_capturing import _active_collector
 
-from lln.hf.attach import ModelAttention
-from lln.hf.attach_learned import LearnedPeer
-from lln.hf.attach_peers import LLN, Peer
+from lln.hf.attached import Attached, ModelAttention
 from lln.hf.cache import StateLayer, layer_of
 from lln.hf.find import in_units
 from lln.hf.masks import lln_mask, split
-from lln.hf.options import IMPLEMENTATIONS
+from lln.hf.options import IMPLEMENTATIONS, LLN
 
-Attached = ModelAttention | Peer | LearnedPeer
 # Arguments that change which pairs attend or how much, by what they are.
 REFUSED = {
     "position_bias": "a bias of single query-key pairs",
@@ -31,20 +29,66 @@ REFUSED = {
 }
 
 
+Result = tuple[Tensor, Tensor | None]  # [B, N, H, E], and P [B, H, N, M] where it was asked for
+
+
 def register() -> None:
     """Make IMPLEMENTATIONS names that attn_implementation takes."""
     for name in IMPLEMENTATIONS:
-        AttentionInterface.register(name, named(name))
+        AttentionInterface.register(name, make_function(name))
         AttentionMaskInterface.register(name, lln_mask)
 
 
-def named(name: str) -> Callable[..., Any]:
+def make_function(name: str) -> Callable[..., Any]:
     def function(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
         return attend(name, module, query, key, value, attention_mask, **kwargs)
 
     function.__name__ = name
     function.is_lln = True  # type: ignore[attr-defined]
     return function
+
+
+@dataclasses.dataclass
+class Request:
+    """A call of a module's attention, in the words of lln's own. Not frozen: torch.compile makes and changes it."""
+
+    host: str  # the class of the model's attention module
+    attention: Attached
+    query: Tensor  # [B, H, N, D]
+    key: Tensor  # [B, key heads, M, D]
+    value: Tensor  # [B, key heads, M, E]
+    dropout: float
+    wanted: bool  # whether P was asked for
+    is_causal: bool
+    key_mask: Tensor | None
+    query_mask: Tensor | None = None
+    cu_seqlens: Any = None
+
+    @property
+    def where(self) -> dict[str, Any]:
+        names = ("is_causal", "key_mask", "query_mask", "cu_seqlens")
+        return {name: getattr(self, name) for name in names}
+
+    def count_all(self) -> None:
+        """Between two sequences every query counts."""
+        batch, _, length, _ = self.query.shape
+        self.attention.check_lengths(self.host, length, self.key.shape[2])
+        self.query_mask = torch.ones(batch, length, dtype=torch.bool, device=self.query.device)
+
+    def run(self, layer: StateLayer | None = None) -> Result:
+        """layer: of an LLNCache, whose state comes before the keys and which is given the one after them."""
+        attention, query, key = self.attention, self.query, self.key
+        if self.wanted:
+            attention.check_weights(query, key)
+        state: dict[str, Any] = {} if layer is None else {"state": layer.state, "return_state": True}
+        out = attention(query, key, self.value, **self.where, dropout=self.dropout, **state)
+        if layer is not None:
+            out, after = out
+            if key.shape[2]:
+                layer.keep(after, key.shape[2], attention.cross, key.dtype)
+        # After the call, which first brings running statistics up to date.
+        weights = attention.weights(query, key, self.where) if self.wanted else None
+        return out.transpose(1, 2).contiguous(), weights
 
 
 def attend(
@@ -58,15 +102,12 @@ def attend(
     scaling: float | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """([B, N, H, E], and P [B, H, N, M] where output_attentions asks for it), as transformers' other functions."""
-    attention = attached(module, implementation)
+) -> Result:
+    """As transformers' other functions."""
+    attention = find_attached(module, implementation)
     refuse(module, kwargs)
-    layer = layer_of(key)
-    query = in_units(query, attention.scale, scaling)
-    length, keys = query.shape[2], key.shape[2]
-    said, key_mask, offsets = split(attention_mask, keys, layer is not None)
-    causal = said
+    layer, lengths = layer_of(key), kwargs.get("cu_seq_lens_q")
+    causal, key_mask, offsets = split(attention_mask, key.shape[2], layer is not None)
     if causal is None:
         causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
     if causal and isinstance(attention, ModelAttention) and attention.statistics in ("sample", "batch"):
@@ -74,124 +115,87 @@ def attend(
             f"{type(module).__name__} attends causally here, so with statistics={attention.statistics!r} its output "
             "would depend on later tokens; use lln.hf.convert(model, statistics='running', batches=...) or 'fixed'."
         )
-    where: dict[str, Any] = {"is_causal": causal, "key_mask": key_mask, "query_mask": None, "cu_seqlens": None}
-
+    call = Request(
+        type(module).__name__, attention, in_units(query, attention.scale, scaling), key, value,
+        dropout if module.training else 0.0, wants_weights(module, attention, kwargs), causal, key_mask,
+    )  # fmt: skip
     if layer is not None:
-        if offsets is not None or kwargs.get("cu_seq_lens_q") is not None:
+        if offsets is not None or lengths is not None:
             raise ValueError("past_key_values: packed sequences cannot go into a cache; leave one of them out.")
-        return with_state(layer, attention, query, key, value, where, dropout, module, kwargs)
-    if kwargs.get("cu_seq_lens_q") is not None:
-        where["cu_seqlens"] = packing(kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k"), attention.cross)
+        return attend_with_state(call, layer)
+    if lengths is not None:
+        keys = kwargs.get("cu_seq_lens_k")
+        call = dataclasses.replace(
+            call, cu_seqlens=(lengths, keys) if attention.cross and keys is not None else lengths
+        )
     elif offsets is not None:
-        shape = query.shape
-        query, key, value = (one_after_another(t) for t in (query, key, value))
-        out, weights = run(attention, query, key, value, where | {"cu_seqlens": offsets}, dropout, module, kwargs)
-        out = out.unflatten(1, (shape[0], shape[2])).squeeze(0)
-        if weights is not None:  # [1, H, B N, B N]: rows attend within themselves
-            rows = weights.squeeze(0).unflatten(2, (shape[0], -1)).unflatten(1, (shape[0], -1))
-            weights = rows.diagonal(dim1=1, dim2=3).movedim(-1, 0)
-        return out, weights
-
-    if causal and keys > length:
-        return after_cached(attention, query, key, value, where, dropout, module, kwargs)
-    if attention.cross or length != keys:
-        attention.check_lengths(type(module).__name__, length, keys)
-        where["query_mask"] = torch.ones(query.shape[0], length, dtype=torch.bool, device=query.device)
-    return run(attention, query, key, value, where, dropout, module, kwargs)
+        return attend_packed(call, offsets)
+    if causal and key.shape[2] > query.shape[2]:
+        return attend_after_cached(call)
+    if attention.cross or query.shape[2] != key.shape[2]:
+        call.count_all()
+    return call.run()
 
 
-def run(
-    attention: Attached,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    where: dict[str, Any],
-    dropout: float,
-    module: Any,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    wanted = wants_weights(module, kwargs)
-    if wanted:
-        attention.check_weights(query, key)
-    out: Tensor = attention(query, key, value, **where, dropout=dropout if module.training else 0.0)
-    # After the call, which first brings running statistics up to date.
-    weights = attention.weights(query, key, where) if wanted else None
-    return out.transpose(1, 2).contiguous(), weights
+def attend_packed(call: Request, offsets: Tensor) -> Result:
+    """Sequences that begin at these offsets of all rows, one after another."""
+    batch, _, length, _ = call.query.shape
+    call.query, call.key, call.value = (  # [B, H, N, D] -> [1, H, B N, D]
+        t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in (call.query, call.key, call.value)
+    )
+    call.cu_seqlens = offsets
+    out, weights = call.run()
+    if weights is not None:  # [1, H, B N, B N]: rows attend within themselves
+        rows = weights.squeeze(0).unflatten(2, (batch, -1)).unflatten(1, (batch, -1))
+        weights = rows.diagonal(dim1=1, dim2=3).movedim(-1, 0)
+    return out.unflatten(1, (batch, length)).squeeze(0), weights
 
 
-def with_state(
-    layer: StateLayer,
-    attention: Attached,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    where: dict[str, Any],
-    dropout: float,
-    module: Any,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
+def attend_with_state(call: Request, layer: StateLayer) -> Result:
     """Keys that came through an LLNCache follow those in its state."""
-    name = type(module).__name__
-    if isinstance(attention, (Peer, LearnedPeer)):
+    attention, new = call.attention, call.key.shape[2]
+    if not isinstance(attention, ModelAttention):
         raise ValueError(
-            f"past_key_values: LLNCache keeps the state of 'lln' and 'lln_diag', and {name} runs "
+            f"past_key_values: LLNCache keeps the state of 'lln' and 'lln_diag', and {call.host} runs "
             f"{attention.implementation!r}; use DynamicCache."
         )
-    if not attention.cross and not where["is_causal"]:
-        raise ValueError(f"past_key_values: {name} is not causal here, so earlier rows would change; use no cache.")
-    if layer.cross not in (None, attention.cross) or (attention.cross and not layer.empty and key.shape[2]):
+    if not attention.cross and not call.is_causal:
+        raise ValueError(
+            f"past_key_values: {call.host} is not causal here, so earlier rows would change; use no cache."
+        )
+    if layer.cross not in (None, attention.cross) or (attention.cross and not layer.empty and new):
         raise ValueError(
             "past_key_values: attention to an encoder and to the decoder's own tokens need a cache each; use "
             "EncoderDecoderCache(LLNCache(), LLNCache())."
         )
     if attention.cross:
-        attention.check_lengths(name, query.shape[2], key.shape[2])
-        where["query_mask"] = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
-        if not key.shape[2]:  # all of them, and what hides some, are in the state
-            where["key_mask"] = None
-    wanted = wants_weights(module, kwargs)
-    if wanted and not layer.empty:
+        call.count_all()
+        if not new:  # all of them, and what hides some, are in the state
+            call.key_mask = None
+    if call.wanted and not layer.empty:
         raise ValueError(
             "output_attentions: the keys of earlier tokens are gone with LLNCache, and P has a column for each; "
             "use past_key_values=DynamicCache(), or use_cache=False."
         )
-    if wanted:
-        attention.check_weights(query, key)
-    out, state = attention(
-        query, key, value, **where, dropout=dropout if module.training else 0.0, state=layer.state, return_state=True
-    )
-    weights = attention.weights(query, key, where) if wanted else None
-    if key.shape[2]:
-        layer.keep(state, key.shape[2], attention.cross, key.dtype)
-    return out.transpose(1, 2).contiguous(), weights
+    return call.run(layer)
 
 
-def after_cached(
-    attention: Attached,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    where: dict[str, Any],
-    dropout: float,
-    module: Any,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
+def attend_after_cached(call: Request) -> Result:
     """The keys of a growing cache come before the queries. Rows that nobody asked for stand in their places: exact, in
     time linear in the length, as reading a cache is."""
-    if isinstance(attention, ModelAttention) and attention.convolution is not None:
+    if isinstance(call.attention, ModelAttention) and call.attention.convolution is not None:
         raise ValueError(
             "past_key_values: the convolution reaches back to queries that no cache keeps; use use_cache=False."
         )
-    past = key.shape[2] - query.shape[2]
-    query = nn.functional.pad(query, (0, 0, past, 0))
-    counts = torch.arange(key.shape[2], device=key.device)[None] >= past
-    key_mask = where["key_mask"]
-    where["query_mask"] = counts.expand(len(key), -1) if key_mask is None else counts & key_mask
-    out, weights = run(attention, query, key, value, where, dropout, module, kwargs)
+    past = call.key.shape[2] - call.query.shape[2]
+    counts = torch.arange(call.key.shape[2], device=call.key.device)[None] >= past
+    call.query_mask = counts.expand(len(call.key), -1) if call.key_mask is None else counts & call.key_mask
+    call.query = nn.functional.pad(call.query, (0, 0, past, 0))
+    out, weights = call.run()
     return out[:, past:], None if weights is None else weights[:, :, past:]
 
 
-def attached(module: Any, implementation: str) -> Attached:
+def find_attached(module: Any, implementation: str) -> Attached:
     attention = getattr(module, "lln" if implementation in LLN else "lln_peer", None)
     if not isinstance(attention, Attached) or attention.implementation != implementation:
         raise RuntimeError(
@@ -212,37 +216,27 @@ def refuse(module: Any, kwargs: dict[str, Any]) -> None:
         raise ValueError("cache: continuous batching pages keys and values, which linear attention does not keep.")
 
 
-def packing(queries: Tensor, keys: Tensor | None, cross: bool) -> Any:
-    """cu_seqlens of the op, from what flash attention calls cu_seq_lens_q and cu_seq_lens_k."""
-    return (queries, keys) if cross and keys is not None else queries
-
-
-def one_after_another(t: Tensor) -> Tensor:
-    """[B, H, N, D] -> [1, H, B N, D]"""
-    return t.transpose(0, 1).flatten(1, 2).unsqueeze(0)
-
-
-COLLECTED = [True]  # whether transformers' recorder is looked at
-
-
 @contextlib.contextmanager
-def nothing_collected() -> Iterator[None]:
-    """For calls where nobody asks for output_attentions: torch.compile cannot look at transformers' recorder from
-    within a layer, and would break the layer's graph there."""
-    COLLECTED[0] = False
+def nothing_collected(model: nn.Module) -> Iterator[None]:
+    """For calls of this model where nobody asks for output_attentions: torch.compile cannot look at transformers'
+    recorder from within a layer, and would break the layer's graph there."""
+    found = [module for module in model.modules() if isinstance(module, Attached)]
+    for attention in found:
+        attention.collects = False
     try:
         yield
     finally:
-        COLLECTED[0] = True
+        for attention in found:
+            attention.collects = True
 
 
-def wants_weights(module: Any, kwargs: dict[str, Any]) -> bool:
+def wants_weights(module: Any, attention: Attached, kwargs: dict[str, Any]) -> bool:
     """Whether somebody asked for output_attentions: in the call, in the config, or (models that do not hand the call's
     argument on) with the recorder that transformers keeps for it."""
     asked = kwargs.get("output_attentions")
     if asked is None:
         asked = getattr(module.config, "output_attentions", False)
-    if not asked and COLLECTED[0]:
+    if not asked and attention.collects:
         collected = _active_collector.get() or {}
         asked = "attentions" in collected or "cross_attentions" in collected
     return bool(asked)

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-from lln.checks import MATCHINGS, STATISTICS, check_options
-from lln.hf.attach_peers import LLN, PEERS, check_peer
+from lln.checks import MATCHINGS, STATISTICS, check_options, describe
 from lln.matching.moments import LENGTH
+from lln.peers import mechanisms
+from lln.peers.registry import check_options as check_peer_options
 
+LLN = ("lln", "lln_diag")
+
+
+def free_names() -> tuple[str, ...]:
+    """What can be registered. transformers treats any name with "flash" in it as flash attention, and a name that it
+    (or somebody else) has given away already keeps its meaning."""
+    functions = dict(ALL_ATTENTION_FUNCTIONS.items())
+    taken = {"eager", "softmax", *ALL_MASK_ATTENTION_FUNCTIONS.keys(), *functions}
+    taken -= {name for name, function in functions.items() if getattr(function, "is_lln", False)}
+    found = (m.name for m in mechanisms().values() if m.kind != "mixer" and m.name not in LLN)
+    return tuple(name for name in found if name not in taken and "flash" not in name)
+
+
+PEERS = free_names()
 IMPLEMENTATIONS = (*LLN, *PEERS)
 BLOCK_SIZE = 64
 
@@ -119,6 +135,24 @@ class Options:
 
 KINDS = ("encoder", "decoder")
 NAMES = tuple(field.name for field in dataclasses.fields(Options))
+
+
+def check_peer(name: str, options: Mapping[str, Any]) -> None:
+    """ValueError or TypeError where config.lln could not keep these options of the mechanism `name`."""
+    if name not in PEERS:
+        raise ValueError(f"lln: mechanisms must be among {', '.join(PEERS)}; got {name!r}.")
+    if not isinstance(options, dict):
+        raise TypeError(f"lln: mechanisms[{name!r}] must be a dict of options; got {options!r}.")
+    entry = mechanisms()[name]
+    blocks = {"block_size": None, "mix": 0.5} if entry.kind == "kernel" else {}
+    if not entry.mixes:
+        blocks.pop("mix", None)
+    own = {"max_length": None, **entry.module_options} if entry.parameters else entry.options
+    check_peer_options(name, options, {**blocks, **own})
+    for option, value in options.items():
+        if value is not None and not isinstance(value, (bool, int, float, str)):
+            raise TypeError(f"lln: {option} of {name} must be a plain value that a config can keep; got "
+                            f"{describe(value)}.")  # fmt: skip
 
 
 def read(config: Any) -> Options | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lln.hf.attach import ModelAttention
+from lln.hf.attached import ModelAttention
 from lln.hf.find import attention_modules
 from lln.hf.watch import SoftmaxCall, evaluating, on_device, show_softmax
 from lln.instruments.known_modules import mix_of

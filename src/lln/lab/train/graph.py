@@ -168,7 +168,7 @@ def fused(model: nn.Module, on: bool) -> Iterator[None]:
     for layer in layers:
         layer.compile()
     try:
-        with warnings.catch_warnings(), nothing_collected() if on else contextlib.nullcontext():
+        with warnings.catch_warnings(), nothing_collected(model) if on else contextlib.nullcontext():
             # torch.compile looks at gradients of what passes between layers, and torch warns of that.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import copy
 import dataclasses
 import json
@@ -251,13 +252,23 @@ def described(config: Config, sizes: Sizes) -> tuple[PreTrainedConfig, Any]:
     return roberta, kinds[m.pre_norm, "glue" if config.task == "glue" else "mlm"]
 
 
+HERE = threading.local()  # a ContextVar would say the same, but torch.compile cannot read one
+
+
 @contextlib.contextmanager
 def unmasked() -> Iterator[None]:
     """For batches without a mask. Where a graph is captured or traced, transformers as late as 5.17 makes one even
     then, which hides nothing and keeps torch from its fast attention."""
     usual = masking_utils.is_tracing
-    masking_utils.is_tracing = lambda tensor=None: False
+    if not hasattr(usual, "of_lln"):  # once and for all: other threads go on to trace, and find what they would have
+
+        def is_tracing(tensor: Any = None) -> bool:
+            return not getattr(HERE, "unmasked", False) and usual(tensor)
+
+        is_tracing.of_lln = True  # type: ignore[attr-defined]
+        masking_utils.is_tracing = is_tracing
+    before, HERE.unmasked = getattr(HERE, "unmasked", False), True
     try:
         yield
     finally:
-        masking_utils.is_tracing = usual
+        HERE.unmasked = before
