@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
 from lln.checks import MATCHINGS, STATISTICS, check_options, describe
 from lln.matching.moments import LENGTH
 from lln.peers import mechanisms

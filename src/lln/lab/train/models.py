@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import copy
 import dataclasses
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
