@@ -12,6 +12,7 @@ from torch import Tensor
 from lln import LLNAttention, match_moments
 from lln.kernels.triton import moments as gpu
 from lln.matching.moments import SIGMA_FLOOR, both_moments, has_kernels, kernel, moments, sigma
+from lln.nn.statistics import Where
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -211,7 +212,7 @@ def test_a_module_finds_the_alpha_and_beta_of_plain_torch(statistics: str, match
     plain.backend = "eager"
     if statistics == "running":
         for t in (attention, plain):
-            t.pending.copy_(t.summed(query, key, None, mask, None))
+            t.pending.copy_(t.sum_moments(query, key, Where(key_mask=mask)))
             t.eval()
         torch.testing.assert_close(attention.running_variance_q, plain.running_variance_q, rtol=1e-6, atol=0)
     got, want = (t.coefficients(query.requires_grad_(), key, key_mask=mask) for t in (attention, plain))

@@ -17,6 +17,7 @@ from lln.hf.options import IMPLEMENTATIONS, KINDS, LLN, Options, read, write
 from lln.hf.watch import SoftmaxCall, show_softmax
 from lln.matching.data import match_data
 from lln.matching.moments import both_moments, sigma
+from lln.nn.statistics import Where
 
 ROWS = 64  # of a sample's queries that data matching looks at; there are many samples
 Coefficients = float | Tensor | Mapping[str, float | Tensor]
@@ -213,7 +214,7 @@ class Seen:
         query, key = call.query, call.key
         learned = getattr(self.module, "lln", None)  # LLN attention that the module has from before
         if isinstance(learned, ModelAttention):  # statistics are of what it has learned to make of them
-            query, key = learned.convolved(query, key, **call.where)
+            query, key = learned.convolve(query, key, Where(**call.where))
         self.moments = self.moments + both_moments(query, key, key.shape[1], call.query_mask, call.key_mask).sum(2)
         if self.data:
             if isinstance(learned, ModelAttention) and learned.has_moved():

@@ -14,11 +14,11 @@ from lln.matching.moments import LENGTH
 from lln.nn.convolution import check_sequence, check_value, convolve
 from lln.nn.feature_map import map_features
 from lln.nn.overlap import overlapping_attention
-from lln.nn.statistics import Matched, in_backward
+from lln.nn.statistics import MomentMatcher, Where, check_heads, in_backward
 from lln.state import LLNState
 
 
-class LLNAttention(Matched):
+class LLNAttention(MomentMatcher):
     """LLN or LLN+Diag attention whose alpha and beta follow the spread of the queries and keys.
 
     Args:
@@ -109,27 +109,28 @@ class LLNAttention(Matched):
             num_heads, head_dim, num_key_heads, matching, statistics, alpha=alpha, beta=beta, learnable=learnable,
             scale=scale, decoder=decoder, length=length, momentum=momentum, backend=backend, factory=factory,
         )  # fmt: skip
-        self.value_dim, self.block_size, self.dropout = value_dim or head_dim, block_size, dropout
-        self._make_mix(mix, factory)
-        self.feature_map = feature_map
-        if feature_map is not None:
-            self.map_q = nn.Parameter(torch.zeros(num_heads, head_dim, head_dim, **factory))
-            self.map_k = nn.Parameter(torch.zeros(self.num_key_heads, head_dim, head_dim, **factory))
-            self.key_offset = nn.Parameter(torch.zeros(self.num_key_heads, head_dim, **factory))
-        self.convolution, self.overlap = convolution, overlap
-        if convolution is not None:
-            self.conv_q = nn.Parameter(torch.zeros(num_heads, head_dim, convolution, **factory))
-            self.conv_k = nn.Parameter(torch.zeros(self.num_key_heads, head_dim, convolution, **factory))
-            self.conv_v = nn.Parameter(torch.zeros(self.num_key_heads, self.value_dim, convolution, **factory))
-
-    def _make_mix(self, mix: float | str, factory: dict[str, Any]) -> None:
-        self.mix = mix
-        if mix == "ratio":
-            self.mix_logit = nn.Parameter(torch.zeros(self.num_heads, **factory))
-        elif mix == "scales":
-            for name in ("lln_scale", "block_scale"):
-                scales = torch.full((self.num_heads, self.value_dim), 0.5, **factory)
-                self.register_parameter(name, nn.Parameter(scales))
+        self.value_dim, self.block_size, self.mix, self.overlap = value_dim or head_dim, block_size, mix, overlap
+        self.feature_map, self.convolution, self.dropout = feature_map, convolution, dropout
+        key_heads, width = self.num_key_heads, convolution or 0
+        scales = (num_heads, self.value_dim)
+        # What is learned, as it starts: the average of both parts, the identity, no convolution.
+        learned: tuple[tuple[bool, float, dict[str, tuple[int, ...]]], ...] = (
+            (mix == "ratio", 0.0, {"mix_logit": (num_heads,)}),
+            (mix == "scales", 0.5, {"lln_scale": scales, "block_scale": scales}),
+            (feature_map is not None, 0.0, {
+                "map_q": (num_heads, head_dim, head_dim),
+                "map_k": (key_heads, head_dim, head_dim),
+                "key_offset": (key_heads, head_dim),
+            }),
+            (convolution is not None, 0.0, {
+                "conv_q": (num_heads, head_dim, width),
+                "conv_k": (key_heads, head_dim, width),
+                "conv_v": (key_heads, self.value_dim, width),
+            }),
+        )  # fmt: skip
+        for wanted, start, shapes in learned:
+            for name, shape in shapes.items() if wanted else ():
+                self.register_parameter(name, nn.Parameter(torch.full(shape, start, **factory)))
 
     def mix_weights(self) -> Mix:
         """The `mix` of the op as it stands now."""
@@ -138,10 +139,6 @@ class LLNAttention(Matched):
         if self.mix == "scales":
             return self.lln_scale.unsqueeze(0), self.block_scale.unsqueeze(0)
         return float(self.mix)
-
-    def features(self, query: Tensor, key: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
-        """The queries and keys that the op is given. where: is_causal, masks and cu_seqlens, as in forward."""
-        return self._mapped(*self.convolved(query, key, **where))
 
     @property
     def moves(self) -> bool:
@@ -153,27 +150,32 @@ class LLNAttention(Matched):
         names = ("map_q", "map_k", "key_offset", "conv_q", "conv_k", "conv_v")
         return any(bool(held.any()) for name in names if (held := self._parameters.get(name)) is not None)
 
-    def _mapped(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def features(self, query: Tensor, key: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
+        """The queries and keys that the op is given. where: the fields of `Where`."""
+        return self._map(*self.convolve(query, key, Where(**where)))
+
+    def coefficients(self, query: Tensor, key: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
+        """(alpha, beta) that forward would use now, in a shape that lln_attention takes. Changes nothing. where: the
+        fields of `Where`."""
+        here = Where(**where)
+        return self.match(*self.convolve(query, key, here), here)
+
+    def convolve(self, query: Tensor, key: Tensor, where: Where) -> tuple[Tensor, Tensor]:
+        """Queries and keys after the convolution."""
+        if self.convolution is None:
+            return query, key
+        is_causal, key_mask, query_mask, cu_seqlens = where
+        check_sequence(query, key, is_causal, self.decoder, cu_seqlens)
+        rows = key_mask if query_mask is None else query_mask
+        return (
+            convolve(query, self.conv_q, is_causal=is_causal, mask=rows, cu_seqlens=cu_seqlens),
+            convolve(key, self.conv_k, is_causal=is_causal, mask=key_mask, cu_seqlens=cu_seqlens),
+        )
+
+    def _map(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         if self.feature_map is None:
             return query, key
         return map_features(query, key, self.map_q, self.map_k, self.key_offset)
-
-    def convolved(
-        self,
-        query: Tensor,
-        key: Tensor,
-        *,
-        is_causal: bool = False,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        cu_seqlens: CuSeqlens | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        if self.convolution is None:
-            return query, key
-        check_sequence(query, key, is_causal, self.decoder, cu_seqlens)
-        where: dict[str, Any] = {"is_causal": is_causal, "cu_seqlens": cu_seqlens}
-        rows = key_mask if query_mask is None else query_mask
-        return convolve(query, self.conv_q, mask=rows, **where), convolve(key, self.conv_k, mask=key_mask, **where)
 
     def forward(
         self,
@@ -194,23 +196,21 @@ class LLNAttention(Matched):
         query_mask [B, N]: rows that count for sigma_q; default key_mask in self attention (N = M).
         dropout: in training in place of the module's own.
         Raises ValueError for statistics that would let a causal output see later tokens."""
-        checked = self._check(query, key, value, key_mask, query_mask, cu_seqlens)
-        where: dict[str, Any] = {
-            "is_causal": is_causal,
-            "key_mask": key_mask,
-            "query_mask": query_mask,
-            "cu_seqlens": cu_seqlens,
-        }
+        # The tensors, checked once for the statistics and for the op, which checks the rest.
+        checked = check_inputs(query, key, value, key_mask=key_mask, cu_seqlens=cu_seqlens)
+        check_heads(query, key, self.num_heads, self.num_key_heads, self.head_dim)
+        check_key_mask(query_mask, query, "query_mask", "query")
+        where = Where(is_causal, key_mask, query_mask, cu_seqlens)
         if self.convolution is not None:
             check_value(value, self.value_dim, state is not None or return_state)
-            query, key = self.convolved(query, key, **where)
+            query, key = self.convolve(query, key, where)
             value = convolve(value, self.conv_v, is_causal=is_causal, mask=key_mask, cu_seqlens=cu_seqlens)
         new = None
         if self.statistics == "running" and self.training and not in_backward():
             self.commit()
-            new = self.summed(query, key, query_mask, key_mask, cu_seqlens)
-        alpha, beta = self.matched(query, key, **where)
-        query, key = self._mapped(query, key)
+            new = self.sum_moments(query, key, where)
+        alpha, beta = self.match(query, key, where)
+        query, key = self._map(query, key)
         p = self.dropout if dropout is None else dropout
         inputs = Inputs(*autocast(query, key, value), checked.key_mask, checked.cu_query, checked.cu_key, checked.cross)
         result: Tensor | tuple[Tensor, LLNState] = self.attend(
@@ -227,45 +227,6 @@ class LLNAttention(Matched):
             call |= {"block_size": self.block_size, "mix": self.mix_weights(), "scale": self.scale}
         op: Callable[..., Any] = overlapping_attention if self.overlap else attend_checked
         return op(inputs, alpha, beta, **call, backend=self.backend)
-
-    def _check(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        cu_seqlens: CuSeqlens | None,
-    ) -> Inputs:
-        """The tensors, checked once for the statistics and for the op, which checks the rest."""
-        inputs = check_inputs(query, key, value, key_mask=key_mask, cu_seqlens=cu_seqlens)
-        sizes = query.shape[1], key.shape[1], query.shape[3]
-        if sizes != (self.num_heads, self.num_key_heads, self.head_dim):
-            raise ValueError(
-                f"query and key must have {self.num_heads} and {self.num_key_heads} heads of {self.head_dim}; "
-                f"got query {list(query.shape)} and key {list(key.shape)}."
-            )
-        check_key_mask(query_mask, query, "query_mask", "query")
-        return inputs
-
-    def coefficients(
-        self,
-        query: Tensor,
-        key: Tensor,
-        *,
-        is_causal: bool = False,
-        key_mask: Tensor | None = None,
-        query_mask: Tensor | None = None,
-        cu_seqlens: CuSeqlens | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(alpha, beta) that forward would use now, in a shape that lln_attention takes. Changes nothing."""
-        where: dict[str, Any] = {
-            "is_causal": is_causal,
-            "key_mask": key_mask,
-            "query_mask": query_mask,
-            "cu_seqlens": cu_seqlens,
-        }
-        return self.matched(*self.convolved(query, key, **where), **where)
 
     def extra_repr(self) -> str:
         groups = "" if self.num_key_heads == self.num_heads else f"/{self.num_key_heads}"

@@ -136,9 +136,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         hidden = None  # [B, S]
         if key_padding_mask is not None:
             shape = [batch, key_length] if batched else [key_length]
-            hidden = hides("key_padding_mask", key_padding_mask, [shape], q.device, readable(q)).view(batch, key_length)
+            hidden = read_hidden("key_padding_mask", key_padding_mask, [shape], q.device, can_read(q))
+            hidden = hidden.view(batch, key_length)
         if attn_mask is not None:
-            is_causal, keys = split(attn_mask, is_causal, q, key_length)
+            is_causal, keys = split_mask(attn_mask, is_causal, q, key_length)
             if keys is not None:
                 hidden = keys.expand(batch, -1) if hidden is None else hidden | keys
         key_mask = None if hidden is None else ~hidden
@@ -222,12 +223,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             raise ValueError(f"query and key must agree in batch, dimension {batch}; {shapes}.")
 
 
-def readable(tensor: Tensor) -> bool:
+def can_read(tensor: Tensor) -> bool:
     """Whether values can be looked at without waiting for a device or breaking a compiled graph."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def hides(name: str, mask: Tensor, shapes: list[list[int]], device: torch.device, look: bool) -> Tensor:
+def read_hidden(name: str, mask: Tensor, shapes: list[list[int]], device: torch.device, look: bool) -> Tensor:
     """A mask of torch's, bool or float, as bool: True = ignore. `look`: refuse floats other than 0 and -inf."""
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise TypeError(f"{name} must be a tensor, bool (True = ignore) or float (0 or -inf); got {describe(mask)}.")
@@ -245,11 +246,11 @@ def hides(name: str, mask: Tensor, shapes: list[list[int]], device: torch.device
     return mask < 0
 
 
-def split(mask: Tensor, is_causal: bool, q: Tensor, key_length: int) -> tuple[bool, Tensor | None]:
+def split_mask(mask: Tensor, is_causal: bool, q: Tensor, key_length: int) -> tuple[bool, Tensor | None]:
     """(is it causal, the keys hidden from every query [B or 1, S]) of an attn_mask [L, S] or [B * H, L, S]."""
     batch, heads, length, _ = q.shape
-    look = readable(q) or not is_causal  # without the hint there is no other way to know
-    pairs = hides("attn_mask", mask, [[length, key_length], [batch * heads, length, key_length]], q.device, look)
+    look = can_read(q) or not is_causal  # without the hint there is no other way to know
+    pairs = read_hidden("attn_mask", mask, [[length, key_length], [batch * heads, length, key_length]], q.device, look)
     if not pairs.numel():
         return is_causal, None
     pairs = pairs.unflatten(0, (-1, heads)) if pairs.dim() == 3 else pairs[None, None]  # [B or 1, H or 1, L, S]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,16 @@ from lln.matching.moments import (
 )
 
 
-class Matched(nn.Module):
+class Where(NamedTuple):
+    """Which tokens attend to which, as `lln.LLNAttention` is told: see its forward."""
+
+    is_causal: bool = False
+    key_mask: Tensor | None = None
+    query_mask: Tensor | None = None
+    cu_seqlens: CuSeqlens | None = None
+
+
+class MomentMatcher(nn.Module):
     """The part of `lln.LLNAttention` that alpha and beta come from; see there for the arguments."""
 
     pending: Tensor
@@ -43,18 +52,16 @@ class Matched(nn.Module):
         if matching != "paper":  # refuses a head_dim that the curves do not cover now rather than in forward
             match_moments(1.0, 1.0, head_dim, matching)
         if statistics == "running":
-            self._make_averages(factory["device"])
+            device = factory["device"]
+            # (queries, keys) x (count, sum, sum of squares) of the last step; a buffer, so that a CUDA graph finds it.
+            wide = wide_dtype(torch.empty(0, device=device).device)
+            pending = torch.zeros(2, 3, self.num_key_heads, dtype=wide, device=device)
+            self.register_buffer("pending", pending, persistent=False)
+            self.register_buffer("running_count", torch.zeros((), dtype=torch.int64, device=device))
+            for name in ("running_variance_q", "running_variance_k"):
+                self.register_buffer(name, torch.ones(self.num_key_heads, dtype=torch.float32, device=device))
         if statistics == "fixed":
             self._make_coefficients(alpha, beta, learnable, factory)
-
-    def _make_averages(self, device: torch.device | str | None) -> None:
-        # (queries, keys) x (count, sum, sum of squares) of the last step; a buffer, so that a CUDA graph finds it.
-        wide = wide_dtype(torch.empty(0, device=device).device)
-        pending = torch.zeros(2, 3, self.num_key_heads, dtype=wide, device=device)
-        self.register_buffer("pending", pending, persistent=False)
-        self.register_buffer("running_count", torch.zeros((), dtype=torch.int64, device=device))
-        for name in ("running_variance_q", "running_variance_k"):
-            self.register_buffer(name, torch.ones(self.num_key_heads, dtype=torch.float32, device=device))
 
     def _make_coefficients(
         self, alpha: Coefficient | None, beta: Coefficient | None, learnable: str | None, factory: dict[str, Any]
@@ -82,24 +89,15 @@ class Matched(nn.Module):
             else:
                 self.numbers[name] = float(chosen)
 
-    def matched(
-        self,
-        query: Tensor,
-        key: Tensor,
-        *,
-        is_causal: bool,
-        key_mask: Tensor | None,
-        query_mask: Tensor | None,
-        cu_seqlens: CuSeqlens | None,
-    ) -> tuple[Tensor, Tensor]:
+    def match(self, query: Tensor, key: Tensor, where: Where) -> tuple[Tensor, Tensor]:
         """(alpha, beta) of queries and keys as they are attended with, but for a feature map. Changes nothing."""
-        if (is_causal or self.decoder) and self.statistics in ("sample", "batch"):
+        if (where.is_causal or self.decoder) and self.statistics in ("sample", "batch"):
             raise ValueError(
                 f"statistics={self.statistics!r} looks at all tokens, so a causal output would depend on later ones; "
                 "use statistics='running' or 'fixed' for causal attention and in decoders."
             )
         if self.statistics == "fixed":
-            return self._fixed("alpha", query), self._fixed("beta", query)
+            return self._read_fixed("alpha", query), self._read_fixed("beta", query)
         fused = self.matching == "paper" and has_kernels(query, key, self.backend)  # eq. (10) in the same kernel
         factor = score_factor(self.scale, self.head_dim)
         length: int | Tensor = self.length
@@ -110,7 +108,7 @@ class Matched(nn.Module):
                 return alpha, beta
             sigma_q, sigma_k = (v.to(wide_dtype(v.device)).clamp_min(SIGMA_FLOOR**2).sqrt()[None] for v in variances)
         else:
-            data = self._data(query, key, query_mask, key_mask, cu_seqlens)
+            data = self._data(query, key, where)
             if fused and self.statistics == "sample":
                 alpha, beta = kernel("paper_coefficients")(*data, factor)
                 return alpha, beta
@@ -132,7 +130,7 @@ class Matched(nn.Module):
             alpha, beta = alpha.unsqueeze(-1), beta.unsqueeze(-1)
         return alpha, beta
 
-    def _fixed(self, name: str, query: Tensor) -> Tensor:
+    def _read_fixed(self, name: str, query: Tensor) -> Tensor:
         dtype = compute_dtype(query.dtype)
         if f"log_{name}" in self._parameters:
             learned: Tensor = getattr(self, f"log_{name}")
@@ -142,23 +140,17 @@ class Matched(nn.Module):
             return given.to(dtype)
         return torch.full((1, 1, 1), self.numbers[name], dtype=dtype, device=query.device)
 
-    def _data(
-        self,
-        query: Tensor,
-        key: Tensor,
-        query_mask: Tensor | None,
-        key_mask: Tensor | None,
-        cu_seqlens: CuSeqlens | None,
-    ) -> Data:
+    def _data(self, query: Tensor, key: Tensor, where: Where) -> Data:
         """What the statistics are of, as `both_moments` takes it."""
+        _, key_mask, query_mask, cu_seqlens = where
         if query_mask is None and query.shape[-2] == key.shape[-2]:
             query_mask = key_mask
         pair = cu_seqlens if isinstance(cu_seqlens, (tuple, list)) else (cu_seqlens, cu_seqlens)
         return query.detach(), key.detach(), self.num_key_heads, query_mask, key_mask, pair[0], pair[1]
 
-    def summed(self, query: Tensor, key: Tensor, *where: Any) -> Tensor:
+    def sum_moments(self, query: Tensor, key: Tensor, where: Where) -> Tensor:
         """The moments of the whole batch on all ranks, as `pending` holds them."""
-        both = both_moments(*self._data(query, key, *where), self.backend).sum(2)
+        both = both_moments(*self._data(query, key, where), self.backend).sum(2)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(both)
         return both
@@ -205,6 +197,14 @@ class Matched(nn.Module):
             if buffer is not None and old is not None and buffer.dtype != old.dtype:
                 self._buffers[name] = old.to(buffer.device)
         return self
+
+
+def check_heads(query: Tensor, key: Tensor, heads: int, key_heads: int, head_dim: int) -> None:
+    if (query.shape[1], key.shape[1], query.shape[3]) != (heads, key_heads, head_dim):
+        raise ValueError(
+            f"query and key must have {heads} and {key_heads} heads of {head_dim}; "
+            f"got query {list(query.shape)} and key {list(key.shape)}."
+        )
 
 
 def in_backward() -> bool:

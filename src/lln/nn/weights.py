@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from lln.checks import check_inputs
-from lln.functional import CuSeqlens, autocast
+from lln.functional import autocast
 from lln.nn.attention import LLNAttention
+from lln.nn.statistics import Where
 
 MAX_WEIGHTS = 2**28  # elements: 1 GiB in float32
 
@@ -28,21 +29,14 @@ def check_size(query: Tensor, key: Tensor, name: str, remedy: str) -> None:
         raise ValueError(f"{name}: P would have {size:,} elements and {limit}; {remedy}.")
 
 
-def dense_weights(
-    attention: LLNAttention,
-    query: Tensor,
-    key: Tensor,
-    *,
-    is_causal: bool = False,
-    key_mask: Tensor | None = None,
-    query_mask: Tensor | None = None,
-    cu_seqlens: CuSeqlens | None = None,
-) -> Tensor:
+def dense_weights(attention: LLNAttention, query: Tensor, key: Tensor, **where: Any) -> Tensor:
     """P [B, H, N, M] of that module, exact, differentiable and without dropout: attention is linear in v, so the
-    identity matrix as v gives it. With a convolution it is what the convolved values are multiplied by."""
-    where: dict[str, Any] = {"is_causal": is_causal, "key_mask": key_mask, "cu_seqlens": cu_seqlens}
-    alpha, beta = attention.coefficients(query, key, query_mask=query_mask, **where)
-    query, key = attention.features(query, key, query_mask=query_mask, **where)
+    identity matrix as v gives it. With a convolution it is what the convolved values are multiplied by.
+
+    where: is_causal, key_mask, query_mask and cu_seqlens, as in the module's forward."""
+    alpha, beta = attention.coefficients(query, key, **where)
+    query, key = attention.features(query, key, **where)
+    is_causal, key_mask, _, cu_seqlens = Where(**where)
     columns = [query.new_empty(*query.shape[:3], 0)]
     at = torch.arange(key.shape[2], device=key.device)
     width = max(64, query.shape[2])  # of a slice of the identity: of few queries and many keys all of it dwarfs P
