@@ -1,12 +1,22 @@
-"""Linear-time attention that behaves like softmax attention."""
+"""Linear-time attention that behaves like softmax attention.
 
-from lln import instruments
-from lln.functional import lln_attention
-from lln.matching import match_data, match_moments
-from lln.nn.attention import LLNAttention
-from lln.nn.multihead import MultiheadAttention
-from lln.peers import attention, mechanism, mechanisms
-from lln.state import LLNState
+Names are loaded when they are first used, so that `import lln`, `lln --help` and `lln --version` wait for nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lln import _moved
+
+if TYPE_CHECKING:
+    from lln import instruments
+    from lln.functional import lln_attention
+    from lln.matching import match_data, match_moments
+    from lln.nn import LLNAttention, MultiheadAttention
+    from lln.peers import attention, mechanism, mechanisms
+    from lln.state import LLNState
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,3 +32,34 @@ __all__ = [
     "mechanism",
     "mechanisms",
 ]
+
+_PLACES = {
+    "LLNAttention": "lln.nn",
+    "LLNState": "lln.state",
+    "MultiheadAttention": "lln.nn",
+    "attention": "lln.peers",
+    "lln_attention": "lln.functional",
+    "match_data": "lln.matching",
+    "match_moments": "lln.matching",
+    "mechanism": "lln.peers",
+    "mechanisms": "lln.peers",
+}
+_ROOMS = ("checks", "functional", "instruments", "kernels", "matching", "nn", "peers", "state")
+
+if not TYPE_CHECKING:  # a type checker would take every name for one of lln's
+
+    def __getattr__(name: str) -> Any:
+        if name in _PLACES:
+            found = getattr(importlib.import_module(_PLACES[name]), name)
+        elif name in _ROOMS:
+            found = importlib.import_module(f"lln.{name}")
+        else:
+            raise AttributeError(f"module 'lln' has no attribute {name!r}")
+        globals()[name] = found
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__, *_ROOMS})
+
+
+_moved.install()

@@ -1,5 +1,21 @@
-"""`python -m lln` is `lln`."""
+"""`lln` and `python -m lln`: the command line, which is in lln.lab.cli and needs the extra `cli`."""
 
-from lln.lab.cli.app import main
+from __future__ import annotations
 
-main()
+import sys
+
+
+def main() -> None:
+    try:
+        from lln.lab.cli.app import main as run
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.exit(f"The command line needs {error.name}; install it with: pip install 'lln-attention[cli]'")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,7 @@
 """What a user gets: a light import, types, a command line that answers in sentences, a page that stands alone."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,15 +23,36 @@ ROOT = Path(__file__).parents[2]
 HEAVY = ("triton", "transformers", "datasets", "scipy", "pandas", "altair", "jinja2", "typer", "rich", "matplotlib")
 
 
+def list_new_modules(code: str, before: str = "torch") -> list[str]:
+    """What a process has loaded after the code and not before: torch may load some of it itself."""
+    code = f"import sys, {before}; before = set(sys.modules); {code}; print(*sorted(set(sys.modules) - before))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+
 def test_importing_lln_loads_nothing_heavy_but_torch() -> None:
-    # Against a plain `import torch`, since torch may load some of these itself.
-    code = "import sys, torch; before = set(sys.modules); import lln; print(*sorted(set(sys.modules) - before))"
-    new = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert "lln.attention" in new
+    new = list_new_modules("import lln; [getattr(lln, name) for name in lln.__all__]")
+    assert {"lln.functional", "lln.nn.multihead", "lln.peers.performer", "lln.instruments.spectrum"} <= set(new)
     assert [name for name in new if name.split(".")[0] in HEAVY] == []
     # Of everything else that comes with it, only small pieces of torch and of the standard library.
     allowed = {"lln", "torch"} | sys.stdlib_module_names
     assert [name for name in new if name.split(".")[0] not in allowed] == []
+
+
+def test_importing_lln_alone_waits_for_nothing() -> None:
+    new = list_new_modules("import lln; lln.__version__", "os")
+    assert [name for name in new if name.split(".")[0] not in {"lln"} | sys.stdlib_module_names] == []
+    assert {name for name in new if name.startswith("lln")} == {"lln", "lln._moved"}
+    with pytest.raises(AttributeError, match="module 'lln' has no attribute 'nothing'"):
+        lln.nothing  # noqa: B018
+    assert set(lln.__all__) <= set(dir(lln))
+
+
+def test_the_command_line_names_its_extra_where_it_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('none', name='typer')")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    found = subprocess.run([sys.executable, "-m", "lln"], env=environment, capture_output=True, text=True)
+    assert found.returncode == 1
+    assert found.stderr == "The command line needs typer; install it with: pip install 'lln-attention[cli]'\n"
 
 
 def test_the_package_is_typed_and_names_its_version_once() -> None:
