@@ -12,8 +12,7 @@ import transformers as tf
 import lln.hf
 from helpers.hf_models import CAUSAL, build, inputs, output, sentence, tokens
 from helpers.reference import relative_error
-from lln.hf.adam import NotFinite, choose
-from lln.hf.distillation import distillation, fine_tuning
+from lln.hf.distillation import NotFinite, choose, distillation, fine_tuning
 from lln.hf.find import attention_modules
 from lln.hf.watch import WATCHERS
 from lln.lab.convert.layer_errors import compare_layers, hidden_error, last_hidden

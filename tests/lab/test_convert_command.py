@@ -14,7 +14,7 @@ from filelock import FileLock
 from typer.testing import CliRunner
 
 from helpers.hf_models import BERT, build, config
-from lln.hf.adam import Learner
+from lln.hf.distillation import Learner
 from lln.lab.cli.app import app
 from lln.lab.convert import pipeline as conversion
 from lln.lab.convert.passages import as_batches, passages, special_tokens
@@ -171,8 +171,8 @@ def test_killed_it_ends_with_the_same_numbers(place: Path, converted: Path, tmp_
     code = """
 import os, signal, sys, torch
 torch.set_num_threads(1)  # as here: sums over threads differ in their last bits
-from lln.hf import conversion
-from lln.hf.adam import Learner
+from lln.lab.convert import pipeline as conversion
+from lln.hf.distillation import Learner
 conversion.KEPT_EVERY = 2
 kept = conversion.Workplace.keep_learning
 def kill(self, stage, *more):

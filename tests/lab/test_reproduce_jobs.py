@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from helpers.fake_runs import asked, jobs_of, result_of
+from lln.hf.distillation import NotFinite
 from lln.lab.paper import jobs as driver
 from lln.lab.paper.estimate import estimate, minutes
 from lln.lab.paper.experiments import EXPERIMENTS, refused
 from lln.lab.paper.jobs import Hooks, Job, check, configure, drive, folder_name, label, meant, parse_attention, state
 from lln.lab.recipes import RECIPES, recipe
 from lln.lab.train.config import Config
-from lln.lab.train.loop import NotFinite
 from lln.lab.train.models import Sizes, build
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from helpers.small import SMALLEST
+from lln.hf.distillation import NotFinite
 from lln.lab.recipes import recipe
 from lln.lab.train.config import Config, change
-from lln.lab.train.loop import NotFinite
 from lln.lab.train.run import train
 
 SMALL = SMALLEST | {

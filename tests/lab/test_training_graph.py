@@ -9,11 +9,11 @@ import torch
 from transformers import masking_utils
 
 from helpers.small import SMALLEST
+from lln.hf.distillation import NotFinite
 from lln.lab.data.examples import Stream
 from lln.lab.recipes import recipe
 from lln.lab.train.config import Config, change
 from lln.lab.train.graph import AHEAD, Feed
-from lln.lab.train.loop import NotFinite
 from lln.lab.train.models import Sizes, build, unmasked
 from lln.lab.train.run import train
 from lln.lab.train.tasks import load

@@ -66,11 +66,12 @@ def compare(
     if model is not None:
         need("hf")
 
-        from lln.lab.core.pretrained import CannotLoad, load
+        from lln.lab.core.errors import Refused
+        from lln.lab.core.pretrained import load
 
         try:
             loaded = load(model)
-        except CannotLoad as error:
+        except Refused as error:
             typer.echo(f"lln compare: {error}", err=True)
             raise typer.Exit(2) from None
     with progress_bar(plan.steps() if loaded is None else None) as step:

@@ -60,12 +60,11 @@ def convert(
     import torch
     from rich.console import Console
 
-    from lln.hf.adam import NotFinite
-    from lln.lab.convert.layer_tables import whole
-    from lln.lab.convert.passages import CannotRead, read_texts
-    from lln.lab.convert.pipeline import CannotConvert, Plan, convert_checkpoint
-    from lln.lab.convert.workplace import Occupied
-    from lln.lab.core.pretrained import CannotLoad
+    from lln.hf.distillation import NotFinite
+    from lln.lab.convert.layer_tables import describe_whole
+    from lln.lab.convert.passages import read_texts
+    from lln.lab.convert.pipeline import Plan, convert_checkpoint
+    from lln.lab.core.errors import Refused
     from lln.lab.core.provenance import provenance
 
     try:
@@ -78,7 +77,7 @@ def convert(
         with StageBars() as told:
             about = provenance(seed, torch.device(device))
             result = convert_checkpoint(model, out, texts, plan, device=device, about=about, progress=told)
-    except (CannotConvert, CannotLoad, CannotRead, Occupied, ValueError, TypeError) as error:
+    except (Refused, ValueError, TypeError) as error:
         typer.echo(f"lln convert: {error}", err=True)
         raise typer.Exit(2) from None
     except NotFinite as error:
@@ -96,7 +95,7 @@ def convert(
     console = Console()
     console = console if console.is_terminal else Console(width=max(120, console.width))
     console.print(rich_table(result))
-    typer.echo(whole(result))
+    typer.echo(describe_whole(result))
     typer.echo(
         f"The model is in {out}: `import lln.hf` before transformers loads it. The report is conversion.json there."
     )
@@ -105,13 +104,13 @@ def convert(
 def rich_table(result: dict[str, Any]) -> Any:
     from rich.table import Table
 
-    from lln.lab.convert.layer_tables import columns, rows, stages_of
+    from lln.lab.convert.layer_tables import list_rows, name_stages
 
-    request = result["request"]
-    table = Table(title=f"{request['model']} with {request['attention']}: {stages_of(result)}")
-    for name in columns(result):
+    request, (columns, *rows) = result["request"], list_rows(result)
+    table = Table(title=f"{request['model']} with {request['attention']}: {name_stages(result)}")
+    for name in columns:
         table.add_column(name, justify="left" if name == "layer" else "right")
-    for row in rows(result):
+    for row in rows:
         table.add_row(*row)
     return table
 

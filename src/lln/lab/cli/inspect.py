@@ -56,28 +56,20 @@ def run(
     """Measure, print the table (or JSON), write inspect.json and the page. Refused for what cannot be inspected."""
     from rich.console import Console
 
-    from lln.lab.core.pretrained import CannotLoad, load
+    from lln.lab.core.pretrained import load, shorten_name
     from lln.lab.core.provenance import provenance
     from lln.lab.inspect.inspect_page import layer_table, write
     from lln.lab.inspect.inspection import CannotInspect, inspect
 
     torch.manual_seed(seed)
-    try:
-        model, tokenizer = load(name, device)
-    except CannotLoad as error:
-        raise Refused(str(error)) from None
+    model, tokenizer = load(name, device)
     try:
         with bar(-(-len(texts) // batch_size)) as step:
-            found = inspect(
-                model, tokenizer, texts, max_length=max_length, batch_size=batch_size, progress=step
-            )  # fmt: skip
+            found = inspect(model, tokenizer, texts, max_length=max_length, batch_size=batch_size, progress=step)
     except CannotInspect as error:
         raise Refused(f"{name} ({type(model).__name__}) cannot be inspected: {error}") from None
-    path = Path(name).expanduser()
-    # Where a machine keeps its files is nobody's business; the last two parts of a path tell models apart.
-    shown = "/".join(path.resolve().parts[-2:]) if path.is_dir() else name
     result = {
-        "model": shown, "class": type(model).__name__, "texts": texts, "max_length": max_length, **found,
+        "model": shorten_name(name), "class": type(model).__name__, "texts": texts, "max_length": max_length, **found,
         "provenance": provenance(seed, torch.device(device)),
     }  # fmt: skip
     page = write(result, out)

@@ -48,10 +48,10 @@ def train(
 
     import torch
 
+    from lln.hf.distillation import NotFinite
     from lln.lab.core.errors import DataError
     from lln.lab.recipes import recipe
     from lln.lab.train.config import change
-    from lln.lab.train.loop import NotFinite
     from lln.lab.train.run import train as run
 
     asked = dict(pair(text) for text in changes or [])

@@ -15,27 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln.lab.core.errors import Refused
 from lln.lab.inspect.inspection import positions
 
 
-class CannotRead(Exception):
-    """With a message of one line."""
-
-
 def read_texts(files: Sequence[Path]) -> list[str]:
-    """The files' texts. CannotRead where one is not there, is no text, or holds nothing."""
+    """The files' texts. Refused where one is not there, is no text, or holds nothing."""
     texts = []
     for file in files:
         try:
             text = file.read_text(encoding="utf-8")
         except FileNotFoundError:
-            raise CannotRead(f"there is no file {file}") from None
+            raise Refused(f"there is no file {file}") from None
         except UnicodeDecodeError:
-            raise CannotRead(f"{file} cannot be read: it is not UTF-8 text") from None
+            raise Refused(f"{file} cannot be read: it is not UTF-8 text") from None
         except OSError as error:
-            raise CannotRead(f"{file} cannot be read: {error.strerror}") from None
+            raise Refused(f"{file} cannot be read: {error.strerror}") from None
         if not text.strip():
-            raise CannotRead(f"{file} is empty")
+            raise Refused(f"{file} is empty")
         texts.append(text)
     return texts
 
@@ -58,7 +55,7 @@ def passages(tokenizer: Any, texts: Sequence[str], length: int, shortest: int) -
     before, after = special_tokens(tokenizer)
     inside = length - len(before) - len(after)
     if inside < 1:
-        raise CannotRead(f"passages of {length} tokens have no room for text beside the special tokens")
+        raise Refused(f"passages of {length} tokens have no room for text beside the special tokens")
     found, tokens = [], 0
     for text in texts:
         ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -66,7 +63,7 @@ def passages(tokenizer: Any, texts: Sequence[str], length: int, shortest: int) -
         pieces = [ids[at : at + inside] for at in range(0, len(ids), inside)]
         found += [[*before, *piece, *after] for piece in pieces if len(piece) + length - inside >= shortest]
     if not found:
-        raise CannotRead(f"the text has only {tokens} tokens; a passage needs at least {shortest}")
+        raise Refused(f"the text has only {tokens} tokens; a passage needs at least {shortest}")
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,18 +15,18 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lln.hf.adam import Learner
+from lln.checks import MATCHINGS
 from lln.hf.card import add_section
 from lln.hf.converting import convert
-from lln.hf.distillation import FINE_RATE, RATE, distill, distillation, fine_tune, fine_tuning
-from lln.hf.options import runs_ours
+from lln.hf.distillation import FINE_RATE, RATE, Learner, distill, distillation, fine_tune, fine_tuning
+from lln.hf.options import LLN, runs_ours
 from lln.hf.watch import evaluating
 from lln.lab.convert.layer_errors import compare_layers, hidden_error, last_hidden
-from lln.lab.convert.layer_tables import markdown
+from lln.lab.convert.layer_tables import write_report
 from lln.lab.convert.passages import as_batches, fingerprint, longest, passages
 from lln.lab.convert.workplace import MODEL, Workplace
-from lln.lab.core.errors import first_line
-from lln.lab.core.pretrained import load, quiet
+from lln.lab.core.errors import Refused, first_line
+from lln.lab.core.pretrained import load, quiet, shorten_name
 from lln.lab.inspect.inspection import labelled
 
 MATCHED = 32  # passages that matching looks at
@@ -34,10 +35,6 @@ KEPT_EVERY = 20  # steps after which what was learned is put away
 DOING = {"distilled": "distilling", "fine_tuned": "fine-tuning"}
 # what is being done, steps done, steps in all, a few words
 Progress = Callable[[str, int, int, str], None]
-
-
-class CannotConvert(Exception):
-    """With a message of one line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +57,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("attention", ("lln", "lln_diag")),
-            ("matching", ("paper", "variance", "entropy", "data")),
+            ("attention", LLN),
+            ("matching", (*MATCHINGS, "data")),
             ("coefficients", ("head", "channel")),
             ("mix", ("ratio", "scales")),
             ("feature_map", (None, "linear")),
@@ -112,22 +109,22 @@ def convert_checkpoint(
     it was and ends with the same numbers; once it is finished it only returns them again.
 
     Raises:
-        CannotConvert, CannotLoad, CannotRead, Occupied with one line each; NotFinite where a loss is.
+        Refused with one line; NotFinite where a loss is.
     """
-    request = {"model": shown_name(name), **identity(name), **dataclasses.asdict(plan), "text": fingerprint(texts)}
+    request = {"model": shorten_name(name), **identity(name), **dataclasses.asdict(plan), "text": fingerprint(texts)}
     work = Workplace(out, request)
     if work.result is not None:
         shutil.rmtree(work.place, ignore_errors=True)  # where the last thing before the end was a kill
         return work.result
     model, tokenizer = load(name, device, headed=True)
     if runs_ours(model.config):
-        raise CannotConvert(
+        raise Refused(
             f"{name} runs {model.config._attn_implementation!r} already; convert the softmax model it was made from"
         )
     limit = longest(model, tokenizer)
     length = plan.length if limit is None else min(plan.length, limit)
     if length < plan.shortest:
-        raise CannotConvert(f"passages of {length} tokens are too short; at least {plan.shortest} are needed")
+        raise Refused(f"passages of {length} tokens are too short; at least {plan.shortest} are needed")
     found = passages(tokenizer, texts, length, plan.shortest)
     kept, learned = split(found)
     batches = [as_batches(model, tokenizer, part, plan.batch_size) for part in (kept, learned)]
@@ -137,8 +134,15 @@ def convert_checkpoint(
         with evaluating(model):
             conversion = Conversion(work, plan, model, batches[0], progress)
             conversion.match(matched)
-            conversion.distill(batches[1])
-            conversion.fine_tune(batches[1], lambda: load(name, device, headed=True)[0])
+            if plan.distill:
+                learner = distillation(model, plan.distill, plan.rate)
+                conversion.learn("distilled", learner, functools.partial(distill, model, batches[1]))
+            if plan.fine_tune:
+
+                def tune(**options: Any) -> None:
+                    fine_tune(model, load(name, device, headed=True)[0], batches[1], **options)
+
+                conversion.learn("fine_tuned", fine_tuning(model, plan.fine_tune, plan.fine_rate), tune)
         result = {
             "class": type(model).__name__,
             "passages": {"learned": len(learned), "reported": len(kept), "held_out": kept != learned, "tokens": length},
@@ -156,12 +160,6 @@ def split(found: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
         return found, found
     apart = {at * len(found) // count for at in range(count)}
     return [p for i, p in enumerate(found) if i in apart], [p for i, p in enumerate(found) if i not in apart]
-
-
-def shown_name(name: str) -> str:
-    """Where a machine keeps its files is nobody's business; the last two parts of a path tell models apart."""
-    path = Path(name).expanduser()
-    return "/".join(path.resolve().parts[-2:]) if path.is_dir() else name
 
 
 def identity(name: str) -> dict[str, Any]:
@@ -187,7 +185,7 @@ class Conversion:
         try:
             self.wanted = last_hidden(model, kept)
         except Exception as error:  # anything may happen in a model that is not made for text
-            raise CannotConvert(f"the model does not run on text alone: {first_line(error)}") from error
+            raise Refused(f"the model does not run on text alone: {first_line(error)}") from error
 
     def match(self, batches: list[dict[str, Tensor]]) -> None:
         plan = self.plan
@@ -196,64 +194,39 @@ class Conversion:
             options["block_size"] = plan.block_size
         if plan.matching != "data":
             options["statistics"] = {"encoder": "sample", "decoder": "running"}
-        held = self.work.stage("matched")
-        if held is not None:
+        if (held := self.work.stage("matched")) is not None:
             if plan.matching == "data":
                 options |= {"alpha": 1.0, "beta": 1.0}
             convert(self.model, **options)
             self.take("matched", *held)
             return
 
-        def told() -> Iterator[dict[str, Tensor]]:
+        def follow() -> Iterator[dict[str, Tensor]]:
             for number, batch in enumerate(batches):
                 self.progress("matching", number, len(batches), "")
                 yield batch
 
-        convert(self.model, **options, batches=told())
+        convert(self.model, **options, batches=follow())
         self.end("matched", {})
 
-    def distill(self, batches: list[dict[str, Tensor]]) -> None:
-        if self.plan.distill:
-            self.learn(
-                "distilled",
-                distillation(self.model, self.plan.distill, self.plan.rate),
-                lambda learner, told: distill(
-                    self.model, batches, seed=self.plan.seed, learner=learner, progress=told
-                ),
-            )  # fmt: skip
-
-    def fine_tune(self, batches: list[dict[str, Tensor]], original: Callable[[], PreTrainedModel]) -> None:
-        if self.plan.fine_tune:
-            self.learn(
-                "fine_tuned",
-                fine_tuning(self.model, self.plan.fine_tune, self.plan.fine_rate),
-                lambda learner, told: fine_tune(
-                    self.model, original(), batches, seed=self.plan.seed, learner=learner, progress=told
-                ),
-            )  # fmt: skip
-
-    def learn(
-        self, stage: str, learner: Learner, teach: Callable[[Learner, Callable[[int, float], None]], Any]
-    ) -> None:
-        held = self.work.stage(stage)
-        if held is not None:
+    def learn(self, stage: str, learner: Learner, teach: Callable[..., Any]) -> None:
+        if (held := self.work.stage(stage)) is not None:
             self.take(stage, *held)
             return
         losses: dict[str, float] = {}
-        begun = self.work.learning(stage)
-        if begun is not None:
+        if (begun := self.work.learning(stage)) is not None:
             notes, tensors = begun
             learner.load(tensors, int(notes["done"]))
             losses["first"] = float(notes["first"])
 
-        def told(done: int, loss: float) -> None:
+        def tell(done: int, loss: float) -> None:
             losses.setdefault("first", loss)
             losses["last"] = loss
             self.progress(DOING[stage], done, learner.steps, f"loss {loss:.4f}")
             if done % KEPT_EVERY == 0 and done < learner.steps:
                 self.work.keep_learning(stage, {"done": str(done), "first": repr(losses["first"])}, learner.state())
 
-        teach(learner, told)
+        teach(seed=self.plan.seed, learner=learner, progress=tell)
         self.end(stage, {"loss": losses})
 
     def end(self, stage: str, found: dict[str, Any]) -> None:
@@ -298,5 +271,5 @@ def save(model: PreTrainedModel, tokenizer: Any, work: Workplace, name: str, res
     with quiet(transformers, bars=False):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    add_section(folder, "How it was converted", markdown({"request": work.request, **result}))
+    add_section(folder, "How it was converted", write_report({"request": work.request, **result}))
     work.finish(result)

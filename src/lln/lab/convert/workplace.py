@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,32 +25,29 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lln.files import write_json
+from lln.files import replace_file, write_json
+from lln.lab.core.errors import Refused
 
 REQUEST, RESULT, LEARNING, MODEL = "request.json", "conversion.json", "learning.safetensors", "model"
 
 
-class Occupied(Exception):
-    """OUT holds something else. With a message of one line."""
-
-
 class Workplace:
     def __init__(self, out: Path, request: dict[str, Any]) -> None:
-        """Occupied where OUT, or what was begun of it, is not what this request would make."""
+        """Refused where OUT, or what was begun of it, is not what this request would make."""
         self.out, self.place = out, out.with_name(out.name + ".partial")
         self.request = json.loads(json.dumps(request))
         if out.exists() and not out.is_dir():
-            raise Occupied(f"{out} is a file; name a folder for the converted model")
+            raise Refused(f"{out} is a file; name a folder for the converted model")
         for folder, name in ((out, RESULT), (self.place, REQUEST)):
             held = read_json(folder / name)
             if held is None:
                 if folder == out and folder.exists() and any(folder.iterdir()):
-                    raise Occupied(f"{out} is not empty and holds no conversion; name another folder")
+                    raise Refused(f"{out} is not empty and holds no conversion; name another folder")
                 continue
             held = held["request"] if name == RESULT else held
             if changed := [key for key in sorted({*held, *self.request}) if held.get(key) != self.request.get(key)]:
                 key = changed[0]
-                raise Occupied(
+                raise Refused(
                     f"{folder} holds a conversion that was asked for differently: {key} is {held.get(key)!r} there and "
                     f"{self.request.get(key)!r} here; name another folder or remove this one"
                 )
@@ -69,7 +65,7 @@ class Workplace:
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            raise Occupied(f"{self.out} is being made by another process") from None
+            raise Refused(f"{self.out} is being made by another process") from None
         try:
             write_json(self.place / REQUEST, self.request)
             yield
@@ -120,13 +116,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: dict[str, str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    os.close(handle)
-    try:
+    with replace_file(path) as temporary:
         # Tied weights are one tensor under two names, which safetensors refuses.
         save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, temporary, notes)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

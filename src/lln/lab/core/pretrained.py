@@ -12,13 +12,9 @@ from typing import Any
 
 import torch
 
-from lln.lab.core.errors import first_line
+from lln.lab.core.errors import Refused, first_line
 
 PATIENCE = 10.0  # seconds that the Hub has to answer whether it has a model
-
-
-class CannotLoad(Exception):
-    """With a message of one line."""
 
 
 def load(name: str, device: str = "cpu", *, headed: bool = False) -> tuple[Any, Any]:
@@ -28,7 +24,7 @@ def load(name: str, device: str = "cpu", *, headed: bool = False) -> tuple[Any, 
     ask for half a minute where there is no network. What is in the local cache serves then.
 
     Raises:
-        CannotLoad."""
+        Refused."""
     import transformers
 
     here = where(name)
@@ -41,31 +37,31 @@ def load(name: str, device: str = "cpu", *, headed: bool = False) -> tuple[Any, 
                 kind = getattr(transformers, named[0], kind)
             model, about = kind.from_pretrained(name, dtype=torch.float32, output_loading_info=True, **options)
         except Exception as error:  # whatever is wrong with a file, transformers has an exception of its own for it
-            raise CannotLoad(f"{name} holds no model that transformers can load: {first_line(error)}") from error
+            raise Refused(f"{name} holds no model that transformers can load: {first_line(error)}") from error
         missing, there = len(about["missing_keys"]), len(model.state_dict())
         if 2 * missing > there:
-            raise CannotLoad(f"the weights in {name} do not fit its config: {missing} of {there} are missing")
+            raise Refused(f"the weights in {name} do not fit its config: {missing} of {there} are missing")
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
         except Exception as error:
-            raise CannotLoad(f"{name} has no tokenizer that can be loaded: {first_line(error)}") from error
+            raise Refused(f"{name} has no tokenizer that can be loaded: {first_line(error)}") from error
     # Without files transformers makes one that knows no word.
     if not callable(tokenizer) or len(tokenizer) <= len(getattr(tokenizer, "all_special_ids", ())):
-        raise CannotLoad(f"{name} has no tokenizer (tokenizer.json or a vocabulary), so it cannot be given text")
+        raise Refused(f"{name} has no tokenizer (tokenizer.json or a vocabulary), so it cannot be given text")
     return model.to(device).eval(), tokenizer
 
 
 def where(name: str) -> bool:
-    """Whether the model is on this machine, else it is on the Hub; CannotLoad for neither."""
+    """Whether the model is on this machine, else it is on the Hub; Refused for neither."""
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise CannotLoad(f"the folder {name} holds no config.json, so no model of transformers")
+            raise Refused(f"the folder {name} holds no config.json, so no model of transformers")
         return True
     if path.exists():
-        raise CannotLoad(f"{name} is a file; name the folder that a model was saved to, or a Hub id")
+        raise Refused(f"{name} is a file; name the folder that a model was saved to, or a Hub id")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or name.startswith("."):
-        raise CannotLoad(f"there is no folder {name}, and it is no Hub id (like google-bert/bert-base-uncased)")
+        raise Refused(f"there is no folder {name}, and it is no Hub id (like google-bert/bert-base-uncased)")
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -76,14 +72,20 @@ def where(name: str) -> bool:
             HfApi().model_info(name, timeout=PATIENCE)
             return False
         except GatedRepoError:
-            raise CannotLoad(f"{name} is gated: accept its terms on the Hub and log in with `hf auth login`") from None
+            raise Refused(f"{name} is gated: accept its terms on the Hub and log in with `hf auth login`") from None
         except RepositoryNotFoundError:
-            raise CannotLoad(f"there is no folder {name} and no public model of that name on the Hub") from None
+            raise Refused(f"there is no folder {name} and no public model of that name on the Hub") from None
         except Exception as error:  # of whichever library makes the request
             problem = f"the Hub does not answer ({first_line(error)})"
     if not cached:
-        raise CannotLoad(f"there is no folder {name}, it is not in the local cache, and {problem}")
+        raise Refused(f"there is no folder {name}, it is not in the local cache, and {problem}")
     return True
+
+
+def shorten_name(name: str) -> str:
+    """Where a machine keeps its files is nobody's business; the last two parts of a path tell models apart."""
+    path = Path(name).expanduser()
+    return "/".join(path.resolve().parts[-2:]) if path.is_dir() else name
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from lln.checks import MATCHINGS
 from lln.instruments.concentration import entropy
 from lln.instruments.observation import Observation, gap, measure
 from lln.instruments.recorder import record
-from lln.lab.core.errors import first_line
+from lln.lab.core.errors import Refused, first_line
 from lln.matching.data import match_data
 from lln.nn.attention import LLNAttention
 
@@ -34,8 +34,8 @@ LAYER_MEANS = (
 )  # fmt: skip
 
 
-class CannotInspect(Exception):
-    """With a message of one line."""
+class CannotInspect(Refused):
+    """A model that cannot be looked into."""
 
 
 @torch.no_grad()

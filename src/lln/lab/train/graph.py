@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from lln.hf.distillation import NotFinite
 from lln.hf.interface import nothing_collected
 from lln.lab.core.errors import first_line
 from lln.lab.data.examples import IGNORE, Stream
 from lln.lab.train.config import Config
-from lln.lab.train.loop import NotFinite, RunTrainer, first_not_finite
+from lln.lab.train.loop import RunTrainer, first_not_finite
 from lln.lab.train.models import unmasked
 
 FIRST = 3  # steps of a process that are launched one by one: libraries and the optimiser set themselves up in them

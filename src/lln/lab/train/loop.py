@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
+from lln.hf.distillation import NotFinite
 from lln.lab.data.examples import IGNORE
 from lln.lab.train.config import Config
 from lln.lab.train.guesses import Guesses
@@ -20,10 +21,6 @@ from lln.lab.train.run_folder import Run, seal
 
 # Gains, shares and offsets of LLN attention; its maps and convolutions decay as other weights do, to the identity.
 UNDECAYED = ("log_alpha", "log_beta", "mix_logit", "lln_scale", "block_scale", "key_offset")
-
-
-class NotFinite(RuntimeError):
-    """The loss is NaN or infinite."""
 
 
 class RunTrainer(Trainer):
