@@ -9,7 +9,7 @@ OUT ?= report
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 READY = $(VENV)/.ready
 
-.PHONY: report docs pages test test-gpu check bench bench-conversion bench-gpu clean
+.PHONY: report docs pages test test-gpu test-matrix check bench bench-conversion bench-gpu clean
 
 report: $(READY)
 	$(VENV)/bin/lln report --out $(OUT)
@@ -31,6 +31,11 @@ test: check
 test-gpu: $(READY)
 	$(VENV)/bin/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch sees no GPU")'
 	$(VENV)/bin/python -m pytest -n 8 --dist worksteal tests/core/test_devices.py tests/lab/test_training_graph.py tests/instruments/test_instruments.py tests/triton
+
+# The suite with the oldest and the newest supported torch and transformers, and with every supported Python: hours, and
+# gigabytes below .venv-matrix/. Pythons that are not found are told.
+test-matrix: $(READY)
+	$(VENV)/bin/python tools/test_matrix.py
 
 check: $(READY)
 	$(VENV)/bin/ruff check .
@@ -62,4 +67,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OUT) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-matrix $(OUT) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
