@@ -14,9 +14,11 @@ from lln.lab.paper import jobs as driver
 from lln.lab.paper.estimate import estimate, minutes
 from lln.lab.paper.experiments import EXPERIMENTS, refused
 from lln.lab.paper.jobs import Hooks, Job, check, configure, drive, folder_name, label, meant, parse_attention, state
+from lln.lab.paper.old_runs import derive_facts
 from lln.lab.recipes import RECIPES, recipe
 from lln.lab.train.config import Config
 from lln.lab.train.models import Sizes, build
+from lln.lab.train.run_folder import list_facts
 
 
 def test_the_memory_of_a_run_is_not_that_of_runs_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +158,8 @@ def test_other_settings_are_noticed_before_anything_runs(tmp_path: Path, trainer
 def test_a_label_is_read_back_as_it_was_written(text: str, task: str) -> None:
     for preset in ("tiny", "mini", "paper"):
         config = configure(task, preset, text, 0, {})
-        assert label(config.to_dict()) == text
+        assert label(config.to_dict()) == config.attention.label == text
+        assert derive_facts(config.to_dict()) == list_facts(config)
         assert configure(task, preset, label(config.to_dict()), 0, {}) == config
         assert refused(task, preset, text) is None
 

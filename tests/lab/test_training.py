@@ -62,6 +62,8 @@ def test_a_run_is_a_folder_with_everything_in_it(whole: Path) -> None:
     assert result["guess"]["loss"] > 0
     assert result["notes"]
     assert result["provenance"]["torch"] == torch.__version__
+    assert result["facts"] == json.loads((whole / "facts.json").read_text())
+    assert (result["facts"]["label"], result["facts"]["length"]) == ("lln_diag:block_size=8", 32)
     environment = json.loads((whole / "environment.json").read_text())
     assert len(environment) == 1
     assert {"transformers", "commit", "device", "data"} <= environment[0].keys()

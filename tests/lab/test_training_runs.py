@@ -7,7 +7,7 @@ import pytest
 
 from lln.lab.recipes import NAMES, RECIPES, recipe
 from lln.lab.train.config import Config, change
-from lln.lab.train.run_folder import Run, broken, seal
+from lln.lab.train.run_folder import Run, broken, list_facts, seal
 
 
 def begun(path: Path) -> Run:
@@ -67,6 +67,42 @@ def test_a_broken_checkpoint_gives_way_to_the_last_good_one(tmp_path: Path, harm
     assert "checkpoint-100 is not whole" in said[0]
     assert not bad.exists()
     assert broken(good) is None
+
+
+def test_facts_are_stored_as_soon_as_a_run_begins(tmp_path: Path) -> None:
+    first = recipe("mlm", "tiny", "elu_diag")
+    run = Run(tmp_path / "first", first.to_dict(), list_facts(first))
+    run.begin()
+    wanted = {
+        "task": "mlm", "name": "", "preset": "tiny", "attention": "elu", "label": "elu_diag", "seed": 0, "length": 128,
+        "start": None,
+    }  # fmt: skip
+    assert run.read("facts.json") == wanted
+    asked = {"seed": "3", "model.start": str(tmp_path / "first" / "model"), "attention.options.alpha": "2"}
+    second = list_facts(change(recipe("glue", "tiny", "lln", "sst2"), asked))
+    assert second["start"] == {"folder": "first", "task": "mlm", "seed": 0, "length": 128}
+    assert (second["label"], second["seed"], second["name"]) == ("lln:alpha=2", 3, "topics")
+    foreign = list_facts(change(recipe("glue"), {"model.start": "roberta/model"}))
+    assert foreign["start"] == {"folder": "roberta", "task": None, "seed": None, "length": None}
+
+
+@pytest.mark.parametrize("preset", ["tiny", "mini", "paper"])
+@pytest.mark.parametrize(
+    ("asked", "options", "label"),
+    [
+        ("lln_diag", {}, "lln_diag"),
+        ("elu", {"block_size": "7"}, "elu:block_size=7"),
+        ("elu_diag", {}, "elu_diag"),
+        ("lln", {"statistics": "running", "matching": "entropy"}, "lln:matching=entropy:statistics=running"),
+        ("softmax", {"convolution": "5"}, "softmax:convolution=5"),
+    ],
+)
+def test_a_label_shows_what_is_not_the_presets_own(
+    asked: str, options: dict[str, str], label: str, preset: str
+) -> None:
+    config = change(recipe("mlm", preset, asked), {f"attention.options.{k}": v for k, v in options.items()})
+    assert config.attention.label == label
+    assert "preset" not in config.to_dict()["attention"]
 
 
 def test_without_checkpoints_there_is_none(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ import torch
 from lln.files import write_json
 from lln.lab.core.errors import DataError, first_line
 from lln.lab.core.provenance import provenance
-from lln.lab.recipes import NAMES, PRESETS, chosen, recipe
+from lln.lab.recipes import NAMES, PRESETS, recipe
 from lln.lab.recipes.image import deit_tiny
-from lln.lab.train.config import TASKS, Config, change, loose
+from lln.lab.train.config import TASKS, Config, change, choose_attention, loose
 from lln.lab.train.run import MODEL, train
 from lln.lab.train.run_folder import CONFIG, RESULT, Run, differences
 from lln.lab.train.tasks import Place
@@ -76,7 +76,7 @@ def label(config: dict[str, Any]) -> str:
 def base(task: str, preset: str, name: str | None, attention: str = "lln_diag") -> Config:
     if preset == DEIT:
         config = deit_tiny()
-        return dataclasses.replace(config, attention=chosen(attention, config.attention.options))
+        return dataclasses.replace(config, attention=choose_attention(attention, config.attention.options))
     return recipe(task, preset if preset in PRESETS else "paper", attention, name)
 
 

@@ -8,14 +8,50 @@ import json
 import typing
 from typing import Any
 
+from lln.peers import mechanisms
+
 TASKS = ("mlm", "glue", "image", "lra", "needles")
 LEARNED, SINUSOIDAL, NONE = POSITIONS = ("learned", "sinusoidal", "none")
+BLOCK_SIZE = 64  # of kernels with blocks, where a preset says nothing
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
     name: str = "lln_diag"  # "softmax", or any attn_implementation of lln.hf
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of config.lln: matching, statistics, ...
+    preset: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)  # see choose_attention
+
+    @property
+    def label(self) -> str:
+        """As tables show it and `--attentions` reads it: with those options that are not the preset's own."""
+        shown, with_blocks = self.name, f"{self.name.removesuffix('_diag')}_diag"
+        usual, blocks = (choose_attention(name, self.preset) for name in (shown, with_blocks))
+        if blocks.name == shown and blocks.options.get("block_size") == self.options.get("block_size"):
+            shown, usual = with_blocks, blocks  # elu with blocks is elu_diag
+        own = {k: v for k, v in sorted(self.options.items()) if usual.options.get(k) != v}
+        return ":".join([shown, *(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in own.items())])
+
+
+def choose_attention(name: str, preset: dict[str, Any]) -> Attention:
+    """An attention with what the options of a preset, which are LLN's and its blocks', mean to it. `elu_diag` and the
+    like are kernels with blocks.
+
+    >>> choose_attention("elu_diag", {"block_size": 32})
+    Attention(name='elu', options={'block_size': 32})
+    >>> choose_attention("elu_diag", {"block_size": 32}).label
+    'elu_diag'
+    """
+    blocks = {k: v for k, v in preset.items() if k == "block_size"}
+    base, options = name.removesuffix("_diag"), dict[str, Any]()
+    if name == "lln_diag":
+        options = preset
+    elif name == "lln":
+        options = {k: v for k, v in preset.items() if k not in blocks}
+    elif name == "block_diagonal":
+        options = blocks
+    elif base != name and base in mechanisms() and mechanisms()[base].mixes:
+        name, options = base, {"block_size": BLOCK_SIZE} | blocks
+    return Attention(name, options, preset)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +115,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        del found["attention"]["preset"]
         for name, usual in (("positions", LEARNED), ("initial", 0.0)):
             if found["model"][name] == usual:  # left out: runs from before there was a choice are the same runs
                 del found["model"][name]
@@ -128,7 +165,7 @@ def changed(holder: Any, path: list[str], text: str, name: str) -> Any:
     """A dataclass or dict with one value in it set from text."""
     if isinstance(holder, dict):
         return holder | {".".join(path): loose(text)}
-    names = [field.name for field in dataclasses.fields(holder)]
+    names = [field.name for field in dataclasses.fields(holder) if field.compare]
     if path[0] not in names:
         raise ValueError(f"{name}: there is no such option; {path[0]!r} is none of {', '.join(names)}.")
     held = getattr(holder, path[0])

@@ -35,7 +35,7 @@ from lln.lab.train.loop import (
 )
 from lln.lab.train.models import build, check_attention, saved
 from lln.lab.train.recording import Recording
-from lln.lab.train.run_folder import Run, step_of
+from lln.lab.train.run_folder import Run, list_facts, step_of
 from lln.lab.train.shard import ShardedTrainer, check_shards
 from lln.lab.train.tasks import Place, TaskData, carry_tokenizer, load
 
@@ -117,7 +117,7 @@ def train(
             say("graph: there is no CUDA graph on a CPU; the same steps are run one by one.")
     if config.fsdp:
         check_shards(config, processes)
-    run = Run(folder, config.to_dict()) if writes else None
+    run = Run(folder, config.to_dict(), list_facts(config)) if writes else None
     if run is not None and run.result is not None:
         say(f"{folder} is finished: its result is shown again.")
         return run.result
@@ -245,6 +245,7 @@ def outcome(
     }
     return {
         "config": config.to_dict(),
+        "facts": list_facts(config),
         "metrics": kept,
         "guess": data.guess,
         "parameters": parameters(model),

@@ -1,6 +1,7 @@
 """A training run is a folder, and everything in it is either whole or known to be broken.
 
 config.json        what was asked for; the same command finds the same run again
+facts.json         what tables and figures ask of a run (`list_facts`); result.json holds it too
 environment.json   versions, commit, device: one entry each time the run was started
 metrics.jsonl      one line a measurement; lines after the checkpoint that a run goes on from are taken back
 checkpoint-N/      transformers' checkpoint, and manifest.json, written last: sizes and hashes of its files
@@ -18,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from lln.files import hash_file, read_json_lines, write_json, write_text
+from lln.lab.train.config import Config
 
-CONFIG, ENVIRONMENT, METRICS, RESULT, MANIFEST = (
-    "config.json", "environment.json", "metrics.jsonl", "result.json", "manifest.json"
+CONFIG, FACTS, ENVIRONMENT, METRICS, RESULT, MANIFEST = (
+    "config.json", "facts.json", "environment.json", "metrics.jsonl", "result.json", "manifest.json"
 )  # fmt: skip
 CHECKPOINT, LOCK = "checkpoint-", ".lock"
 
@@ -28,9 +30,9 @@ Say = Callable[[str], None]
 
 
 class Run:
-    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+    def __init__(self, path: Path, config: dict[str, Any], facts: dict[str, Any] | None = None) -> None:
         """The run in this folder, new or begun. ValueError where it was begun with another config."""
-        self.path = path
+        self.path, self.facts = path, facts
         if path.exists() and not path.is_dir():
             raise ValueError(f"{path} is a file; a run needs a folder.")
         held = self.read(CONFIG)
@@ -58,6 +60,8 @@ class Run:
     def begin(self) -> None:
         """From now on the folder is this run's. What is refused before leaves no trace there."""
         write_json(self.path / CONFIG, self.config)
+        if self.facts is not None:
+            write_json(self.path / FACTS, self.facts)
 
     def started(self, environment: dict[str, Any]) -> None:
         write_json(self.path / ENVIRONMENT, [*(self.read(ENVIRONMENT) or []), environment])
@@ -108,6 +112,22 @@ class Run:
             say(f"{path.name} is not whole ({reason}) and is left out.")
             shutil.rmtree(path)
         return None
+
+
+def list_facts(config: Config) -> dict[str, Any]:
+    """What tables and figures ask of a run. `name`: which GLUE or LRA task; `label`: the attention as tables show it;
+    `length`: tokens of a sequence, of images pixels along the side; `start`: the run whose model this one begins from,
+    with `seed`, `task` and `length` None where it is not a run of ours; None for new models."""
+    start = None
+    if config.model.start:
+        folder = Path(config.model.start).absolute().parent
+        held = json.loads((folder / CONFIG).read_text(encoding="utf-8")) if (folder / CONFIG).exists() else {}
+        length = held.get("data", {}).get("length")
+        start = {"folder": folder.name, "task": held.get("task"), "seed": held.get("seed"), "length": length}
+    return {
+        "task": config.task, "name": config.data.subset, "preset": config.preset, "attention": config.attention.name,
+        "label": config.attention.label, "seed": config.seed, "length": config.data.length, "start": start,
+    }  # fmt: skip
 
 
 def step_of(checkpoint: Path) -> int:
