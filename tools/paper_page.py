@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from lln.lab.core.provenance import without_places
 from lln.lab.paper import costs, render
-from lln.lab.paper.distribution import FAR, STRAIGHT
+from lln.lab.paper.fig5_fig7 import FAR, STRAIGHT
 from lln.lab.paper.published import COLUMNS1, COLUMNS3, COLUMNS5, TABLE1, TABLE3, TABLE5, Numbers
 
 ROOT = Path(__file__).parents[1]

@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 
 from lln.lab.cli.app import app
 from lln.lab.cli.reproduce import MEASURED, TRAINED, FigureName
-from lln.lab.paper import concentration, distribution, sums
-from lln.lab.paper.analysis import WORDS, Plan, Rows, run, value
-from lln.lab.paper.analysis_figures import FIGURES
+from lln.lab.paper import fig2, fig5_fig7, fig6
+from lln.lab.paper.analysis import WORDS, Draws, Rows, make_maps, read_curve
+from lln.lab.paper.analysis_figures import FIGURES, measure_figure
 from lln.lab.paper.costs import TABLES
 from lln.lab.paper.experiments import EXPERIMENTS
 from lln.peers.simple_kernels import FEATURES
 
-TINY = Plan(length=96, dim=64, seeds=2, samples=4000)
+TINY = Draws(length=96, dim=64, seeds=2, samples=4000)
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,8 @@ def results() -> dict[str, dict[str, Any]]:
     found = {}
     for name, figure in FIGURES.items():
         steps: list[str] = []
-        found[name] = run(figure, TINY, 0, steps.append)
-        assert len(steps) == figure.steps(TINY), name
+        found[name] = measure_figure(figure, TINY, 0, steps.append)
+        assert len(steps) == figure.steps, name
     return found
 
 
@@ -55,7 +55,7 @@ def test_a_figure_is_whole_and_its_charts_are_drawings(name: str, results: dict[
 
 
 def test_the_seed_decides() -> None:
-    one, again, other = (distribution.measure_5a(TINY, seed, lambda text: None) for seed in (0, 0, 1))
+    one, again, other = (fig5_fig7.measure_5a(TINY, seed, lambda text: None) for seed in (0, 0, 1))
     assert one == again
     assert one != other
 
@@ -69,12 +69,12 @@ def rows_of(series: str, entropies: list[float], gap: float = 0.9) -> Rows:
 
 def test_fig2_says_from_which_temperature_on_lln_follows() -> None:
     softmax = rows_of("softmax", [9.0, 8.0, 4.0])
-    verdict = concentration.follows(softmax + rows_of("paper", [9.1, 7.9, 2.5]), "paper")
+    verdict = fig2.judge_following(softmax + rows_of("paper", [9.1, 7.9, 2.5]), "paper")
     assert not verdict.holds
     assert verdict.numbers == {"follows_from": 1.0, "most_bits": -1.5, "most_gap": 0.0}
     assert "for temperatures from 1.00 up; the largest differences are -1.50 bits at 0.25" in verdict.sentence
-    assert concentration.follows(softmax + rows_of("paper", [9.0, 8.2, 4.1]), "paper").holds
-    nowhere = concentration.follows(softmax + rows_of("paper", [9.0, 8.0, 4.0], gap=0.8), "paper")
+    assert fig2.judge_following(softmax + rows_of("paper", [9.0, 8.2, 4.1]), "paper").holds
+    nowhere = fig2.judge_following(softmax + rows_of("paper", [9.0, 8.0, 4.0], gap=0.8), "paper")
     assert nowhere.numbers["follows_from"] is None
     assert "at no measured temperature" in nowhere.sentence
 
@@ -82,21 +82,21 @@ def test_fig2_says_from_which_temperature_on_lln_follows() -> None:
 def test_fig2_finds_the_kernels_indifferent_and_lln_in_need_of_matching(results: dict[str, dict[str, Any]]) -> None:
     rows = results["fig2"]["rows"]
     for kernel in ("ReLU", "quadratic"):
-        assert concentration.indifferent(rows, kernel).numbers["moved_bits"] < 1e-9
-    assert 0.005 < concentration.indifferent(rows, "ELU").numbers["moved_bits"] < 0.05
-    assert not concentration.indifferent(
+        assert fig2.judge_indifference(rows, kernel).numbers["moved_bits"] < 1e-9
+    assert 0.005 < fig2.judge_indifference(rows, "ELU").numbers["moved_bits"] < 0.05
+    assert not fig2.judge_indifference(
         rows_of("ELU", [5.0, 4.0, 3.0]) + rows_of("softmax", [5.0, 4.0, 3.0]), "ELU"
     ).holds
-    assert concentration.needs_matching(rows).holds
+    assert fig2.judge_matching(rows).holds
     # Entropy matching is the nearest.
-    most = {kind: abs(concentration.follows(rows, kind).numbers["most_bits"]) for kind in ("paper", "entropy")}
+    most = {kind: abs(fig2.judge_following(rows, kind).numbers["most_bits"]) for kind in ("paper", "entropy")}
     assert most["entropy"] < 0.5 * most["paper"]
 
 
 def test_fig5a_at_full_length_is_what_was_measured_before() -> None:
     """Near Prop. 3.1 up to sigma = 1.25 and 12 % above at 2, where t + t^2 / 2d tracks it."""
-    rows = distribution.measure_5a(Plan(seeds=2), 0, lambda text: None)
-    first, second = distribution.judge_5a(Plan(), rows)
+    rows = fig5_fig7.measure_5a(Draws(seeds=2), 0, lambda text: None)
+    first, second = fig5_fig7.judge_5a(Draws(), rows)
     assert first.holds
     assert not second.holds
     assert second.numbers["deviation_at_largest_sigma"] == pytest.approx(0.12, abs=0.03)
@@ -105,26 +105,24 @@ def test_fig5a_at_full_length_is_what_was_measured_before() -> None:
 
 def test_fig5b_at_full_length_is_what_was_measured_before() -> None:
     rows: Rows = []
-    plan = Plan(seeds=2)
+    plan = Draws(seeds=2)
     for series in ("softmax", "paper", "variance", "unmatched"):
         for sigma in (1.0, 2.0):
-            found = [
-                distribution.log_moments(distribution.make(series, sigma, plan, 0, run)).within.item()
-                for run in range(2)
-            ]
+            found = [fig5_fig7.log_moments(p).within.item() for p in make_maps(series, sigma, plan, 0)]
             rows.append({"series": series, "sigma": sigma, "within": sum(found) / 2})
     for series, sigma, ratio in (("paper", 1.0, 0.83), ("variance", 1.0, 0.97), ("unmatched", 1.0, 0.054)):
-        over = value(rows, series, {"sigma": sigma}, "within") / value(rows, "softmax", {"sigma": sigma}, "within")
+        ours, softmax = (read_curve(rows, name, "sigma", "within")[sigma] for name in (series, "softmax"))
+        over = ours / softmax
         assert over == pytest.approx(ratio, rel=0.1)
 
 
 def test_fig6a_knows_the_closed_forms(results: dict[str, dict[str, Any]]) -> None:
     # Exact for one variable, and Monte Carlo for many.
-    assert sums.fenton(0.7, 1) == pytest.approx(0.7)
+    assert fig6.fenton(0.7, 1) == pytest.approx(0.7)
     rows = results["fig6a"]["rows"]
-    for dim in sums.DIMS:
-        row = next(r for r in rows if r["series"] == f"d = {dim}" and r["s2"] == sums.MODERATE[0])
-        assert abs(row["variance"] - sums.fenton(row["s2"], dim)) < 5 * row["variance_error"]
+    for dim in fig6.DIMS:
+        row = next(r for r in rows if r["series"] == f"d = {dim}" and r["s2"] == fig6.MODERATE[0])
+        assert abs(row["variance"] - fig6.fenton(row["s2"], dim)) < 5 * row["variance_error"]
         assert row["variance_error"] == pytest.approx(row["variance"] * math.sqrt(2 / TINY.samples), rel=0.3)
     eq_28 = results["fig6a"]["verdicts"][1]
     assert not eq_28["holds"]  # a row of LLN shares its query
@@ -132,18 +130,18 @@ def test_fig6a_knows_the_closed_forms(results: dict[str, dict[str, Any]]) -> Non
 
 
 def test_fig6b_fits_lines() -> None:
-    slope, intercept, r2 = sums.line([1.0, 2.0, 4.0], [3.0, 5.0, 9.0])
-    assert (slope, intercept, r2) == pytest.approx((2.0, 1.0, 1.0))
-    straight = [{"series": f"d = {d}", "s2": s, "variance": 0.2 * s - 1} for d in sums.DIMS for s in sums.BROAD]
-    assert all(verdict.holds for verdict in sums.judge_6b(TINY, straight))
-    curved = [{"series": f"d = {d}", "s2": s, "variance": s**1.5} for d in sums.DIMS for s in sums.BROAD]
-    assert not any(verdict.holds for verdict in sums.judge_6b(TINY, curved))
+    exact = [{"series": "d = 64", "s2": s, "variance": 2 * s + 1} for s in fig6.BROAD]
+    assert fig6.fit_line(exact, 64, 1.0, 4.0) == pytest.approx((2.0, 1.0, 1.0))
+    straight = [{"series": f"d = {d}", "s2": s, "variance": 0.2 * s - 1} for d in fig6.DIMS for s in fig6.BROAD]
+    assert all(verdict.holds for verdict in fig6.judge_6b(TINY, straight))
+    curved = [{"series": f"d = {d}", "s2": s, "variance": s**1.5} for d in fig6.DIMS for s in fig6.BROAD]
+    assert not any(verdict.holds for verdict in fig6.judge_6b(TINY, curved))
 
 
 def test_fig7_measures_distances_between_distributions(results: dict[str, dict[str, Any]]) -> None:
     one, other = torch.linspace(0, 1, 101), torch.linspace(0.25, 1.25, 101)
-    assert distribution.distance(one, one) == 0
-    assert distribution.distance(one, other) == pytest.approx(0.25, abs=0.01)
+    assert fig5_fig7.find_distance(one, one) == 0
+    assert fig5_fig7.find_distance(one, other) == pytest.approx(0.25, abs=0.01)
     rows = results["fig7"]["rows"]
     fits = {row["series"]: row for row in rows if row["kind"] == "fit"}
     assert fits["softmax"]["distance"] < 0.02

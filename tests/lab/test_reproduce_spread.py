@@ -7,7 +7,7 @@ import pytest
 import scipy.stats
 
 from lln.lab.paper import costs, published
-from lln.lab.paper.spread import difference, spread
+from lln.lab.paper.spread import find_difference, find_spread
 
 # Rows as printed in the paper; "-": no number.
 PRINTED1 = """
@@ -70,18 +70,18 @@ def test_tables_4_and_5_name_the_same_things() -> None:
 @pytest.mark.parametrize("n", [2, 3, 5, 9])
 def test_mean_and_deviation_are_numpys(n: int) -> None:
     values = [random.Random(n).gauss(80, 3) for _ in range(n)]
-    found = spread(values)
+    found = find_spread(values)
     assert found.n == n
     assert found.mean == pytest.approx(np.mean(values), rel=1e-12)
     assert found.deviation == pytest.approx(np.std(values, ddof=1), rel=1e-12)
 
 
 def test_one_seed_has_no_spread() -> None:
-    assert spread([3.0]).deviation is None
-    said = difference(spread([3.0]), spread([1.0, 1.1]))
+    assert find_spread([3.0]).deviation is None
+    said = find_difference([3.0], [1.0, 1.1])
     assert (said.difference, said.noise, said.beyond) == (pytest.approx(1.95), None, None)
     with pytest.raises(ValueError, match="at least one value"):
-        spread([])
+        find_spread([])
 
 
 def test_the_rule_is_welchs_test_at_five_percent() -> None:
@@ -91,12 +91,12 @@ def test_the_rule_is_welchs_test_at_five_percent() -> None:
         far = draw.choice([0.0, 2.0, 6.0])
         a = [draw.gauss(0, draw.choice([0.5, 2])) for _ in range(sizes[0])]
         b = [draw.gauss(far, 1) for _ in range(sizes[1])]
-        said = difference(spread(a), spread(b))
+        said = find_difference(a, b)
         p = scipy.stats.ttest_ind(a, b, equal_var=False).pvalue
         assert said.difference == pytest.approx(np.mean(a) - np.mean(b))
         assert said.beyond == (p < 0.05)
 
 
 def test_seeds_that_agree_to_the_last_digit_have_no_noise() -> None:
-    assert difference(spread([1.0, 1.0]), spread([1.0, 1.0])).beyond is False
-    assert difference(spread([1.0, 1.0]), spread([2.0, 2.0])).beyond is True
+    assert find_difference([1.0, 1.0], [1.0, 1.0]).beyond is False
+    assert find_difference([1.0, 1.0], [2.0, 2.0]).beyond is True

@@ -148,14 +148,14 @@ def reproduce(
 
     import dataclasses
 
-    from lln.lab.paper.analysis import QUICK, Plan, run, write
-    from lln.lab.paper.analysis_figures import FIGURES
+    from lln.lab.paper.analysis import QUICK, Draws
+    from lln.lab.paper.analysis_figures import FIGURES, measure_figure, write_figure
 
-    chosen, plan = FIGURES[figure.value], QUICK if quick else Plan()
-    plan = dataclasses.replace(plan, seeds=seeds or plan.seeds)
-    with progress_bar(chosen.steps(plan)) as step:
-        result = run(chosen, plan, seed, step)
-    paths = write(chosen, plan, result, out)
+    chosen, draws = FIGURES[figure.value], QUICK if quick else Draws()
+    draws = dataclasses.replace(draws, seeds=seeds or draws.seeds)
+    with progress_bar(chosen.steps) as step:
+        result = measure_figure(chosen, draws, seed, step)
+    paths = write_figure(chosen, draws, result, out)
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:

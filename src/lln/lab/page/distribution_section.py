@@ -17,8 +17,7 @@ from lln.lab.core.page import Chart, Section
 from lln.lab.core.palette import BLUE, INK, ORANGE, Style
 from lln.lab.core.provenance import provenance
 from lln.lab.core.timing import one_thread
-from lln.lab.paper.analysis import CPU, alpha_of, inputs
-from lln.lab.paper.analysis import Plan as Draws
+from lln.lab.paper.analysis import CPU, Draws, draw_inputs, match_alpha
 
 SIGMA = 1.0
 MATCHING = "entropy"
@@ -50,12 +49,12 @@ QUICK = Plan(length=256, seeds=2)
 def measure(plan: Plan, *, seed: int, progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """`progress` hears of plan.seeds steps."""
     draws = plan.draws()
-    alpha = alpha_of(MATCHING, SIGMA, draws)
+    alpha = match_alpha(MATCHING, SIGMA, plan.dim, plan.length)
     entries: dict[str, list[Tensor]] = {"softmax": [], "LLN": []}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in entries}
     for run in range(plan.seeds):
         progress(f"log P, draw {run + 1} of {plan.seeds}")
-        q, k = (SIGMA * z for z in inputs(draws, seed, run))
+        q, k = (SIGMA * z for z in draw_inputs(draws, seed, run))
         for name, p in (("softmax", softmax_map(q, k)), ("LLN", lln_map(q, k, alpha, alpha))):
             entries[name].append(p.dense().log().flatten())
             fit = lognormal_fit(p)

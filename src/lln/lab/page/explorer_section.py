@@ -17,15 +17,13 @@ from lln.lab.core.palette import MATCHED
 from lln.lab.core.provenance import provenance
 from lln.lab.core.tables import join_words
 from lln.lab.core.timing import one_thread
-from lln.lab.paper.analysis import CPU, LLN, Rows, summary
-from lln.lab.paper.analysis import Plan as Draws
-from lln.lab.paper.concentration import STYLES, make
+from lln.lab.paper.analysis import CPU, LLN, Draws, Rows, make_maps, summarize
+from lln.lab.paper.fig2 import SERIES, STYLES
 from lln.peers.simple_kernels import FEATURES
 
 LOW, HIGH, BINS = -8.0, 6.0, 56  # of the histogram of log(N P): 0 is an even share
 TEMPERATURES = (0.18, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
 START = {"dim": 64, "matching": "paper", "temperature": 1.0}  # what the page shows first
-SERIES = ("softmax", *LLN, *FEATURES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +49,9 @@ def measure(plan: Plan, *, seed: int, progress: Callable[[str], None] = lambda t
         for temperature in plan.temperatures:
             progress(f"temperature {temperature:g}, head dim {dim}")
             for series in SERIES:
-                maps = [make(series, temperature**-0.5, draws, seed, run) for run in range(plan.seeds)]
-                found = summary("entropy", [entropy(p).item() for p in maps])
-                found |= summary("gap", [spectral_gap(p).item() for p in maps])
+                maps = make_maps(series, temperature**-0.5, draws, seed)
+                found = summarize("entropy", [entropy(p).item() for p in maps])
+                found |= summarize("gap", [spectral_gap(p).item() for p in maps])
                 shape = histogram(torch.cat([entries(p) for p in maps]))
                 rows.append({"series": series, "dim": dim, "temperature": temperature, **found, **shape})
     return {

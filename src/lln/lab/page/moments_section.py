@@ -7,11 +7,11 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from lln.checks import MATCHINGS, Matching
+from lln.checks import MATCHINGS
 from lln.lab.calibration import lln_entropy, softmax_entropy
 from lln.lab.core.charts import Axis, lines, svg
 from lln.lab.core.page import Chart, Section
@@ -20,8 +20,9 @@ from lln.lab.core.provenance import provenance
 from lln.lab.core.seeds import normal
 from lln.lab.core.tables import join_words, show_number
 from lln.lab.core.timing import one_thread
+from lln.lab.paper.analysis import match_alpha
 from lln.matching.curves import pchip, read_curves
-from lln.matching.moments import PAPER_A, PAPER_B, match_moments
+from lln.matching.moments import PAPER_A, PAPER_B
 
 CPU = torch.device("cpu")
 HEAD_DIMS = (16, 64, 128)  # of the variance curves that are drawn
@@ -59,20 +60,18 @@ def measure(plan: Plan, *, seed: int, progress: Callable[[str], None] = lambda t
         "line": {"a": PAPER_A, "b": PAPER_B},
         "curves": {name: curves[name] for name in ("provenance", "settings", "s2")}
         | {"variance": {str(dim): curves["variance"][str(dim)] for dim in HEAD_DIMS}},
-        "alpha": [{"series": k, "sigma": s, "alpha": alpha_of(k, s, plan.keys)} for k in MATCHINGS for s in FINE],
+        "alpha": [
+            {"series": k, "sigma": s, "alpha": match_alpha(k, s, HEAD_DIM, plan.keys)} for k in MATCHINGS for s in FINE
+        ],
         "entropy": rows,
     }
 
 
-def alpha_of(kind: str, sigma: float, keys: int) -> float:
-    if kind == "unmatched":
-        return 1.0
-    return float(match_moments(sigma, sigma, HEAD_DIM, cast(Matching, kind), length=keys)[0])
-
-
 def entropies(plan: Plan, seed: int, progress: Callable[[str], None]) -> list[dict[str, Any]]:
     """A row for each attention and sigma, with the mean entropy of P for each set of draws."""
-    alphas = {(kind, sigma): alpha_of(kind, sigma, plan.keys) for kind in LLN_KINDS for sigma in plan.sigmas}
+    alphas = {
+        (kind, sigma): match_alpha(kind, sigma, HEAD_DIM, plan.keys) for kind in LLN_KINDS for sigma in plan.sigmas
+    }
     bits: dict[tuple[str, float], list[float]] = {}
     for run in range(plan.seeds):
         progress(f"entropy, draw {run + 1} of {plan.seeds}")

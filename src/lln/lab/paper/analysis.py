@@ -1,29 +1,29 @@
-"""What all figures share: inputs, the shape of a result, how it is written down."""
+"""What the paper's analysis figures (2, 5, 6, 7) share: draws, attention maps of them, the shape of a verdict."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from lln.checks import MATCHINGS
-from lln.files import write_json, write_text
-from lln.lab.core.provenance import provenance
+from lln.checks import MATCHINGS, Matching
+from lln.instruments import AttentionMap, kernel_map, lln_map, softmax_map
 from lln.lab.core.seeds import normal
 from lln.matching.moments import match_moments
+from lln.peers.simple_kernels import FEATURES
 
 CPU = torch.device("cpu")
+LLN = ("unmatched", *MATCHINGS)
 Progress = Callable[[str], None]
 Rows = list[dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Draws:
     """How much is measured: Gaussian queries and keys with sigma_q = sigma_k, in float64."""
 
     length: int = 1024
@@ -32,7 +32,7 @@ class Plan:
     samples: int = 200_000  # sums of log-normal variables (Fig. 6)
 
 
-QUICK = Plan(length=256, seeds=2, samples=20_000)
+QUICK = Draws(length=256, seeds=2, samples=20_000)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,63 +52,49 @@ WORDS: dict[bool | None, str] = {True: "holds", False: "DOES NOT HOLD", None: "n
 class Figure:
     name: str
     title: str
-    steps: Callable[[Plan], int]
-    measure: Callable[[Plan, int, Progress], Rows]
-    judge: Callable[[Plan, Rows], list[Verdict]]
-    charts: Callable[[Plan, Rows], dict[str, str]]  # SVG texts by the end of the file's name
+    steps: int  # that `measure` tells of
+    measure: Callable[[Draws, int, Progress], Rows]
+    judge: Callable[[Draws, Rows], list[Verdict]]
+    charts: Callable[[Draws, Rows], dict[str, str]]  # SVG texts by the end of the file's name
 
 
-def run(figure: Figure, plan: Plan, seed: int, progress: Progress) -> dict[str, Any]:
-    """The result, ready for JSON. `progress` hears of figure.steps(plan) steps."""
-    rows = figure.measure(plan, seed, progress)
-    return {
-        "figure": figure.name,
-        "title": figure.title,
-        "verdicts": [dataclasses.asdict(verdict) for verdict in figure.judge(plan, rows)],
-        "settings": dataclasses.asdict(plan),
-        "provenance": provenance(seed, CPU),
-        "rows": rows,
-    }
-
-
-def write(figure: Figure, plan: Plan, result: dict[str, Any], out: Path) -> list[Path]:
-    """NAME.json and an SVG file for each chart; returns where they are."""
-    paths = [out / f"{figure.name}.json"]
-    write_json(paths[0], result)
-    for end, text in figure.charts(plan, result["rows"]).items():
-        paths.append(out / f"{figure.name}{end}.svg")
-        write_text(paths[-1], text)
-    return paths
-
-
-def inputs(plan: Plan, seed: int, run: int) -> tuple[Tensor, Tensor]:
+def draw_inputs(draws: Draws, seed: int, run: int) -> tuple[Tensor, Tensor]:
     """Standard normal q and k, [1, 1, length, dim]. Every sigma and every attention uses the same draws: their
     differences are steadier than they are."""
-    z_q, z_k = (normal((seed, plan.dim, plan.length, run, side), plan.length, plan.dim, device=CPU) for side in (0, 1))
+    z_q, z_k = (
+        normal((seed, draws.dim, draws.length, run, side), draws.length, draws.dim, device=CPU) for side in (0, 1)
+    )
     return z_q[None, None], z_k[None, None]
 
 
-LLN = ("unmatched", *MATCHINGS)
+def match_alpha(kind: str, sigma: float, dim: int, length: int) -> float:
+    """alpha = beta of LLN for sigma_q = sigma_k = sigma.
+
+    >>> match_alpha("unmatched", 2.0, 64, 1024)
+    1.0
+    """
+    return (
+        1.0 if kind == "unmatched" else float(match_moments(sigma, sigma, dim, cast(Matching, kind), length=length)[0])
+    )
 
 
-def alpha_of(kind: str, sigma: float, plan: Plan) -> float:
-    """alpha = beta of LLN for sigma_q = sigma_k = sigma."""
-    if kind == "unmatched":
-        return 1.0
-    return float(match_moments(sigma, sigma, plan.dim, kind, length=plan.length)[0])  # type: ignore[arg-type]
+def make_maps(series: str, sigma: float, draws: Draws, seed: int) -> list[AttentionMap]:
+    """Of each set of draws P of softmax, of a simple kernel, or of LLN with a matching: [1, 1, length, length]."""
+    scaled = [[sigma * z for z in draw_inputs(draws, seed, run)] for run in range(draws.seeds)]
+    if series == "softmax":
+        return [softmax_map(q, k) for q, k in scaled]
+    if series in FEATURES:
+        return [kernel_map(FEATURES[series](q), FEATURES[series](k)) for q, k in scaled]
+    alpha = match_alpha(series, sigma, draws.dim, draws.length)
+    return [lln_map(q, k, alpha, alpha) for q, k in scaled]
 
 
-def summary(name: str, values: Sequence[float]) -> dict[str, float]:
+def summarize(name: str, values: Sequence[float]) -> dict[str, float]:
     """Mean over the seeds and, where there are several, its standard error."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
     return {name: statistics.fmean(values), f"{name}_error": error}
 
 
-def value(rows: Rows, series: str, at: dict[str, float], name: str) -> float:
-    """A number of the one row of this series where the columns `at` have these values."""
-    found = next(row for row in rows if row["series"] == series and all(row[key] == at[key] for key in at))
-    return float(found[name])
-
-
-def column(rows: Rows, name: str) -> list[float]:
-    return sorted({row[name] for row in rows})
+def read_curve(rows: Rows, series: str, x: str, y: str) -> dict[float, float]:
+    """One series of the rows as {x: y}."""
+    return {row[x]: row[y] for row in rows if row["series"] == series}

@@ -1,24 +1,22 @@
-"""What the paper says of Figs. 1, 8 and 10, held against the numbers of runs."""
+"""What the paper says of Figs. 1, 8, 9 and 10, held against the numbers of runs."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
 from lln.lab.paper.analysis import Verdict
-from lln.lab.paper.spread import Spread, difference
+from lln.lab.paper.spread import find_difference
 
 NEAR = 0.05  # nats: a loss that is higher by no more than this is said to follow another
 SOME = 1.0  # bits: entropy that is "approximately zero"
+RANGE9 = (2.0, 2.2)  # of alpha and beta in the paper's Fig. 9
 
 Ends = dict[str, tuple[float, float]]  # by series: the first value and the last
 
 
-def means(found: Ends) -> tuple[float, float]:
-    return statistics.fmean(a for a, _ in found.values()), statistics.fmean(b for _, b in found.values())
-
-
-def cools(attention: str, temperature: Ends, entropy: Ends) -> Verdict:
-    (t0, t1), (h0, h1) = means(temperature), means(entropy)
+def judge_cooling(attention: str, temperature: Ends, entropy: Ends) -> Verdict:
+    (t0, t1), (h0, h1) = (map(statistics.fmean, zip(*ends.values(), strict=True)) for ends in (temperature, entropy))
     return Verdict(
         claim=f"The temperature decreases during training, and with it the entropy ({attention}).",
         holds=t1 < t0 and h1 < h0,
@@ -28,7 +26,7 @@ def cools(attention: str, temperature: Ends, entropy: Ends) -> Verdict:
     )
 
 
-def explores(attention: str, entropy: Ends) -> Verdict:
+def judge_layers(attention: str, entropy: Ends) -> Verdict:
     """Of three layers or more."""
     values = [last for _, last in entropy.values()]
     lowest = min(values[1:-1])
@@ -41,7 +39,7 @@ def explores(attention: str, entropy: Ends) -> Verdict:
     )
 
 
-def gaps(attention: str, gap: Ends) -> Verdict:
+def judge_gaps(attention: str, gap: Ends) -> Verdict:
     fallen = [name for name, (first, last) in gap.items() if last < first]
     return Verdict(
         claim=f"In most layers the spectral gap decreases during training ({attention}).",
@@ -51,44 +49,54 @@ def gaps(attention: str, gap: Ends) -> Verdict:
     )
 
 
-def follows(attention: str, ours: Spread, softmax: Spread) -> Verdict:
-    said = difference(ours, softmax)
+def judge_loss(attention: str, ours: Sequence[float], softmax: Sequence[float]) -> Verdict:
+    """Of the final losses of runs with different seeds."""
+    said, (mean, theirs) = find_difference(ours, softmax), map(statistics.fmean, (ours, softmax))
     return Verdict(
         claim=f"The loss of {attention} follows that of softmax, or falls below it.",
         # No: more than NEAR above it, and by more than the noise. With a large noise, or one seed, nobody knows.
         holds=None if said.noise is None or NEAR < said.difference <= said.noise else said.difference <= NEAR,
-        numbers={"final": ours.mean, "softmax": softmax.mean, "difference": said.difference, "noise": said.noise},
-        sentence=f"Final validation loss {ours.mean:.3f}, of softmax {softmax.mean:.3f}: {said.difference:+.3f}"
+        numbers={"final": mean, "softmax": theirs, "difference": said.difference, "noise": said.noise},
+        sentence=f"Final validation loss {mean:.3f}, of softmax {theirs:.3f}: {said.difference:+.3f}"
         + (" with one seed" if said.noise is None else f", where the noise of seeds is {said.noise:.3f}")
         + f"; up to {NEAR} above it counts as following.",
     )
 
 
-def steady(attention: str, ours: float, softmax: float, first: float, lowered: tuple[int, int]) -> Verdict:
+def judge_scale(attention: str, ours: float, softmax: float, first: float, lowered: tuple[int, int]) -> Verdict:
     """first: the inverse scale that runs begin with; lowered: how often ours and softmax's scale was. Where no scale
     came below the first one, the largest inverse is that of the beginning, and says nothing."""
     tested = max(ours, softmax) > first
     begun = "" if tested else " (the one that runs begin with)"
+    times = [f"{count} time{'s' * (count != 1)}" for count in lowered]
     return Verdict(
         claim=f"The largest inverse loss scale of {attention} does not exceed that of softmax.",
         holds=ours <= softmax if tested else None,
         numbers={"largest": ours, "softmax": softmax, "first": first}
         | {"lowered": lowered[0], "softmax_lowered": lowered[1]},
         sentence=f"Largest inverse loss scale {ours:.3g}, of softmax {softmax:.3g}{begun}; the loss scale was lowered "
-        f"{times(lowered[0])}, that of softmax {times(lowered[1])}.",
+        f"{times[0]}, that of softmax {times[1]}.",
     )
 
 
-def times(count: int) -> str:
-    return f"{count} time{'s' * (count != 1)}"
+def judge_range(attention: str, values: Sequence[float]) -> Verdict:
+    """Of alpha and beta, means over the heads of a layer."""
+    low, high, inside = min(values), max(values), statistics.fmean(RANGE9[0] <= x <= RANGE9[1] for x in values)
+    return Verdict(
+        claim=f"alpha and beta stay within (2, 2.2) during training ({attention}).",
+        holds=inside == 1,
+        numbers={"lowest": low, "highest": high, "inside": inside},
+        sentence=f"Means over the heads of a layer lie between {low:.3f} and {high:.3f}; "
+        f"{100 * inside:.0f} % of them within (2, 2.2).",
+    )
 
 
-def sweep(attention: str, by: dict[float, Spread], matched: Spread) -> list[Verdict]:
-    """Fixed values below 2 lose accuracy, those from 2 on do not."""
-    apart = {alpha: difference(found, matched) for alpha, found in by.items()}
+def judge_fixed(attention: str, by: dict[float, list[float]], matched: list[float]) -> list[Verdict]:
+    """Fixed values below 2 lose accuracy, those from 2 on do not. by: accuracies of each alpha = beta."""
+    apart = {alpha: find_difference(values, matched) for alpha, values in by.items()}
     worse = {a: d.noise is not None and d.difference < -d.noise for a, d in apart.items()}
     once = any(d.noise is None for d in apart.values())
-    seeds = "one seed" if once else "beyond the noise of seeds counts"
+    seeds, mean = "one seed" if once else "beyond the noise of seeds counts", statistics.fmean(matched)
     found = []
     for low, words in ((True, "below 2 lose accuracy against"), (False, "from 2 on reach the accuracy of")):
         asked = [a for a in by if (a < 2.0) == low]
@@ -98,14 +106,14 @@ def sweep(attention: str, by: dict[float, Spread], matched: Spread) -> list[Verd
                 Verdict(
                     claim=f"Fixed alpha = beta {words} moment matching ({attention}).",
                     holds=None if once else all(worse[a] == low for a in asked),
-                    numbers={f"difference_{a:g}": apart[a].difference for a in asked} | {"matched": matched.mean},
-                    sentence=f"Accuracy against {matched.mean:.1f} % with matching: {texts} ({seeds}).",
+                    numbers={f"difference_{a:g}": apart[a].difference for a in asked} | {"matched": mean},
+                    sentence=f"Accuracy against {mean:.1f} % with matching: {texts} ({seeds}).",
                 )
             )
     return found
 
 
-def risky(attention: str, four: float, two: float, matched: float | None) -> Verdict:
+def judge_risk(attention: str, four: float, two: float, matched: float | None) -> Verdict:
     return Verdict(
         claim=f"With alpha = beta = 4 the inverse loss scale is larger than with 2 ({attention}).",
         holds=four > two,

@@ -15,7 +15,7 @@ from lln.lab.paper.experiments import Asked, Experiment
 from lln.lab.paper.finished_runs import Found, alike
 from lln.lab.paper.jobs import configure, shape
 from lln.lab.paper.run_tables import scores, told
-from lln.lab.paper.spread import RULE, difference, spread
+from lln.lab.paper.spread import RULE, find_difference, find_spread
 from lln.lab.recipes.needles import at_length, longer
 
 TASK = "needles"
@@ -112,8 +112,8 @@ def cell(attention: str, length: int, runs: list[Found]) -> dict[str, Any] | Non
     bands = dict.fromkeys(name for r in results for name in r["metrics"] if BAND.fullmatch(name))
     return {
         "attention": attention, "length": length,
-        "accuracy": dataclasses.asdict(spread(scores(runs))) if results else None,
-        "loss": dataclasses.asdict(spread([r["metrics"]["loss"] for r in results])) if results else None,
+        "accuracy": dataclasses.asdict(find_spread(scores(runs))) if results else None,
+        "loss": dataclasses.asdict(find_spread([r["metrics"]["loss"] for r in results])) if results else None,
         "by_distance": {
             BAND.sub(r"\1", name): 100.0 * statistics.fmean(r["metrics"][name] for r in results if name in r["metrics"])
             for name in bands
@@ -140,7 +140,7 @@ def gains(groups: dict[int, list[Found]]) -> list[dict[str, Any]]:
         by = {name: scores([run for run in group if run.attention == name]) for name in (WITH, WITHOUT, "softmax")}
         for other in (WITHOUT, "softmax"):
             if by[WITH] and by[other]:
-                said = difference(spread(by[WITH]), spread(by[other]))
+                said = find_difference(by[WITH], by[other])
                 found.append({"length": length, "a": WITH, "b": other, **dataclasses.asdict(said)})
     return found
 

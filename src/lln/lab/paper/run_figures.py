@@ -10,16 +10,24 @@ from collections.abc import Callable
 from typing import Any
 
 from lln.lab.paper.analysis import Rows, Verdict
-from lln.lab.paper.claims import cools, explores, follows, gaps, risky, steady, sweep
+from lln.lab.paper.claims import (
+    judge_cooling,
+    judge_fixed,
+    judge_gaps,
+    judge_layers,
+    judge_loss,
+    judge_range,
+    judge_risk,
+    judge_scale,
+)
 from lln.lab.paper.experiments import FLOAT16, Asked, Experiment, watched
 from lln.lab.paper.finished_runs import Found, alike
 from lln.lab.paper.jobs import DEIT, configure, shape
-from lln.lab.paper.run_tables import marks, told
-from lln.lab.paper.spread import Spread, spread
+from lln.lab.paper.run_tables import marks, scores, told
+from lln.lab.paper.spread import Spread, find_spread
 
 PANELS1 = ("temperature", "entropy", "spectral_gap")
 PANELS9 = ("alpha", "beta")
-RANGE9 = (2.0, 2.2)  # of alpha and beta in the paper's Fig. 9
 WORDS9 = {"image": "", "mlm": ", a language model"}
 
 
@@ -176,11 +184,11 @@ def fig1(asked: Asked, runs: list[Found]) -> Made:
     for attention in asked.attentions:
         found = {quantity: ends(rows, f"{quantity}-{attention}") for quantity in PANELS1}
         if found["temperature"] and found["entropy"]:
-            verdicts.append(cools(attention, found["temperature"], found["entropy"]))
+            verdicts.append(judge_cooling(attention, found["temperature"], found["entropy"]))
             if len(found["entropy"]) > 2:
-                verdicts.append(explores(attention, found["entropy"]))
+                verdicts.append(judge_layers(attention, found["entropy"]))
         if found["spectral_gap"]:
-            verdicts.append(gaps(attention, found["spectral_gap"]))
+            verdicts.append(judge_gaps(attention, found["spectral_gap"]))
     return rows, verdicts, used, missing
 
 
@@ -189,8 +197,8 @@ def fig8(asked: Asked, runs: list[Found]) -> Made:
     rows: Rows = []
     for chart, name in (("a-validation", "eval_loss"), ("a-training", "loss")):
         rows += panel(over_seeds(used, lambda run, name=name: {run.attention: logged(run, name)}), chart)  # type: ignore[misc]
-    final = {a: s for a in asked.attentions if (s := final_scores(used, a)) is not None}
-    verdicts = [follows(a, final[a], final["softmax"]) for a in final if a != "softmax" and "softmax" in final]
+    final = {a: s for a in asked.attentions if (s := scores([run for run in used if run.attention == a]))}
+    verdicts = [judge_loss(a, final[a], final["softmax"]) for a in final if a != "softmax" and "softmax" in final]
     scaled, left = scaled_runs(asked, runs, "mlm", used)
     missing += left
     rows += powers(over_seeds(scaled, lambda run: {run.attention: inverse_scale(run)}), "b-loss-scale")
@@ -198,7 +206,7 @@ def fig8(asked: Asked, runs: list[Found]) -> Made:
     falls = {a: max(lowered(run) for run in scaled if run.attention == a) for a in most}
     for a in most:
         if a != "softmax" and "softmax" in most:
-            verdicts.append(steady(a, most[a], most["softmax"], begun(scaled), (falls[a], falls["softmax"])))
+            verdicts.append(judge_scale(a, most[a], most["softmax"], begun(scaled), (falls[a], falls["softmax"])))
     return rows, verdicts, list({r.folder: r for r in [*used, *scaled]}.values()), missing
 
 
@@ -211,11 +219,6 @@ def scaled_runs(asked: Asked, runs: list[Found], task: str, used: list[Found]) -
     if not any(inverse_scale(run) for run in found):
         left.append("The loss scale exists under float16 alone, in runs on a GPU; there are none of these.")
     return found, left
-
-
-def final_scores(runs: list[Found], attention: str) -> Spread | None:
-    values = [run.score for run in runs if run.attention == attention and run.score is not None]
-    return spread(values) if values else None
 
 
 def largest(rows: Rows, chart: str) -> dict[str, float]:
@@ -236,19 +239,8 @@ def fig9(asked: Asked, runs: list[Found]) -> Made:
         rows, used, missing = rows + named(found, task), used + some, missing + left
     for attention, task in itertools.product(asked.attentions, watched(asked)):
         mine = [row for row in rows if row["chart"] in {f"{q}-{attention}{ending(task)}" for q in PANELS9}]
-        if not mine:
-            continue
-        low, high = min(row["value"] for row in mine), max(row["value"] for row in mine)
-        inside = sum(RANGE9[0] <= row["value"] <= RANGE9[1] for row in mine)
-        verdicts.append(
-            Verdict(
-                claim=f"alpha and beta stay within (2, 2.2) during training ({attention}{WORDS9[task]}).",
-                holds=inside == len(mine),
-                numbers={"lowest": low, "highest": high, "inside": inside / len(mine)},
-                sentence=f"Means over the heads of a layer lie between {low:.3f} and {high:.3f}; "
-                f"{100 * inside / len(mine):.0f} % of them within (2, 2.2).",
-            )
-        )
+        if mine:
+            verdicts.append(judge_range(f"{attention}{WORDS9[task]}", [row["value"] for row in mine]))
     return rows, verdicts, used, missing
 
 
@@ -274,14 +266,14 @@ def fig10(asked: Asked, runs: list[Found]) -> Made:
     for attention in asked.attentions:
         mine = [run for run in used if run.attention.partition(":alpha=")[0] == attention and run.score is not None]
         alphas = sorted({a for run in mine if (a := fixed(run)) is not None})
-        by = {a: spread([run.score for run in mine if fixed(run) == a and run.score is not None]) for a in alphas}
-        matched = final_scores(mine, attention)
-        if not by or matched is None:
+        by = {a: scores([run for run in mine if fixed(run) == a]) for a in alphas}
+        matched = scores([run for run in mine if run.attention == attention])
+        if not by or not matched:
             continue
         for alpha, found in by.items():
-            rows.append(point(f"{attention}, alpha = beta", alpha, found))
-            rows.append(point(f"{attention}, matched", alpha, matched))
-        verdicts += sweep(attention, by, matched)
+            rows.append(point(f"{attention}, alpha = beta", alpha, find_spread(found)))
+            rows.append(point(f"{attention}, matched", alpha, find_spread(matched)))
+        verdicts += judge_fixed(attention, by, matched)
     scaled, left = scaled_runs(asked, runs, "image", used)
     missing += left
     for attention in asked.attentions:
@@ -290,7 +282,9 @@ def fig10(asked: Asked, runs: list[Found]) -> Made:
         rows += powers(over_seeds(mine, lambda run: {matched_or_fixed(run): inverse_scale(run)}), chart)
         most = largest(rows, chart)
         if {"alpha = beta = 2", "alpha = beta = 4"} <= most.keys():
-            verdicts.append(risky(attention, most["alpha = beta = 4"], most["alpha = beta = 2"], most.get("matched")))
+            verdicts.append(
+                judge_risk(attention, most["alpha = beta = 4"], most["alpha = beta = 2"], most.get("matched"))
+            )
     return rows, verdicts, list({r.folder: r for r in [*used, *scaled]}.values()), missing
 
 

@@ -11,7 +11,7 @@ from lln.lab.paper.experiments import Asked, Experiment
 from lln.lab.paper.finished_runs import Found, alike
 from lln.lab.paper.jobs import base, configure, shape
 from lln.lab.paper.published import AVERAGE, REMARKS1
-from lln.lab.paper.spread import RULE, Difference, difference, spread
+from lln.lab.paper.spread import RULE, Difference, find_difference, find_spread
 
 LOSS = "MLM loss"
 CARD = "Card of "
@@ -109,7 +109,7 @@ def cell(runs: list[Found]) -> dict[str, Any] | None:
     costs = [run.cost() for run in finished]
     seconds = [c["seconds"] for c in costs if c["seconds"] is not None]
     return {
-        **dataclasses.asdict(spread(list(values.values()))),
+        **dataclasses.asdict(find_spread(list(values.values()))),
         "unit": unit,
         "values": values,
         "runs": len(finished),
@@ -134,7 +134,7 @@ def average(cells: list[dict[str, Any] | None]) -> dict[str, Any] | None:
         return None
     values = {name: statistics.fmean(c["values"][name] for c in held) for name in names}
     return {
-        **dataclasses.asdict(spread(list(values.values()))),
+        **dataclasses.asdict(find_spread(list(values.values()))),
         "unit": held[0]["unit"],
         "values": values,
         "failed": [],
@@ -147,7 +147,7 @@ def compared(names: list[str], shown: list[str], cells: dict[tuple[str, str], An
     for column, (a, b) in itertools.product(shown, itertools.combinations(names, 2)):
         first, second = cells[a, column], cells[b, column]
         if first and second and first["n"] and second["n"]:
-            said = difference(spread(list(first["values"].values())), spread(list(second["values"].values())))
+            said = find_difference(list(first["values"].values()), list(second["values"].values()))
             if TUNINGS in (first["unit"], second["unit"]):
                 said = Difference(said.difference, None, None)
             found.append({"column": column, "a": a, "b": b, **dataclasses.asdict(said)})

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
+import warnings
 from collections.abc import Sequence
 
 RULE = (
@@ -24,9 +24,13 @@ class Spread:
     deviation: float | None  # standard deviation, n - 1 in the denominator
 
 
-def spread(values: Sequence[float]) -> Spread:
+def find_spread(values: Sequence[float]) -> Spread:
+    """
+    >>> find_spread([80.0, 82.0, 84.0])
+    Spread(n=3, mean=82.0, deviation=2.0)
+    """
     if not values:
-        raise ValueError("spread: there must be at least one value.")
+        raise ValueError("find_spread: there must be at least one value.")
     return Spread(len(values), statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None)
 
 
@@ -39,21 +43,20 @@ class Difference:
     beyond: bool | None
 
 
-def difference(a: Spread, b: Spread) -> Difference:
-    between = a.mean - b.mean
-    if a.deviation is None or b.deviation is None:
+def find_difference(a: Sequence[float], b: Sequence[float]) -> Difference:
+    """Of the means of two lists of values, by Welch's test at 5 % (see RULE).
+
+    >>> find_difference([1.0, 1.1], [3.0, 3.1]).beyond
+    True
+    """
+    between = statistics.fmean(a) - statistics.fmean(b)
+    if min(len(a), len(b)) < 2:
         return Difference(between, None, None)
-    parts = a.deviation**2 / a.n, b.deviation**2 / b.n
-    error = math.sqrt(sum(parts))
-    if error == 0.0:  # all seeds agree to the last digit
+    if len(set(a)) == len(set(b)) == 1:  # all seeds agree to the last digit
         return Difference(between, 0.0, between != 0.0)
-    freedom = error**4 / (parts[0] ** 2 / (a.n - 1) + parts[1] ** 2 / (b.n - 1))
-    noise = t975(freedom) * error
-    return Difference(between, noise, abs(between) > noise)
-
-
-def t975(freedom: float) -> float:
-    """x with P(|T| < x) = 0.95 for Student's T with this many degrees of freedom, whole or not."""
     import scipy.stats  # takes a while, and most that import this module have no two seeds
 
-    return float(scipy.stats.t.ppf(0.975, freedom))
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # where values of one side all but agree
+        low, high = scipy.stats.ttest_ind(a, b, equal_var=False).confidence_interval(0.95)
+    noise = float(high - low) / 2
+    return Difference(between, noise, abs(between) > noise)

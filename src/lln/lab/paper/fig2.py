@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from lln.instruments import AttentionMap, entropy, kernel_map, lln_map, softmax_map, spectral_gap
+from lln.instruments import entropy, spectral_gap
 from lln.lab.core.charts import Axis, lines, svg
 from lln.lab.core.palette import GREY, MATCHED, OLIVE, SKY, Style
-from lln.lab.paper.analysis import (
-    LLN,
-    Figure,
-    Plan,
-    Progress,
-    Rows,
-    Verdict,
-    alpha_of,
-    column,
-    inputs,
-    summary,
-    value,
-)
+from lln.lab.paper.analysis import LLN, Draws, Figure, Progress, Rows, Verdict, make_maps, read_curve, summarize
 from lln.peers.simple_kernels import FEATURES
 
 SIGMAS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.125, 1.25, 1.5, 1.75, 2.0)  # temperatures 1 / sigma^2 from 4 to .25
+SERIES = ("softmax", *LLN, *FEATURES)
 NEAR_BITS, NEAR_GAP = 0.25, 0.025  # within these LLN is said to follow softmax
 INDIFFERENT_BITS = 0.05  # a kernel whose entropy moves less than this does not know the temperature
 STYLES = MATCHED | {
@@ -30,55 +19,41 @@ STYLES = MATCHED | {
 }
 
 
-def make(series: str, sigma: float, plan: Plan, seed: int, run: int) -> AttentionMap:
-    q, k = (sigma * z for z in inputs(plan, seed, run))
-    if series == "softmax":
-        return softmax_map(q, k)
-    if series in FEATURES:
-        return kernel_map(FEATURES[series](q), FEATURES[series](k))
-    alpha = alpha_of(series, sigma, plan)
-    return lln_map(q, k, alpha, alpha)
-
-
-def measure(plan: Plan, seed: int, progress: Progress) -> Rows:
+def measure(draws: Draws, seed: int, progress: Progress) -> Rows:
     rows = []
     for sigma in SIGMAS:
-        for series in ("softmax", *LLN, *FEATURES):
+        for series in SERIES:
             progress(f"{series}, sigma {sigma:g}")
-            maps = [make(series, sigma, plan, seed, run) for run in range(plan.seeds)]
-            found = summary("entropy", [entropy(p).item() for p in maps])
-            found |= summary("gap", [spectral_gap(p).item() for p in maps])
+            maps = make_maps(series, sigma, draws, seed)
+            found = summarize("entropy", [entropy(p).item() for p in maps])
+            found |= summarize("gap", [spectral_gap(p).item() for p in maps])
             rows.append({"series": series, "sigma": sigma, "temperature": sigma**-2, **found})
     return rows
 
 
-def steps(plan: Plan) -> int:
-    return len(SIGMAS) * (1 + len(LLN) + len(FEATURES))
+def judge(draws: Draws, rows: Rows) -> list[Verdict]:
+    return [
+        *(judge_following(rows, series) for series in ("paper", "variance", "entropy")),
+        judge_matching(rows),
+        *(judge_indifference(rows, kernel) for kernel in FEATURES),
+    ]
 
 
-def judge(plan: Plan, rows: Rows) -> list[Verdict]:
-    verdicts = [follows(rows, series) for series in ("paper", "variance", "entropy")]
-    verdicts.append(needs_matching(rows))
-    return verdicts + [indifferent(rows, kernel) for kernel in FEATURES]
+def subtract_softmax(rows: Rows, series: str, name: str) -> dict[float, float]:
+    """By temperature, from the lowest: LLN minus softmax."""
+    ours, theirs = (read_curve(rows, which, "temperature", name) for which in (series, "softmax"))
+    return {t: ours[t] - theirs[t] for t in sorted(ours)}
 
 
-def apart(rows: Rows, series: str, name: str) -> dict[float, float]:
-    """By temperature: LLN minus softmax."""
-    return {
-        t: value(rows, series, {"temperature": t}, name) - value(rows, "softmax", {"temperature": t}, name)
-        for t in column(rows, "temperature")
-    }
-
-
-def worst(differences: dict[float, float]) -> tuple[float, float]:
+def find_largest(differences: dict[float, float]) -> tuple[float, float]:
     """(temperature, difference) where it is largest."""
     return max(differences.items(), key=lambda pair: abs(pair[1]))
 
 
-def follows(rows: Rows, series: str) -> Verdict:
-    bits, gaps = apart(rows, series, "entropy"), apart(rows, series, "gap")
+def judge_following(rows: Rows, series: str) -> Verdict:
+    bits, gaps = (subtract_softmax(rows, series, name) for name in ("entropy", "gap"))
     near = [t for t in bits if all(abs(bits[u]) <= NEAR_BITS and abs(gaps[u]) <= NEAR_GAP for u in bits if u >= t)]
-    (t_bits, most_bits), (t_gap, most_gap) = worst(bits), worst(gaps)
+    (t_bits, most_bits), (t_gap, most_gap) = find_largest(bits), find_largest(gaps)
     from_there = f"for temperatures from {min(near):.2f} up" if near else "at no measured temperature"
     return Verdict(
         claim=f"With moment matching ({series}) the entropy and spectral gap of LLN are similar to those of softmax.",
@@ -90,9 +65,9 @@ def follows(rows: Rows, series: str) -> Verdict:
     )
 
 
-def needs_matching(rows: Rows) -> Verdict:
-    t, most = worst(apart(rows, "unmatched", "entropy"))
-    t_paper, paper = worst(apart(rows, "paper", "entropy"))
+def judge_matching(rows: Rows) -> Verdict:
+    t, most = find_largest(subtract_softmax(rows, "unmatched", "entropy"))
+    t_paper, paper = find_largest(subtract_softmax(rows, "paper", "entropy"))
     return Verdict(
         claim="Moment matching is essential to align LLN with softmax.",
         holds=abs(most) > abs(paper),
@@ -102,10 +77,9 @@ def needs_matching(rows: Rows) -> Verdict:
     )
 
 
-def indifferent(rows: Rows, kernel: str) -> Verdict:
-    bits = [row["entropy"] for row in rows if row["series"] == kernel]
+def judge_indifference(rows: Rows, kernel: str) -> Verdict:
+    bits, softmax = ([row["entropy"] for row in rows if row["series"] == name] for name in (kernel, "softmax"))
     moved = max(bits) - min(bits)
-    softmax = [row["entropy"] for row in rows if row["series"] == "softmax"]
     return Verdict(
         claim=f"The {kernel} kernel is indifferent to the temperature.",
         holds=moved <= INDIFFERENT_BITS,
@@ -115,12 +89,12 @@ def indifferent(rows: Rows, kernel: str) -> Verdict:
     )
 
 
-def charts(plan: Plan, rows: Rows) -> dict[str, str]:
+def draw(draws: Draws, rows: Rows) -> dict[str, str]:
     x = Axis("temperature", "temperature 1 / (sigma_q sigma_k)", True, (0.25, 0.5, 1, 2, 4))
-    return {
-        "-entropy": svg(lines(rows, STYLES, x, Axis("entropy", f"entropy (bits), {plan.length} keys"), points=True)),
-        "-gap": svg(lines(rows, STYLES, x, Axis("gap", "spectral gap"), points=True)),
-    }
+    titles = {"entropy": f"entropy (bits), {draws.length} keys", "gap": "spectral gap"}
+    return {f"-{name}": svg(lines(rows, STYLES, x, Axis(name, title), points=True)) for name, title in titles.items()}
 
 
-FIG2 = Figure("fig2", "Entropy and spectral gap against the temperature", steps, measure, judge, charts)
+FIG2 = Figure(
+    "fig2", "Entropy and spectral gap against the temperature", len(SIGMAS) * len(SERIES), measure, judge, draw
+)

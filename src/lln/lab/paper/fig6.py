@@ -8,9 +8,9 @@ import torch
 
 from lln.lab.calibration import within_row_variance
 from lln.lab.core.charts import Axis, lines, svg
-from lln.lab.core.palette import AMBER, GREEN, SKY, Style
+from lln.lab.core.palette import AMBER, GREEN, SKY, SOLID, Style
 from lln.lab.core.seeds import normal
-from lln.lab.paper.analysis import CPU, Figure, Plan, Progress, Rows, Verdict, value
+from lln.lab.paper.analysis import CPU, Draws, Figure, Progress, Rows, Verdict, read_curve
 
 DIMS = (32, 64, 128)
 MODERATE = tuple(0.1 * i for i in range(2, 13))  # s2 of Fig. 6a
@@ -19,7 +19,7 @@ LARGE = 9.0  # from here on "sufficiently large"
 CLOSE = 0.1  # relative: as near as a chart shows
 STRAIGHT = 0.1  # slopes of two halves that differ by less belong to one line
 COLOURS = {32: SKY, 64: GREEN, 128: AMBER}
-STYLES = {f"d = {dim}": Style(COLOURS[dim], (1, 0), "circle") for dim in DIMS} | {
+STYLES = {f"d = {dim}": Style(COLOURS[dim], SOLID, "circle") for dim in DIMS} | {
     f"d = {dim}, {what}": Style(COLOURS[dim], (6, 4), "square") for dim in DIMS for what in ("Fenton", "line")
 }
 
@@ -34,11 +34,11 @@ def shared_row(s2: float, dim: int) -> float:
     return math.log(1 + (math.exp(s2) - math.exp(s2 / 2)) / dim)
 
 
-def variances(s2s: tuple[float, ...], plan: Plan, seed: int, progress: Progress) -> Rows:
+def measure_variances(s2s: tuple[float, ...], draws: Draws, seed: int, progress: Progress) -> Rows:
     """Of ln sum_c exp(sqrt(s2) z_c) with d independent z."""
     rows = []
     for dim in DIMS:
-        z = normal((seed, dim, plan.samples), plan.samples, dim, device=CPU)
+        z = normal((seed, dim, draws.samples), draws.samples, dim, device=CPU)
         for s2 in s2s:
             progress(f"d = {dim}, s2 = {s2:g}")
             found = torch.cat([(math.sqrt(s2) * part).logsumexp(1) for part in z.split(2**14)])
@@ -48,28 +48,26 @@ def variances(s2s: tuple[float, ...], plan: Plan, seed: int, progress: Progress)
     return rows
 
 
-def measure_6a(plan: Plan, seed: int, progress: Progress) -> Rows:
-    rows = variances(MODERATE, plan, seed, progress)
+def measure_6a(draws: Draws, seed: int, progress: Progress) -> Rows:
+    rows = measure_variances(MODERATE, draws, seed, progress)
     rows += [
         {"series": f"d = {dim}, Fenton", "dim": dim, "s2": s2, "variance": fenton(s2, dim)}
         for dim in DIMS
         for s2 in MODERATE
     ]
     progress("rows of LLN")
-    z_q, z_k = (normal((seed, plan.dim, plan.length, side), plan.length, plan.dim, device=CPU) for side in (0, 1))
+    z_q, z_k = (normal((seed, draws.dim, draws.length, side), draws.length, draws.dim, device=CPU) for side in (0, 1))
     for s2 in MODERATE:
         measured = within_row_variance(z_q, z_k, s2).item()
-        rows.append({"series": "row of LLN", "dim": plan.dim, "s2": s2, "variance": measured})
+        rows.append({"series": "row of LLN", "dim": draws.dim, "s2": s2, "variance": measured})
     return rows
 
 
-def judge_6a(plan: Plan, rows: Rows) -> list[Verdict]:
-    off = {
-        dim: max(abs(value(rows, f"d = {dim}", {"s2": s2}, "variance") / fenton(s2, dim) - 1) for s2 in MODERATE)
-        for dim in DIMS
-    }
-    in_row = {s2: value(rows, "row of LLN", {"s2": s2}, "variance") for s2 in MODERATE}
-    paper, ours = (max(abs(in_row[s2] / form(s2, plan.dim) - 1) for s2 in MODERATE) for form in (fenton, shared_row))
+def judge_6a(draws: Draws, rows: Rows) -> list[Verdict]:
+    curves = {dim: read_curve(rows, f"d = {dim}", "s2", "variance") for dim in DIMS}
+    off = {dim: max(abs(x / fenton(s2, dim) - 1) for s2, x in curve.items()) for dim, curve in curves.items()}
+    in_row = read_curve(rows, "row of LLN", "s2", "variance")
+    paper, ours = (max(abs(in_row[s2] / form(s2, draws.dim) - 1) for s2 in MODERATE) for form in (fenton, shared_row))
     return [
         Verdict(
             claim="For s2 in [0.2, 1.2] Fenton's estimate, eq. (28), gives the variance of the sum of d log-normals.",
@@ -82,35 +80,25 @@ def judge_6a(plan: Plan, rows: Rows) -> list[Verdict]:
             holds=paper <= CLOSE,
             numbers={"eq_28": paper, "shared_query": ours},
             sentence=f"Within a row, whose entries share their query, it is up to {100 * paper:.0f} % off "
-            f"(d = {plan.dim}); ln(1 + (e^s2 - e^(s2/2)) / d) is within {100 * ours:.1f} %.",
+            f"(d = {draws.dim}); ln(1 + (e^s2 - e^(s2/2)) / d) is within {100 * ours:.1f} %.",
         ),
     ]
 
 
-def charts_6a(plan: Plan, rows: Rows) -> dict[str, str]:
-    drawn = [row for row in rows if row["series"] in STYLES]
-    y = Axis("variance", "variance of ln of the sum")
-    return {"": svg(lines(drawn, STYLES, Axis("s2", "s2 of each variable"), y))}
+def fit_line(rows: Rows, dim: int, low: float, high: float) -> tuple[float, float, float]:
+    """(slope, intercept, R^2) of the least-squares line over a range of s2."""
+    import scipy.stats  # takes a while, and most that import this module fit nothing
 
-
-def line(x: list[float], y: list[float]) -> tuple[float, float, float]:
-    """(slope, intercept, R^2) of the least-squares line."""
-    design = torch.tensor([x, [1.0] * len(x)], dtype=torch.float64).T
-    target = torch.tensor(y, dtype=torch.float64)
-    slope, intercept = torch.linalg.lstsq(design, target.unsqueeze(1)).solution.flatten().tolist()
-    rest = (target - design @ torch.tensor([slope, intercept], dtype=torch.float64)).square().sum()
-    return slope, intercept, 1 - (rest / (target - target.mean()).square().sum()).item()
-
-
-def fitted(rows: Rows, dim: int, low: float, high: float) -> tuple[float, float, float]:
+    curve = read_curve(rows, f"d = {dim}", "s2", "variance")
     x = [s2 for s2 in BROAD if low <= s2 <= high]
-    return line(x, [value(rows, f"d = {dim}", {"s2": s2}, "variance") for s2 in x])
+    found = scipy.stats.linregress(x, [curve[s2] for s2 in x])
+    return float(found.slope), float(found.intercept), float(found.rvalue) ** 2
 
 
-def measure_6b(plan: Plan, seed: int, progress: Progress) -> Rows:
-    rows = variances(BROAD, plan, seed, progress)
+def measure_6b(draws: Draws, seed: int, progress: Progress) -> Rows:
+    rows = measure_variances(BROAD, draws, seed, progress)
     for dim in DIMS:
-        slope, intercept, _ = fitted(rows, dim, LARGE, BROAD[-1])
+        slope, intercept, _ = fit_line(rows, dim, LARGE, BROAD[-1])
         rows += [
             {"series": f"d = {dim}, line", "dim": dim, "s2": s2, "variance": slope * s2 + intercept}
             for s2 in BROAD
@@ -119,12 +107,12 @@ def measure_6b(plan: Plan, seed: int, progress: Progress) -> Rows:
     return rows
 
 
-def judge_6b(plan: Plan, rows: Rows) -> list[Verdict]:
+def judge_6b(draws: Draws, rows: Rows) -> list[Verdict]:
     verdicts = []
     middle = (LARGE + BROAD[-1]) / 2
     for dim in DIMS:
-        slope, intercept, r2 = fitted(rows, dim, LARGE, BROAD[-1])
-        first, second = fitted(rows, dim, LARGE, middle)[0], fitted(rows, dim, middle, BROAD[-1])[0]
+        slope, intercept, r2 = fit_line(rows, dim, LARGE, BROAD[-1])
+        first, second = fit_line(rows, dim, LARGE, middle)[0], fit_line(rows, dim, middle, BROAD[-1])[0]
         verdicts.append(
             Verdict(
                 claim=f"For large s2 the variance of the sum of d = {dim} log-normals grows linearly with s2.",
@@ -137,16 +125,16 @@ def judge_6b(plan: Plan, rows: Rows) -> list[Verdict]:
     return verdicts
 
 
-def charts_6b(plan: Plan, rows: Rows) -> dict[str, str]:
+def draw(draws: Draws, rows: Rows) -> dict[str, str]:
+    """Of Fig. 6a without the rows of LLN, which have no style."""
+    drawn = [row for row in rows if row["series"] in STYLES]
     y = Axis("variance", "variance of ln of the sum")
-    return {"": svg(lines(rows, STYLES, Axis("s2", "s2 of each variable"), y))}
+    return {"": svg(lines(drawn, STYLES, Axis("s2", "s2 of each variable"), y))}
 
 
 FIG6A = Figure(
-    "fig6a", "Sums of log-normal variables, moderate spread", lambda plan: len(DIMS) * len(MODERATE) + 1, measure_6a,
-    judge_6a, charts_6a,
-)  # fmt: skip
+    "fig6a", "Sums of log-normal variables, moderate spread", len(DIMS) * len(MODERATE) + 1, measure_6a, judge_6a, draw
+)
 FIG6B = Figure(
-    "fig6b", "Sums of log-normal variables, broad spread", lambda plan: len(DIMS) * len(BROAD), measure_6b, judge_6b,
-    charts_6b,
-)  # fmt: skip
+    "fig6b", "Sums of log-normal variables, broad spread", len(DIMS) * len(BROAD), measure_6b, judge_6b, draw
+)
