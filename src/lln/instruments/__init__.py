@@ -5,14 +5,13 @@ for each head: `entropy`, `variance`, `log_moments`, `lognormal_fit`, `spectral_
 keys: `temperature`, `gaussian_fit`. Of a model: `record`.
 """
 
-from lln.instruments.concentration import LogMoments, entropy, log_moments, variance
+from lln.instruments.concentration import LogMoments, entropy, log_moments, temperature, variance
 from lln.instruments.estimates import Estimate
 from lln.instruments.fits import GaussianFit, LognormalFit, QueryKeyFit, gaussian_fit, lognormal_fit
 from lln.instruments.maps import AttentionMap, dense_map, kernel_map, lln_map, softmax_map
 from lln.instruments.observation import Observation
 from lln.instruments.recorder import Recorder, record
 from lln.instruments.spectrum import principal_std, spectral_gap
-from lln.instruments.temperatures import temperature
 
 __all__ = [
     "AttentionMap",

@@ -10,7 +10,7 @@ from torch import Tensor
 from lln.checks import DTYPES, check_key_mask, describe
 
 
-def check_pair(q: Any, k: Any, names: tuple[str, str] = ("q", "k")) -> None:
+def check_pair(q: Any, k: Any, names: tuple[str, str], key_mask: Any, query_mask: Any, is_causal: bool = False) -> None:
     """Two tensors [batch, heads, length, dim] that agree in batch, dim, dtype and device; k may have fewer heads."""
     for name, t in zip(names, (q, k), strict=True):
         if not isinstance(t, Tensor):
@@ -29,11 +29,10 @@ def check_pair(q: Any, k: Any, names: tuple[str, str] = ("q", "k")) -> None:
         raise ValueError(
             f"{first} must have a positive multiple of the heads of {second}, and both at least one dim; got {shapes}."
         )
+    check_masks(q, k, names, key_mask, query_mask, is_causal)
 
 
-def check_masks(
-    q: Tensor, k: Tensor, key_mask: Tensor | None, query_mask: Tensor | None, is_causal: bool, names: tuple[str, str]
-) -> None:
+def check_masks(q: Tensor, k: Tensor, names: tuple[str, str], key_mask: Any, query_mask: Any, is_causal: bool) -> None:
     """q and k are looked at for their batch, length and device only."""
     check_key_mask(key_mask, k, "key_mask", names[1])
     check_key_mask(query_mask, q, "query_mask", names[0])

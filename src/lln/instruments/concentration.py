@@ -1,8 +1,9 @@
-"""How concentrated a map is: the entropy of its rows, their variance, the moments of log P."""
+"""How concentrated a map is: the entropy of its rows, their variance, the moments of log P, its temperature."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, overload
+import functools
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -10,9 +11,8 @@ from torch import Tensor
 from lln.checks import check_number
 from lln.instruments.arguments import check_count
 from lln.instruments.estimates import Estimate, draw_rows, estimate_entropy
-from lln.instruments.heads import Heads, Rows, take
-from lln.instruments.maps import AttentionMap, LLNMap, SoftmaxMap
-from lln.instruments.scores import lln_spread, score_moments
+from lln.instruments.heads import Heads, Rows, SoftmaxHeads, take
+from lln.instruments.maps import AttentionMap, LLNMap, SoftmaxMap, lln_map, softmax_map
 from lln.matching.moments import PAPER_A, PAPER_B
 
 
@@ -123,14 +123,12 @@ def log_moments(p: AttentionMap, *, rows: int | None = None, seed: int = 0) -> L
         check_count("rows", rows)
     found = []
     for group in p.groups():
-        total = None
         parts = group.chunks() if rows is None else draw_rows(group, rows, seed)
-        for part in parts:
-            total = merge(total, log_sums(group, part))
-        found.append(group.live.new_zeros(len(group), 6).to(p.dtype) if total is None else total)
+        sums = (log_sums(group, part) for part in parts)
+        nothing = torch.zeros(len(group), 6, dtype=p.dtype, device=p.device)
+        found.append(functools.reduce(merge, sums, next(sums, nothing)))
     count, mean, squares, row_count, row_variance, log_count = p.collect(found).unbind(-1)
-    one = count.clamp_min(1)
-    predicted = predictions(p, log_count / one)
+    predicted = predict_moments(p, log_count / count.clamp_min(1))
     return LogMoments(
         torch.where(count > 0, mean, torch.nan), squares / (count - 1), row_variance / row_count, *predicted
     )
@@ -154,10 +152,8 @@ def log_sums(heads: Heads, rows: Rows) -> Tensor:
     return torch.stack([count, mean, squares, several.sum(1), row_variance.sum(1), log_count.sum(1)], 1)
 
 
-def merge(one: Tensor | None, other: Tensor) -> Tensor:
+def merge(one: Tensor, other: Tensor) -> Tensor:
     """The sums of two sets of entries; the spread between their means goes into the squares."""
-    if one is None:
-        return other
     both = one + other
     apart = other[:, 1] - one[:, 1]
     share = other[:, 0] / both[:, 0].clamp_min(1)
@@ -166,7 +162,7 @@ def merge(one: Tensor | None, other: Tensor) -> Tensor:
     return both
 
 
-def predictions(p: AttentionMap, log_keys: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def predict_moments(p: AttentionMap, log_keys: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """(mean, variance) of log P by the paper. log_keys: the mean over entries of ln(keys that the row sees)."""
     if isinstance(p, SoftmaxMap):
         spread = score_moments(p)[1]
@@ -174,3 +170,110 @@ def predictions(p: AttentionMap, log_keys: Tensor) -> tuple[Tensor | None, Tenso
     if isinstance(p, LLNMap) and p.block_size is None:
         return None, PAPER_A * lln_spread(p) + PAPER_B
     return None, None
+
+
+def score_moments(p: SoftmaxMap) -> tuple[Tensor, Tensor]:
+    """Mean and variance of the scores over all pairs of a row that counts and a key it sees, [batch, heads] each."""
+    mean, squares = p.collect([pair_moments(group) for group in p.groups()]).unbind(-1)
+    return mean, squares
+
+
+def pair_moments(heads: Heads) -> Tensor:
+    """(mean, variance) of the scores a_ij = scale q_i . k_j, [G, 2], without forming the pairs. Bidirectional: E a^2 =
+    tr(M_q M_k) with the second moments M of q and k, E a = qbar . kbar. Causal: over prefixes, by streaming."""
+    assert isinstance(heads, SoftmaxHeads)
+    q, k = heads.q, heads.k  # scaled; zero where hidden
+    if heads.is_causal:
+        return causal_pair_moments(heads)
+    rows, keys = (mask.sum(1).to(q.dtype)[:, None, None] for mask in (heads.live, heads.seen))
+    q_mean, k_mean = q.sum(1, keepdim=True) / rows, k.sum(1, keepdim=True) / keys
+    mean = (q_mean * k_mean).sum((1, 2))
+    # var = tr(M_q M_k) - (qbar . kbar)^2, written in covariances so that large means do not cancel:
+    # tr(C_q C_k) + qbar' C_k qbar + kbar' C_q kbar.
+    q_apart, k_apart = (q - q_mean) * heads.live.unsqueeze(-1), (k - k_mean) * heads.seen.unsqueeze(-1)
+    c_q, c_k = q_apart.transpose(1, 2) @ q_apart / rows, k_apart.transpose(1, 2) @ k_apart / keys
+    spread = (c_q * c_k).sum((1, 2)) + ((q_mean @ c_k) * q_mean).sum((1, 2)) + ((k_mean @ c_q) * k_mean).sum((1, 2))
+    return torch.stack([mean, spread], 1)
+
+
+def causal_pair_moments(heads: SoftmaxHeads) -> Tensor:
+    count = total = squares = heads.q.new_zeros(len(heads))
+    centre = None
+    for rows in heads.chunks():
+        scores = heads.scores(rows)
+        there = (scores > -torch.inf) & heads.live[:, rows].unsqueeze(-1)
+        scores.masked_fill_(~there, 0.0)
+        found = there.sum((1, 2)).to(scores.dtype)
+        if centre is None:  # near the mean, so that squares around it keep their digits
+            centre = scores.sum((1, 2)) / found.clamp_min(1)
+        apart = (scores - centre[:, None, None]).mul_(there)
+        count, total, squares = count + found, total + apart.sum((1, 2)), squares + apart.square_().sum((1, 2))
+    if centre is None:
+        return heads.q.new_zeros(len(heads), 2)
+    mean = total / count
+    return torch.stack([centre + mean, squares / count - mean.square()], 1)
+
+
+def lln_spread(p: LLNMap) -> Tensor:
+    """s2 = alpha^2 sigma_q^2 + beta^2 sigma_k^2, the variance of alpha q plus that of beta k: [batch, heads]."""
+    found = []
+    for group in p.groups():
+        a, x = group.a, group.x.masked_fill(~group.seen.unsqueeze(-1), 0.0)  # type: ignore[attr-defined]
+        found.append(element_variance(a, group.live) + element_variance(x, group.seen))
+    return p.collect(found)
+
+
+def element_variance(t: Tensor, valid: Tensor) -> Tensor:
+    """The unbiased variance of all elements of the valid tokens of t [G, N, D], zero elsewhere: [G]."""
+    count = (valid.sum(1) * t.shape[-1]).to(t.dtype)
+    mean = t.sum((1, 2)) / count
+    apart = (t - mean[:, None, None]) * valid.unsqueeze(-1)
+    return apart.square_().sum((1, 2)) / (count - 1)
+
+
+@overload
+def temperature(q: AttentionMap, /, *, rows: int | None = ..., seed: int = ...) -> Tensor: ...
+@overload
+def temperature(
+    q: Tensor, k: Tensor, alpha: float | Tensor | None = ..., beta: float | Tensor | None = ..., *,
+    rows: int | None = ..., seed: int = ..., **options: Any,
+) -> Tensor: ...  # fmt: skip
+@torch.no_grad()
+def temperature(
+    q: Tensor | AttentionMap,
+    k: Tensor | None = None,
+    alpha: float | Tensor | None = None,
+    beta: float | Tensor | None = None,
+    *,
+    rows: int | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Tensor:
+    """How widely attention spreads, [batch, heads]: high where all keys weigh alike, low where few keys take all.
+
+        temperature(q, k)                of softmax attention, eq. (5): 1 / sqrt(var(a_ij)), a_ij = scale q_i . k_j,
+                                         exactly and in time linear in the length (streamed when causal)
+        temperature(q, k, alpha, beta)   of LLN attention: 1 / sqrt(var(log P_ij)), as measured. Eq. (11) puts the line
+                                         a s2 + b for the variance, which is negative for s2 < 2.389
+        temperature(p)                   of a map: eq. (5) for softmax, the measured variance of log P for others
+
+    Args:
+        rows, seed: measure log P on a random sample of so many rows; see log_moments.
+        options: of softmax_map or lln_map: key_mask, query_mask, is_causal, scale, block_size, mix.
+
+    Raises:
+        ValueError or TypeError: it names the argument.
+    """
+    if isinstance(q, AttentionMap):
+        if k is not None or alpha is not None or beta is not None or options:
+            raise TypeError("temperature of a map takes no k, alpha, beta or options: they are in the map already.")
+        p = q
+    elif k is None:
+        raise TypeError("temperature takes a map, or q and k; got q alone.")
+    elif (alpha is None) != (beta is None):
+        raise TypeError(f"alpha and beta go together; got alpha={alpha} and beta={beta}.")
+    else:
+        p = softmax_map(q, k, **options) if alpha is None or beta is None else lln_map(q, k, alpha, beta, **options)
+    if isinstance(p, SoftmaxMap):
+        return score_moments(p)[1].rsqrt()
+    return log_moments(p, rows=rows, seed=seed).variance.rsqrt()

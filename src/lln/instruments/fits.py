@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lln.instruments.arguments import check_count, check_masks, check_pair
+from lln.instruments.arguments import check_count, check_pair
 from lln.instruments.estimates import draw_rows
 from lln.instruments.heads import Heads, span_elements
 from lln.instruments.maps import AttentionMap
@@ -45,19 +45,9 @@ class QueryKeyFit(NamedTuple):
     key: GaussianFit  # [batch, key heads]
 
 
-class NormalFit(NamedTuple):
-    """Of numbers [G, S] against the Gaussian with their own mean and standard deviation, [G] each."""
-
-    mean: Tensor
-    std: Tensor
-    distance: Tensor
-    anderson_darling: Tensor
-    qq_r2: Tensor
-    skewness: Tensor
-
-
-def normal_fit(values: Tensor, valid: Tensor) -> NormalFit:
-    """values [G, S], of which `valid` count. NaN for fewer than two numbers and for numbers without spread."""
+def normal_fit(values: Tensor, valid: Tensor) -> GaussianFit:
+    """Of numbers [G, S], of which `valid` count, against the Gaussian with their own mean and standard deviation: [G]
+    each. NaN for fewer than two numbers and for numbers without spread."""
     count = valid.sum(1, keepdim=True).to(values.dtype)
     values = values.masked_fill(~valid, 0.0)
     mean = values.sum(1, keepdim=True) / count
@@ -84,7 +74,7 @@ def normal_fit(values: Tensor, valid: Tensor) -> NormalFit:
     def result(t: Tensor) -> Tensor:
         return t.reshape(len(values)).masked_fill(broken, torch.nan)
 
-    return NormalFit(
+    return GaussianFit(
         mean.squeeze(1), result(std), result(distance), result(anderson_darling), result(together.square() / alone),
         result(skewness),
     )  # fmt: skip
@@ -175,8 +165,7 @@ def gaussian_fit(
     Raises:
         ValueError or TypeError: it names the argument.
     """
-    check_pair(q, k)
-    check_masks(q, k, key_mask, query_mask, False, ("q", "k"))
+    check_pair(q, k, ("q", "k"), key_mask, query_mask)
     if query_mask is None and q.shape[2] == k.shape[2]:
         query_mask = key_mask
     return QueryKeyFit(element_fit(q.detach(), query_mask), element_fit(k.detach(), key_mask))

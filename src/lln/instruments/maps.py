@@ -19,8 +19,7 @@ from torch import Tensor
 
 from lln.checks import check_block_size, check_number, check_overlap, coefficient, mix_weights
 from lln.instruments.arguments import check_dense, check_masks, check_pair, check_stochastic
-from lln.instruments.diag import DiagHeads
-from lln.instruments.heads import DenseHeads, Heads, KernelHeads, LLNHeads, SoftmaxHeads, span_elements
+from lln.instruments.heads import DenseHeads, DiagHeads, Heads, KernelHeads, LLNHeads, SoftmaxHeads, span_elements
 from lln.kernels.common import wide_dtype
 from lln.nn.overlap import window
 
@@ -28,14 +27,14 @@ from lln.nn.overlap import window
 class AttentionMap(abc.ABC):
     """The attention matrices P [rows, keys] of a batch of heads, from softmax_map, lln_map, kernel_map or dense_map."""
 
-    width: int  # numbers a token
     factored = False  # whether P = A B^T with thin A and B
 
     def __init__(
-        self, shape: tuple[int, int, int, int], device: torch.device, is_causal: bool, query_mask: Tensor | None,
-        key_mask: Tensor | None,
-    ) -> None:  # fmt: skip
-        self.batch, self.heads, self.rows, self.keys = shape
+        self, q: Tensor, k: Tensor, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None
+    ) -> None:
+        """q [B, H, N, D] and k [B, key heads, M, D]: what the rows and the keys of P are made of."""
+        self.q, self.k, device = q.detach(), k.detach(), q.device
+        (self.batch, self.heads, self.rows, self.width), self.keys = q.shape, k.shape[2]
         self.device, self.is_causal, self.dtype = device, is_causal, wide_dtype(device)
         if query_mask is None and self.rows == self.keys:
             query_mask = key_mask  # one sequence: what is padding among the keys is padding among the queries
@@ -60,8 +59,8 @@ class AttentionMap(abc.ABC):
         return f"{type(self).__name__}(shape={self.shape}, is_causal={self.is_causal})"
 
     @abc.abstractmethod
-    def of(self, sample: Tensor, head: Tensor) -> Heads:
-        """The heads with these indices, both [G]."""
+    def pick(self, sample: Tensor, head: Tensor, key_head: Tensor) -> Heads:
+        """The heads with these indices, all [G]."""
 
     def groups(self) -> Iterator[Heads]:
         """All heads in the order of [batch, heads], as many at a time as fit into a span."""
@@ -76,7 +75,8 @@ class AttentionMap(abc.ABC):
 
     def indexed(self, index: Tensor) -> Heads:
         """Heads by their place in [batch * heads], index [G]."""
-        heads = self.of(index // self.heads, index % self.heads)
+        sample, head = index // self.heads, index % self.heads
+        heads = self.pick(sample, head, head // (self.heads // self.k.shape[1]))
         heads.index = index
         return heads
 
@@ -87,9 +87,6 @@ class AttentionMap(abc.ABC):
         found = torch.cat(values).unflatten(0, (self.batch, self.heads))
         alive = self.live.any(1).view(self.batch, *(1 for _ in found.shape[1:]))
         return torch.where(alive, found, torch.nan)
-
-    def key_head(self, head: Tensor, key_heads: int) -> Tensor:
-        return head // (self.heads // key_heads)
 
     @torch.no_grad()
     def dense(self) -> Tensor:
@@ -111,24 +108,27 @@ class AttentionMap(abc.ABC):
         a, b = (torch.cat(sides).unflatten(0, (self.batch, self.heads)) for sides in zip(*pairs, strict=True))
         return a, b
 
-    def tokens(self, t: Tensor, sample: Tensor, head: Tensor, valid: Tensor) -> Tensor:
-        """[G, length, D] in the dtype of all instruments; 0 for hidden tokens, which may hold anything."""
-        wide = t[sample, head].to(self.dtype)  # a copy
-        return wide.masked_fill_(~valid.unsqueeze(-1), 0.0) if self.padded else wide
+    def tokens(self, sample: Tensor, head: Tensor, key_head: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
+        """q [G, N, D] and k [G, M, D] in the dtype of all instruments, 0 for hidden tokens, which may hold anything;
+        and what all heads need to know: live rows, seen keys, whether they are causal."""
+        live, seen = self.live[sample], self.seen[sample]
+        q, k = self.q[sample, head].to(self.dtype), self.k[sample, key_head].to(self.dtype)  # copies
+        if self.padded:
+            q.masked_fill_(~live.unsqueeze(-1), 0.0)
+            k.masked_fill_(~seen.unsqueeze(-1), 0.0)
+        return q, k, live, seen, self.is_causal
 
 
 class SoftmaxMap(AttentionMap):
     """P_ij = softmax_j(scale q_i . k_j), eq. (6)."""
 
     def __init__(self, q: Tensor, k: Tensor, scale: float, *masks: Any) -> None:
-        super().__init__((*q.shape[:3], k.shape[2]), q.device, *masks)
-        self.q, self.k, self.scale, self.width = q.detach(), k.detach(), scale, q.shape[3]
+        super().__init__(q, k, *masks)
+        self.scale = scale
 
-    def of(self, sample: Tensor, head: Tensor) -> Heads:
-        live, seen = self.live[sample], self.seen[sample]
-        q = self.tokens(self.q, sample, head, live).mul_(self.scale)
-        k = self.tokens(self.k, sample, self.key_head(head, self.k.shape[1]), seen)
-        return SoftmaxHeads(q, k, live, seen, self.is_causal)
+    def pick(self, sample: Tensor, head: Tensor, key_head: Tensor) -> Heads:
+        q, k, live, seen, is_causal = self.tokens(sample, head, key_head)
+        return SoftmaxHeads(q.mul_(self.scale), k, live, seen, is_causal)
 
 
 class LLNMap(AttentionMap):
@@ -138,8 +138,8 @@ class LLNMap(AttentionMap):
         self, q: Tensor, k: Tensor, alpha: Tensor, beta: Tensor, block_size: int | None, overlap: bool,
         weights: tuple[Tensor | None, Tensor | None], scale: float, *masks: Any,
     ) -> None:  # fmt: skip
-        super().__init__((*q.shape[:3], k.shape[2]), q.device, *masks)
-        self.q, self.k, self.scale, self.width = q.detach(), k.detach(), scale, q.shape[3]
+        super().__init__(q, k, *masks)
+        self.scale = scale
         self.alpha = alpha.detach().expand(self.batch, self.heads, -1)
         self.beta = beta.detach().expand(self.batch, k.shape[1], -1)
         self.block_size, self.factored = block_size, block_size is None and not self.is_causal
@@ -149,14 +149,12 @@ class LLNMap(AttentionMap):
             self.window = window(block_size, self.is_causal)
         self.weights = [w.detach().expand(self.batch, self.heads, 1) for w in weights if w is not None]
 
-    def of(self, sample: Tensor, head: Tensor) -> Heads:
-        live, seen = self.live[sample], self.seen[sample]
-        key_head = self.key_head(head, self.k.shape[1])
-        q, k = self.tokens(self.q, sample, head, live), self.tokens(self.k, sample, key_head, seen)
+    def pick(self, sample: Tensor, head: Tensor, key_head: Tensor) -> Heads:
+        q, k, live, seen, is_causal = self.tokens(sample, head, key_head)
         alpha, beta = self.alpha[sample, head].unsqueeze(1), self.beta[sample, key_head].unsqueeze(1)
         if self.block_size is None:
-            return LLNHeads(q.mul_(alpha), k.mul_(beta), live, seen, self.is_causal)
-        lln = LLNHeads(q * alpha, k * beta, live, seen, self.is_causal)
+            return LLNHeads(q.mul_(alpha), k.mul_(beta), live, seen, is_causal)
+        lln = LLNHeads(q * alpha, k * beta, live, seen, is_causal)
         first = (seen.cumsum(1) == 0).sum(1, keepdim=True)  # blocks count from the first valid token
         place = torch.arange(self.rows, device=self.device) - first
         rows, before = self.window
@@ -170,28 +168,19 @@ class KernelMap(AttentionMap):
     """P_ij = fq_i . fk_j / sum_l fq_i . fk_l, eq. (3) in the features of both sides."""
 
     def __init__(self, fq: Tensor, fk: Tensor, *masks: Any) -> None:
-        super().__init__((*fq.shape[:3], fk.shape[2]), fq.device, *masks)
-        self.fq, self.fk, self.width, self.factored = fq.detach(), fk.detach(), fq.shape[3], not self.is_causal
+        super().__init__(fq, fk, *masks)
+        self.factored = not self.is_causal
 
-    def of(self, sample: Tensor, head: Tensor) -> Heads:
-        live, seen = self.live[sample], self.seen[sample]
-        fq = self.tokens(self.fq, sample, head, live)
-        fk = self.tokens(self.fk, sample, self.key_head(head, self.fk.shape[1]), seen)
-        return KernelHeads(fq, fk, live, seen, self.is_causal)
+    def pick(self, sample: Tensor, head: Tensor, key_head: Tensor) -> Heads:
+        return KernelHeads(*self.tokens(sample, head, key_head))
 
 
 class DenseMap(AttentionMap):
-    """P as it was given."""
+    """P as it was given: its rows stand for queries, one of them for the keys."""
 
-    def __init__(self, p: Tensor, *masks: Any) -> None:
-        super().__init__(tuple(p.shape), p.device, *masks)  # type: ignore[arg-type]
-        self.p, self.width = p.detach(), p.shape[3]
-        check_stochastic(torch.where(self.seen[:, None, None], self.p, 0.0), self.live)
-
-    def of(self, sample: Tensor, head: Tensor) -> Heads:
-        live, seen = self.live[sample], self.seen[sample]
-        p = self.tokens(self.p, sample, head, live).masked_fill_(~seen.unsqueeze(1), 0.0)
-        return DenseHeads(p, live, seen, self.is_causal)
+    def pick(self, sample: Tensor, head: Tensor, key_head: Tensor) -> Heads:
+        p, _, live, seen, is_causal = self.tokens(sample, head, key_head)
+        return DenseHeads(p.masked_fill_(~seen.unsqueeze(1), 0.0), live, seen, is_causal)
 
 
 def softmax_map(
@@ -215,8 +204,7 @@ def softmax_map(
     Raises:
         ValueError or TypeError: it names the argument.
     """
-    check_pair(q, k)
-    check_masks(q, k, key_mask, query_mask, is_causal, ("q", "k"))
+    check_pair(q, k, ("q", "k"), key_mask, query_mask, is_causal)
     scale = q.shape[-1] ** -0.5 if scale is None else check_number("scale", scale)
     return SoftmaxMap(q, k, scale, is_causal, query_mask, key_mask)
 
@@ -249,8 +237,7 @@ def lln_map(
     Raises:
         ValueError or TypeError: it names the argument.
     """
-    check_pair(q, k)
-    check_masks(q, k, key_mask, query_mask, is_causal, ("q", "k"))
+    check_pair(q, k, ("q", "k"), key_mask, query_mask, is_causal)
     check_block_size(block_size, is_causal, q.shape[2] != k.shape[2], False)
     check_overlap(overlap, block_size)
     batch, heads, _, dim = q.shape
@@ -280,8 +267,7 @@ def kernel_map(
     Raises:
         ValueError or TypeError: it names the argument; for values that make no weights, when the map is measured.
     """
-    check_pair(fq, fk, ("fq", "fk"))
-    check_masks(fq, fk, key_mask, query_mask, is_causal, ("fq", "fk"))
+    check_pair(fq, fk, ("fq", "fk"), key_mask, query_mask, is_causal)
     return KernelMap(fq, fk, is_causal, query_mask, key_mask)
 
 
@@ -300,6 +286,8 @@ def dense_map(
         ValueError or TypeError: it names the argument.
     """
     p = check_dense(p)
-    # One column and one row of p have the batch, length and device of queries and keys.
-    check_masks(p[..., :1], p[:, :, :1].transpose(2, 3), key_mask, query_mask, is_causal, ("rows of p", "keys of p"))
-    return DenseMap(p, is_causal, query_mask, key_mask)
+    row = p[:, :, :1].transpose(2, 3)  # [batch, heads, keys, 1], as keys are
+    check_masks(p, row, ("rows of p", "keys of p"), key_mask, query_mask, is_causal)
+    found = DenseMap(p, row, is_causal, query_mask, key_mask)
+    check_stochastic(torch.where(found.seen[:, None, None], found.q, 0.0), found.live)
+    return found

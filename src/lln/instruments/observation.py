@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lln.instruments.concentration import entropy, log_moments
+from lln.instruments.concentration import entropy, log_moments, temperature
 from lln.instruments.fits import normal_fit, some_entries
 from lln.instruments.maps import AttentionMap, dense_map, lln_map, softmax_map
 from lln.instruments.spectrum import spectral_gap
-from lln.instruments.temperatures import temperature
 from lln.kernels.common import wide_dtype
 from lln.matching.moments import moments, sigma
 
@@ -109,30 +109,29 @@ def measure(seen: Observation, wanted: tuple[str, ...] = MEASURED) -> dict[str, 
 
 
 def measure_all(seen: Observation, wanted: tuple[str, ...]) -> dict[str, Tensor]:
-    heads = seen.query.shape[1]
-    found: dict[str, Tensor] = {}
-    p = seen.map()
+    heads, p = seen.query.shape[1], seen.map()
+    each = heads // seen.key.shape[1]  # query heads of a key head
     nothing = torch.full((p.batch, heads), torch.nan, dtype=p.dtype, device=p.device)
     healthy = all_finite(seen.query, p.live) and all_finite(seen.key, p.seen)
-    if "sigma_q" in wanted:
-        found["sigma_q"] = spread(seen.query, p.live)
-    if "sigma_k" in wanted:
-        found["sigma_k"] = spread(seen.key, p.seen).repeat_interleave(heads // seen.key.shape[1], 1)
-    if "temperature" in wanted:
-        found["temperature"] = nothing if not healthy else temperature_of(seen, p)
-    if "entropy" in wanted:
-        found["entropy"] = entropy(p) if healthy else nothing
-        found["max_entropy"] = largest_entropy(seen, p)
-    if "spectral_gap" in wanted:
-        found["spectral_gap"] = gap(p) if healthy and seen.has_gap else nothing
-    if "log_variance" in wanted:
-        found["log_variance"] = log_moments(p).variance if healthy else nothing
-    if "lognormality" in wanted:
-        found["lognormality"] = lognormality(p) if healthy else nothing
-    for name, values, count in (("alpha", seen.alpha, heads), ("beta", seen.beta, seen.key.shape[1])):
-        if values is not None:
-            each = values.to(p.dtype).mean(-1).expand(p.batch, count)
-            found[name] = each.repeat_interleave(heads // count, 1)
+    ways: dict[str, Callable[[], Tensor]] = {
+        "sigma_q": lambda: spread(seen.query, p.live),
+        "sigma_k": lambda: spread(seen.key, p.seen).repeat_interleave(each, 1),
+        "temperature": lambda: temperature_of(seen, p),
+        "entropy": lambda: entropy(p),
+        "spectral_gap": lambda: gap(p) if seen.has_gap else nothing,
+        "log_variance": lambda: log_moments(p).variance,
+        "lognormality": lambda: lognormality(p),
+    }
+    found: dict[str, Tensor] = {}
+    for name in MEASURED:
+        if name in wanted:
+            found[name] = ways[name]() if healthy or name in ("sigma_q", "sigma_k") else nothing
+        if name == "entropy" and name in wanted:
+            found["max_entropy"] = largest_entropy(seen, p)
+    if seen.alpha is not None and seen.beta is not None:
+        alpha, beta = (values.to(p.dtype).mean(-1) for values in (seen.alpha, seen.beta))
+        found["alpha"] = alpha.expand(p.batch, heads)
+        found["beta"] = beta.expand(p.batch, seen.key.shape[1]).repeat_interleave(each, 1)
     return found
 
 
