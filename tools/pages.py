@@ -13,19 +13,19 @@ import badges
 import benchmarks_page
 import cli_page
 import found_page
+import mechanisms_page
 import paper_page
 import picture
 import quoted
 import stored_tables
 from lln.files import write_text
-from lln.peers import table
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 
 def pages() -> dict[Path, str]:
     return {
-        DOCS / "mechanisms.md": table.markdown(),
+        DOCS / "mechanisms.md": mechanisms_page.markdown(),
         DOCS / "cli.md": cli_page.markdown(),
         DOCS / "benchmarks.md": benchmarks_page.markdown(),
         DOCS / "found.md": found_page.markdown(),

@@ -241,9 +241,10 @@ def check_fraction(name: str, value: Any, remedy: str = "") -> float:
     return number
 
 
-def check_positive_int(name: str, value: Any) -> None:
-    if not isinstance(value, int) or value < 1:
+def check_positive_int(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a positive int; got {value!r}.")
+    return value
 
 
 def check_backend(backend: str) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from helpers.mechanism_cases import (
     supporting,
 )
 from lln.peers import attention_matrix
-from lln.peers.table import markdown
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-10}
 
@@ -377,11 +375,6 @@ def test_the_list_is_read_only_and_says_who_learns() -> None:
     assert not known["softmax"].parameters
     with pytest.raises(TypeError):
         known["mine"] = known["elu"]  # type: ignore[index]
-
-
-def test_the_documented_table_is_what_the_mechanisms_say() -> None:
-    written = (Path(__file__).parents[2] / "docs" / "mechanisms.md").read_text()
-    assert written == markdown(), "python -m lln.peers.table > docs/mechanisms.md"
 
 
 def test_every_row_of_the_papers_tables_is_there() -> None:

@@ -8,12 +8,12 @@ import functools
 import torch
 from torch import Tensor
 
-from lln.checks import describe
+from lln.checks import check_positive_int, describe
 from lln.kernels.blocks import gather_rows
 from lln.kernels.call import Call
-from lln.peers.pieces import attend, grouped, scores
-from lln.peers.registry import positive_int, register
-from lln.peers.windows import aligned, blocked, joint_attention, lengths, neighbours, visible_blocks, whole_blocks
+from lln.peers.pieces import average, grouped, scores
+from lln.peers.registry import register
+from lln.peers.windows import align, blocked, joint_attention, lengths, neighbours, visible_blocks, whole_blocks
 
 
 def bigbird(
@@ -21,14 +21,14 @@ def bigbird(
 ) -> Tensor:
     """block: tokens of a block. random_blocks: for each block and head, out of those it would not see anyhow. plan
     [heads, blocks, random_blocks] names them instead (rows of the first and the last block are not read)."""
-    positive_int("block", block)
+    check_positive_int("block", block)
     if not isinstance(random_blocks, int) or random_blocks < 0:
         raise ValueError(f"random_blocks must be an int of at least 0; got {random_blocks!r}.")
     count = -(-call.key.shape[2] // block)
     if plan is not None and (plan.ndim != 3 or list(plan.shape[:2]) != [call.query.shape[1], count]):
         raise ValueError(f"plan must be [heads, blocks, random blocks] = [{call.query.shape[1]}, {count}, ...]; "
                          f"got {describe(plan)}.")  # fmt: skip
-    return aligned(call, functools.partial(block_sparse, block=block, drawn=random_blocks, seed=seed, plan=plan))
+    return align(call, functools.partial(block_sparse, block=block, drawn=random_blocks, seed=seed, plan=plan))
 
 
 def draw(heads: int, blocks: int, last: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -53,10 +53,8 @@ def draw(heads: int, blocks: int, last: Tensor, count: int, seed: int) -> tuple[
     return chosen.clamp(0, blocks - 1), none
 
 
-def block_sparse(call: Call, *, block: int, drawn: int, seed: int, plan: Tensor | None) -> Tensor:
+def block_sparse(call: Call, mask: Tensor, *, block: int, drawn: int, seed: int, plan: Tensor | None) -> Tensor:
     q, k, v = grouped(call)
-    mask = call.key_mask
-    assert mask is not None
     batch, key_heads, groups, length, _ = q.shape
     size = min(block, length)
     kb, vb, seen = blocked(k, size), blocked(v, size), visible_blocks(mask, size)
@@ -95,7 +93,7 @@ def block_sparse(call: Call, *, block: int, drawn: int, seed: int, plan: Tensor 
     for place, end in enumerate((torch.zeros_like(last), last)):
         index = end[:, None] * size + torch.arange(size, device=q.device)
         whole = scores(gather_rows(queries.flatten(-3, -2), index), k, call.scale, ~mask[:, None, None, :, None])
-        seen_all = attend(whole, v, call.dropout, 2 + place)
+        seen_all = average(whole, v, call.dropout, 2 + place)
         out = out.scatter(-2, index[:, None, None, :, None].expand(seen_all.shape), seen_all)
     return out[..., :length, :].flatten(1, 2)
 

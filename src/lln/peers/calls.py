@@ -15,6 +15,7 @@ from lln.functional import CuSeqlens, Mix, autocast
 from lln.kernels.call import Call
 from lln.kernels.common import autocast_enabled
 from lln.kernels.eager import blocks_of, with_dropout
+from lln.nn.statistics import check_heads
 from lln.peers.registry import REGISTRY, Mechanism, check_options, find
 
 Attend = Callable[[Call], Tensor]  # [B, Hq, N, E] of a call, in any dtype
@@ -79,24 +80,17 @@ def attention_matrix(name: str, query: Tensor, key: Tensor, **arguments: Any) ->
 
 
 def run(
-    entry: Mechanism,
-    attend: Attend,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    is_causal: bool,
-    key_mask: Tensor | None,
-    dropout_p: float,
-    cu_seqlens: CuSeqlens | None,
-    scale: float | None,
-    block_size: int | None,
-    mix: Mix,
-) -> Tensor:
-    """A checked call, sequence by sequence where packed, with blocks where asked for."""
+    entry: Mechanism, attend: Attend, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool,
+    key_mask: Tensor | None, dropout_p: float, cu_seqlens: CuSeqlens | None, scale: float | None = None,
+    block_size: int | None = None, mix: Mix = 0.5, heads: tuple[int, int, int] | None = None,
+) -> Tensor:  # fmt: skip
+    """A checked call, sequence by sequence where packed, with blocks where asked for. heads: query heads, key heads and
+    head dim, where they have to be these."""
     block_size = check_blocks(entry, block_size, mix)
     query, key, value = autocast(query, key, value)
     inputs = check_inputs(query, key, value, key_mask=key_mask, cu_seqlens=cu_seqlens)
+    if heads is not None:
+        check_heads(query, key, *heads)
     entry.check(query, key, is_causal, key_mask, cu_seqlens)
     call = check_call(inputs, block_size=block_size, mix=mix, is_causal=is_causal, dropout_p=dropout_p, scale=scale)
     device = query.device.type

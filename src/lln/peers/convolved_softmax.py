@@ -19,15 +19,12 @@ from lln.peers.softmax import softmax
 class ConvolvedSoftmax(AttentionModule):
     """convolution: its odd width, see `lln.nn.convolution`. It starts at zero, which is softmax attention."""
 
-    def __init__(
-        self, num_heads: int, head_dim: int, max_length: int | None = None, *, convolution: int = 5,
-        value_dim: int | None = None, **common: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(ENTRY, num_heads, head_dim, max_length, **common)
+    def __init__(self, *sizes: Any, convolution: int = 5, value_dim: int | None = None, **common: Any) -> None:
+        super().__init__(ENTRY, *sizes, **common)
         check_convolution(convolution)
-        self.value_dim = value_dim or head_dim
-        self.conv_q = nn.Parameter(torch.zeros(num_heads, head_dim, convolution))
-        self.conv_k = nn.Parameter(torch.zeros(self.num_key_heads, head_dim, convolution))
+        self.value_dim = value_dim or self.head_dim
+        self.conv_q = nn.Parameter(torch.zeros(self.num_heads, self.head_dim, convolution))
+        self.conv_k = nn.Parameter(torch.zeros(self.num_key_heads, self.head_dim, convolution))
         self.conv_v = nn.Parameter(torch.zeros(self.num_key_heads, self.value_dim, convolution))
 
     def attend(self, call: Call) -> Tensor:

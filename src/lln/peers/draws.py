@@ -11,35 +11,28 @@ from lln.kernels.common import kept, traced_as_constant
 
 # What was drawn, where it is needed: a copy from the host would make each call wait, and cannot be captured in a CUDA
 # graph.
-KEPT: dict[tuple[str, int, int, int, bool, torch.device, torch.dtype], Tensor] = {}
+KEPT: dict[tuple[object, ...], Tensor] = {}
 
 
+@traced_as_constant
 def gaussian(
     rows: int, columns: int, seed: int, orthogonal: bool = False, *, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """A matrix of independent standard normal rows; orthogonal: rows at right angles in each square block, which keeps
     every row's distribution and lowers the variance of what is averaged over rows. Nobody may change it."""
-    return drawn("normal", rows, columns, seed, orthogonal, device, dtype)
-
-
-def uniform(count: int, seed: int, *, device: torch.device) -> Tensor:
-    """[count] in [0, 1), in float32. Nobody may change it."""
-    return drawn("uniform", count, 1, seed, False, device, torch.float32)
+    key = rows, columns, seed, orthogonal, device, dtype
+    return kept(KEPT, key, lambda: draw_gaussian(rows, columns, seed, orthogonal).to(dtype).to(device))
 
 
 @traced_as_constant
-def drawn(
-    kind: str, rows: int, columns: int, seed: int, orthogonal: bool, device: torch.device, dtype: torch.dtype
-) -> Tensor:
+def uniform(count: int, seed: int, *, device: torch.device) -> Tensor:
+    """[count] in [0, 1), in float32. Nobody may change it."""
+
     def make() -> Tensor:
-        found = draw_gaussian(rows, columns, seed, orthogonal) if kind == "normal" else draw_uniform(rows, seed)
-        return found.to(dtype).to(device)
+        drawn = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return drawn.to(torch.float32).to(device)
 
-    return kept(KEPT, (kind, rows, columns, seed, orthogonal, device, dtype), make)
-
-
-def draw_uniform(count: int, seed: int) -> Tensor:
-    return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return kept(KEPT, (count, seed, device), make)
 
 
 def draw_gaussian(rows: int, columns: int, seed: int, orthogonal: bool) -> Tensor:
@@ -51,12 +44,12 @@ def draw_gaussian(rows: int, columns: int, seed: int, orthogonal: bool) -> Tenso
 
     if not orthogonal:
         return draw(rows, columns)
-    blocks = [haar(draw(columns, columns)) for _ in range(math.ceil(rows / columns))]
+    blocks = [make_rotation(draw(columns, columns)) for _ in range(math.ceil(rows / columns))]
     found: Tensor = torch.cat(blocks)[:rows] * draw(rows, columns).norm(dim=-1, keepdim=True)
     return found
 
 
-def haar(square: Tensor) -> Tensor:
+def make_rotation(square: Tensor) -> Tensor:
     """A rotation without preferred direction: without the signs QR would have one."""
     q, r = torch.linalg.qr(square)
     signed: Tensor = q * r.diagonal().sign()

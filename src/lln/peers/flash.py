@@ -5,44 +5,45 @@ out = W (u * (A v + Q K^T v))      A = relu(q k^T / c + b)^2 in chunks of c     
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lln.checks import check_positive_int
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype, drop
-from lln.peers.mixers import REFUSES, Mixer, linear
-from lln.peers.registry import positive_int, register
-from lln.peers.windows import aligned, blocked
+from lln.peers.modules import MIXER_REFUSES, Mixer, apply_linear
+from lln.peers.registry import register
+from lln.peers.windows import align, blocked
 
 
 class Flash(Mixer):
     """chunk: c. expansion: channels of u and v, over those of the hidden states. key_dim: of z."""
 
     def __init__(
-        self, num_heads: int, head_dim: int, max_length: int | None = None, *, chunk: int = 256, expansion: int = 2,
-        key_dim: int = 128, dropout: float = 0.0,
-    ) -> None:  # fmt: skip
-        super().__init__(ENTRY, num_heads, head_dim, max_length, dropout)
-        self.chunk = positive_int("chunk", chunk)
-        width = self.channels * positive_int("expansion", expansion)
+        self, *sizes: Any, chunk: int = 256, expansion: int = 2, key_dim: int = 128, dropout: float = 0.0
+    ) -> None:
+        super().__init__(ENTRY, *sizes, dropout=dropout)
+        self.chunk = check_positive_int("chunk", chunk)
+        width = self.channels * check_positive_int("expansion", expansion)
         self.to_uv = nn.Linear(self.channels, 2 * width)
-        self.to_z = nn.Linear(self.channels, positive_int("key_dim", key_dim))
+        self.to_z = nn.Linear(self.channels, check_positive_int("key_dim", key_dim))
         self.scale = nn.Parameter(0.02 * torch.randn(4, key_dim))  # of q, k, Q, K
         self.shift = nn.Parameter(torch.zeros(4, key_dim))
         self.bias = nn.Parameter(torch.zeros(2 * chunk - 1))  # b, by the distance i - j
         self.to_out = nn.Linear(width, self.channels, bias=False)
 
-    def mix(self, call: Call) -> Tensor:
-        return aligned(call, self.gated)
+    def attend(self, call: Call) -> Tensor:
+        return align(call, self.gate_chunks)
 
-    def gated(self, call: Call) -> Tensor:
-        x, mask = call.query, call.key_mask  # [B, 1, N, C], [B, N]
-        assert mask is not None
+    def gate_chunks(self, call: Call, mask: Tensor) -> Tensor:
+        x = call.query  # [B, 1, N, C]
         dtype, length = compute_dtype(x.dtype), x.shape[2]
         size = min(self.chunk, length)
-        u, v = functional.silu(linear(self.to_uv, x)).to(dtype).chunk(2, -1)
-        z = functional.silu(linear(self.to_z, x)).to(dtype)
+        u, v = functional.silu(apply_linear(self.to_uv, x)).to(dtype).chunk(2, -1)
+        z = functional.silu(apply_linear(self.to_z, x)).to(dtype)
         q, k, far_q, far_k = (z * s + t for s, t in zip(self.scale.to(dtype), self.shift.to(dtype), strict=True))
         v = blocked(v.masked_fill(~mask[:, None, :, None], 0.0), size)  # [B, 1, n, c, E]
         row = torch.arange(size, device=x.device)
@@ -56,7 +57,7 @@ class Flash(Mixer):
             state = state.sum(2, keepdim=True) / mask.sum(-1).clamp_min(1)[:, None, None, None, None]
         far = drop(blocked(far_q, size), call.dropout, 2)[0] @ state
         mixed = (near + far).flatten(2, 3)[:, :, :length]
-        return linear(self.to_out, u * mixed)
+        return apply_linear(self.to_out, u * mixed)
 
 
 ENTRY = register(
@@ -66,7 +67,7 @@ ENTRY = register(
     cost="N (c + 2 s) e",
     learned="the whole unit",
     kind="mixer",
-    refuses=REFUSES,
+    refuses=MIXER_REFUSES,
     module=Flash,
     note="not FlashAttention, which is a way to compute softmax attention",
 )

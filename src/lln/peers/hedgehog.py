@@ -18,17 +18,14 @@ class Hedgehog(AttentionModule):
     """activation: "softmax" over the channels as released, or "exp" as in the paper's formula; the exponentials
     themselves are taken inside LLN's fold."""
 
-    def __init__(
-        self, num_heads: int, head_dim: int, max_length: int | None = None, *,
-        activation: Literal["softmax", "exp"] = "softmax", **common: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(ENTRY, num_heads, head_dim, max_length, **common)
+    def __init__(self, *sizes: Any, activation: Literal["softmax", "exp"] = "softmax", **common: Any) -> None:
+        super().__init__(ENTRY, *sizes, **common)
         if activation not in ("softmax", "exp"):
             raise ValueError(f"activation must be 'softmax' or 'exp'; got {activation!r}.")
         self.activation = activation
         # The identity to start with, as in the paper.
-        self.query_map = nn.Parameter(torch.eye(head_dim).repeat(num_heads, 1, 1))
-        self.key_map = nn.Parameter(torch.eye(head_dim).repeat(self.num_key_heads, 1, 1))
+        self.query_map = nn.Parameter(torch.eye(self.head_dim).repeat(self.num_heads, 1, 1))
+        self.key_map = nn.Parameter(torch.eye(self.head_dim).repeat(self.num_key_heads, 1, 1))
 
     def attend(self, call: Call) -> Tensor:
         return exponential_attention(call, self.logs(call.query, self.query_map), self.logs(call.key, self.key_map))

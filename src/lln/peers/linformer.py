@@ -8,23 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lln.checks import check_positive_int
 from lln.kernels.call import Call
 from lln.peers.modules import AttentionModule
-from lln.peers.pieces import attend, grouped, positions, scores
-from lln.peers.registry import positive_int, register
+from lln.peers.pieces import average, grouped, positions, scores
+from lln.peers.registry import register
 
 
 class Linformer(AttentionModule):
     """rank: rows that the keys are projected to. share: one projection for keys and values."""
 
-    def __init__(
-        self, num_heads: int, head_dim: int, max_length: int | None = None, *, rank: int = 256, share: bool = False,
-        **common: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(ENTRY, num_heads, head_dim, max_length, **common)
+    def __init__(self, *sizes: Any, rank: int = 256, share: bool = False, **common: Any) -> None:
+        super().__init__(ENTRY, *sizes, **common)
+        max_length = self.max_length
         if max_length is None:
             raise ValueError("linformer needs max_length: its projections have one row for each position.")
-        bound = 1 / math.sqrt(positive_int("rank", rank))
+        bound = 1 / math.sqrt(check_positive_int("rank", rank))
         self.key_projection = nn.Parameter(torch.empty(max_length, rank).uniform_(-bound, bound))
         self.value_projection = self.key_projection
         if not share:
@@ -42,7 +41,7 @@ class Linformer(AttentionModule):
                 projection = parameter.to(q.dtype)[place] * call.key_mask.unsqueeze(-1)
                 projection = projection[:, None, None]  # [B, 1, 1, M, rank]
             projections.append(projection.transpose(-1, -2))
-        out = attend(scores(q, projections[0] @ k, call.scale), projections[1] @ v, call.dropout)
+        out = average(scores(q, projections[0] @ k, call.scale), projections[1] @ v, call.dropout)
         return out.flatten(1, 2)
 
 

@@ -14,11 +14,6 @@ from lln.nn.attention import LLNAttention
 from lln.peers.registry import register
 
 BLOCK_SIZE = 64
-PAPER = "Nahshan, Kampeas and Haleva 2024, arXiv 2311.13541"
-NOTE = (
-    "alpha and beta from each sample's own spread; causal calls, which must not look ahead, take those of unit "
-    "variance unless given, and `lln.mechanism` offers running averages and learned ones"
-)
 
 
 def lln(
@@ -57,34 +52,29 @@ def lln_module(num_heads: int, head_dim: int, max_length: int | None = None, **o
     return LLNAttention(num_heads, head_dim, **options)
 
 
-@functools.wraps(LLNAttention)
-def lln_diag_module(num_heads: int, head_dim: int, max_length: int | None = None, **options: Any) -> nn.Module:
-    return lln_module(num_heads, head_dim, max_length, **{"block_size": BLOCK_SIZE, **options})
-
-
+COMMON: dict[str, Any] = {
+    "paper": "Nahshan, Kampeas and Haleva 2024, arXiv 2311.13541",
+    "kind": "kernel",
+    "function": lln,
+    "whole": True,
+    "note": "alpha and beta from each sample's own spread; causal calls, which must not look ahead, take those of unit "
+    "variance unless given, and `lln.mechanism` offers running averages and learned ones",
+}
 register(
     "lln",
     "LLN",
-    paper=PAPER,
     cost="(N + M) D E",
     learned="nothing, or alpha and beta",
-    kind="kernel",
-    function=lln,
     module=lln_module,
-    whole=True,
-    note=NOTE,
+    **COMMON,
 )
 register(
     "lln_diag",
     "LLN+Diag",
-    paper=PAPER,
     cost="(N + M) D E + N b (D + E)",
     learned="nothing, or alpha, beta and mix",
-    kind="kernel",
     refuses={"cross": "blocks along the diagonal need query and key of one sequence"},
-    function=lln,
-    module=lln_diag_module,
+    module=functools.partial(lln_module, block_size=BLOCK_SIZE),
     block_size=BLOCK_SIZE,
-    whole=True,
-    note=NOTE,
+    **COMMON,
 )

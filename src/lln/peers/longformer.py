@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lln.checks import check_key_mask
+from lln.checks import check_key_mask, check_positive_int
 from lln.kernels.blocks import gather_rows
 from lln.kernels.call import Call
-from lln.peers.pieces import attend, grouped, scores, valid
-from lln.peers.registry import positive_int, register
+from lln.peers.pieces import average, grouped, scores, valid
+from lln.peers.registry import register
 from lln.peers.windows import blocked, joint_attention, neighbours, visible_blocks
 
 
 def longformer(call: Call, *, window: int = 256, global_tokens: int = 1, global_mask: Tensor | None = None) -> Tensor:
     """window: tokens seen to each side. global_tokens: so many at the start of each sequence; or global_mask [B, N]
     names them (finding how many there are waits for the device)."""
-    positive_int("window", window)
+    check_positive_int("window", window)
     if not isinstance(global_tokens, int) or global_tokens < 0:
         raise ValueError(f"global_tokens must be an int of at least 0; got {global_tokens!r}.")
     _, mask = valid(call)
@@ -54,7 +54,7 @@ def window_attention(call: Call, mask: Tensor, chosen: Tensor, count: int, windo
     whole = scores(gather_rows(q, index), k, call.scale, ~mask[:, None, None, :, None])
     if call.is_causal:
         whole = whole.masked_fill(row > index[:, None, None, :, None], -torch.inf)
-    seen = attend(whole, v, call.dropout, 2)  # [B, H, G, g, E]
+    seen = average(whole, v, call.dropout, 2)  # [B, H, G, g, E]
     place = index[:, None, None, :, None].expand(seen.shape)
     seen = torch.where(present, seen, out.gather(-2, place))
     return out.scatter(-2, place, seen).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""A mechanism on q, k, v as a module."""
+"""Mechanisms as modules: on q, k, v, or on hidden states (mixers)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,49 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lln.checks import check_number
+from lln.checks import check_fraction, check_positive_int, describe
 from lln.functional import CuSeqlens
 from lln.kernels.call import Call
 from lln.peers.calls import Attend, check_blocks, run
-from lln.peers.registry import COMMON, REGISTRY, Mechanism, check_options, find, positive_int
+from lln.peers.registry import COMMON, REGISTRY, Mechanism, check_options, find
+
+MIXER_REFUSES = {
+    "grouped": "it has no key heads, it mixes hidden states",
+    "cross": "it mixes the hidden states of one sequence",
+}
 
 
-class AttentionModule(nn.Module):
+class PeerModule(nn.Module):
+    """What modules of all kinds share: sizes, dropout, and a call of `attend` that is checked."""
+
+    def __init__(
+        self, entry: Mechanism, num_heads: int, head_dim: int, max_length: int | None = None, *, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        check_positive_int("num_heads", num_heads)
+        check_positive_int("head_dim", head_dim)
+        if max_length is not None:
+            check_positive_int("max_length", max_length)
+        self.name, self.num_heads, self.head_dim, self.max_length = entry.name, num_heads, head_dim, max_length
+        self.dropout = check_fraction("dropout", dropout)
+
+    @property
+    def entry(self) -> Mechanism:
+        return REGISTRY[self.name]  # by name, so that modules can be copied and pickled
+
+    def attend(self, call: Call) -> Tensor:
+        """Attention of one sequence's call (of a batch of them when nothing is packed)."""
+        raise NotImplementedError
+
+    def run(self, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
+        p = self.dropout if self.training else 0.0
+        return run(self.entry, self.attend, query, key, value, dropout_p=p, **arguments)
+
+    def extra_repr(self) -> str:
+        return f"{self.name}, num_heads={self.num_heads}, head_dim={self.head_dim}"
+
+
+class AttentionModule(PeerModule):
     """A mechanism on q, k, v as a module, with `forward` as `lln.attention`'s. Those that learn derive from it.
 
     Args:
@@ -26,6 +61,12 @@ class AttentionModule(nn.Module):
         max_length: the most keys, for mechanisms whose parameters or constants depend on it.
         dropout: probability in training.
         scale, block_size, mix: as in `lln.attention`.
+        function: what to run, of those that do not derive from this class.
+
+    Shape:
+        - query: [batch, num_heads, length, head_dim]
+        - key: [batch, num_key_heads, key length, head_dim]; value: [batch, num_key_heads, key length, value dim]
+        - output: [batch, num_heads, length, value dim]
     """
 
     def __init__(
@@ -40,32 +81,18 @@ class AttentionModule(nn.Module):
         scale: float | None = None,
         block_size: int | None = None,
         mix: float = 0.5,
-        attend: Attend | None = None,
+        function: Attend | None = None,
     ) -> None:
-        super().__init__()
-        for name, number in (("num_heads", num_heads), ("head_dim", head_dim)):
-            positive_int(name, number)
-        for name, optional in (("max_length", max_length), ("num_key_heads", num_key_heads)):
-            if optional is not None:
-                positive_int(name, optional)
-        if num_heads % (num_key_heads or num_heads):
+        super().__init__(entry, num_heads, head_dim, max_length, dropout=dropout)
+        self.num_key_heads = num_heads if num_key_heads is None else check_positive_int("num_key_heads", num_key_heads)
+        if num_heads % self.num_key_heads:
             raise ValueError(f"num_heads must be a multiple of num_key_heads; got {num_heads} and {num_key_heads}.")
-        if not 0.0 <= check_number("dropout", dropout) <= 1.0:
-            raise ValueError(f"dropout must lie between 0 and 1; got {dropout}.")
         check_blocks(entry, block_size, mix)
-        self.name, self.num_heads, self.head_dim, self.max_length = entry.name, num_heads, head_dim, max_length
-        self.num_key_heads = num_key_heads or num_heads
-        self.dropout, self.scale, self.block_size, self.mix = dropout, scale, block_size, mix
-        self._attend = attend
-
-    @property
-    def entry(self) -> Mechanism:
-        return REGISTRY[self.name]  # by name, so that modules can be copied and pickled
+        self.scale, self.block_size, self.mix, self.function = scale, block_size, mix, function
 
     def attend(self, call: Call) -> Tensor:
-        """Attention of one sequence's call (of a batch of them when nothing is packed)."""
-        assert self._attend is not None
-        return self._attend(call)
+        assert self.function is not None
+        return self.function(call)
 
     def forward(
         self,
@@ -77,20 +104,43 @@ class AttentionModule(nn.Module):
         key_mask: Tensor | None = None,
         cu_seqlens: CuSeqlens | None = None,
     ) -> Tensor:
-        sizes = tuple(getattr(t, "shape", ())[1::2] for t in (query, key))
-        if sizes != ((self.num_heads, self.head_dim), (self.num_key_heads, self.head_dim)):
-            raise ValueError(
-                f"query and key must have {self.num_heads} and {self.num_key_heads} heads of {self.head_dim}; "
-                f"got query {list(query.shape)} and key {list(key.shape)}."
-            )
-        return run(
-            self.entry, self.attend, query, key, value, is_causal=is_causal, key_mask=key_mask,
-            dropout_p=self.dropout if self.training else 0.0, cu_seqlens=cu_seqlens, scale=self.scale,
-            block_size=self.block_size, mix=self.mix,
+        return self.run(
+            query, key, value, is_causal=is_causal, key_mask=key_mask, cu_seqlens=cu_seqlens, scale=self.scale,
+            block_size=self.block_size, mix=self.mix, heads=(self.num_heads, self.num_key_heads, self.head_dim),
         )  # fmt: skip
 
-    def extra_repr(self) -> str:
-        return f"{self.name}, num_heads={self.num_heads}, head_dim={self.head_dim}"
+
+class Mixer(PeerModule):
+    """A mechanism that replaces the whole attention block: hidden states to hidden states, without norm and residual,
+    which are the block's. `attend` gets them as query, key and value of one head.
+
+    Shape:
+        - hidden: [batch, length, num_heads * head_dim], and the same for the output
+    """
+
+    @property
+    def channels(self) -> int:
+        return self.num_heads * self.head_dim
+
+    def forward(
+        self,
+        hidden: Tensor,
+        *,
+        is_causal: bool = False,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """key_mask [B, N] bool, True = a token; cu_seqlens as in `lln.lln_attention`."""
+        if not isinstance(hidden, Tensor) or hidden.ndim != 3 or hidden.shape[2] != self.channels:
+            raise ValueError(f"hidden must be [batch, length, {self.channels}]; got {describe(hidden)}.")
+        one = hidden.unsqueeze(1)
+        return self.run(one, one, one, is_causal=is_causal, key_mask=key_mask, cu_seqlens=cu_seqlens).squeeze(1)
+
+
+def apply_linear(module: nn.Linear, x: Tensor) -> Tensor:
+    """In the dtype of the weights: hidden states may be narrower, under autocast say."""
+    out: Tensor = module(x.to(module.weight.dtype))
+    return out
 
 
 def mechanism(
@@ -120,19 +170,17 @@ def mechanism(
     """
     entry = find(name)
     if entry.module is not None:
-        allowed = {**entry.module_options, **(dict.fromkeys(COMMON) if takes_common(entry.module) else {})}
-        check_options(name, options, allowed)
+        common = dict.fromkeys(COMMON) if takes_common(entry.module) else {}
+        check_options(name, options, {**entry.module_options, **common})
         built = entry.module(num_heads, head_dim, max_length, **options)
     else:
+        assert entry.function is not None
         check_options(name, options, {**entry.options, **dict.fromkeys(COMMON)})
-        own = {k: v for k, v in options.items() if k in entry.options}
-        shared = {k: v for k, v in options.items() if k not in own}
-        function = entry.function
-        assert function is not None
+        own = {option: options.pop(option) for option in entry.options if option in options}
         if "max_length" in entry.options:
             own["max_length"] = max_length
-        attend = functools.partial(function, **own)
-        built = AttentionModule(entry, num_heads, head_dim, max_length, attend=attend, **shared)
+        function = functools.partial(entry.function, **own)
+        built = AttentionModule(entry, num_heads, head_dim, max_length, function=function, **options)
     return built.to(device=device, dtype=dtype)
 
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lln.checks import check_positive_int
 from lln.kernels.call import Call
 from lln.kernels.common import drop, softmax_or_zero
 from lln.peers.modules import AttentionModule
-from lln.peers.pieces import attend, grouped, iterative_inverse, scores, valid
-from lln.peers.registry import positive_int, register
+from lln.peers.pieces import average, grouped, iterative_inverse, scores, valid
+from lln.peers.registry import register
 
 
 def segment_means(t: Tensor, mask: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -30,15 +31,15 @@ def segment_means(t: Tensor, mask: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def nystromformer(call: Call, *, landmarks: int = 64, iterations: int = 6) -> Tensor:
-    positive_int("landmarks", landmarks)
-    positive_int("iterations", iterations)
+    check_positive_int("landmarks", landmarks)
+    check_positive_int("iterations", iterations)
     q, k, v = grouped(call)
     query_mask, key_mask = valid(call)
     q_means, no_query = segment_means(q, query_mask, landmarks)
     k_means, no_key = segment_means(k, key_mask, landmarks)
     middle = softmax_or_zero(scores(q_means, k_means, call.scale, no_key)).masked_fill(no_query, 0.0)
     last = scores(q_means, k, call.scale, ~key_mask[:, None, None, :, None])
-    read = attend(last, v, call.dropout, 1).masked_fill(no_query, 0.0)
+    read = average(last, v, call.dropout, 1).masked_fill(no_query, 0.0)
     first = softmax_or_zero(scores(q, k_means, call.scale, no_key))
     weights = drop(first @ iterative_inverse(middle, iterations), call.dropout, 2)[0]
     return (weights @ read).flatten(1, 2)
@@ -48,17 +49,17 @@ class Nystromformer(AttentionModule):
     """conv_kernel: adds a learned depthwise convolution of so many values, an odd number (the paper: 33)."""
 
     def __init__(
-        self, num_heads: int, head_dim: int, max_length: int | None = None, *, landmarks: int = 64,
-        iterations: int = 6, conv_kernel: int | None = None, **common: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(ENTRY, num_heads, head_dim, max_length, **common)
+        self, *sizes: Any, landmarks: int = 64, iterations: int = 6, conv_kernel: int | None = None, **common: Any
+    ) -> None:
+        super().__init__(ENTRY, *sizes, **common)
+        heads = self.num_heads
         self.landmarks, self.iterations = landmarks, iterations
         self.conv: nn.Conv2d | None = None
         if conv_kernel is not None:
-            if positive_int("conv_kernel", conv_kernel) % 2 == 0:
+            if check_positive_int("conv_kernel", conv_kernel) % 2 == 0:
                 raise ValueError(f"conv_kernel must be odd, to have a middle; got {conv_kernel}.")
             self.conv = nn.Conv2d(
-                num_heads, num_heads, (conv_kernel, 1), padding=(conv_kernel // 2, 0), groups=num_heads, bias=False
+                heads, heads, (conv_kernel, 1), padding=(conv_kernel // 2, 0), groups=heads, bias=False
             )
 
     def attend(self, call: Call) -> Tensor:

@@ -7,12 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
+from lln.checks import check_positive_int
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype
 from lln.peers.draws import gaussian
 from lln.peers.pieces import exponential_attention
 from lln.peers.random_features import RandomFeatures
-from lln.peers.registry import positive_int, register
+from lln.peers.registry import register
 
 
 def default_features(head_dim: int) -> int:
@@ -26,7 +27,7 @@ def performer(
     dim, dtype = call.query.shape[3], compute_dtype(call.query.dtype)
     q, k = (t.to(dtype) * math.sqrt(call.scale) for t in (call.query, call.key))
     if projection is None:
-        count = default_features(dim) if features is None else positive_int("features", features)
+        count = default_features(dim) if features is None else check_positive_int("features", features)
         projection = gaussian(count, dim, seed, orthogonal, device=q.device, dtype=dtype)
     w = projection.to(q.device, dtype)
     # |q|^2 is the same for all keys of a row, so it drops out.
@@ -35,14 +36,12 @@ def performer(
 
 class Performer(RandomFeatures):
     def __init__(
-        self, num_heads: int, head_dim: int, max_length: int | None = None, *, features: int | None = None,
-        seed: int = 0, orthogonal: bool = True, redraw_every: int | None = 1000, **common: Any,
+        self, *sizes: Any, features: int | None = None, seed: int = 0, orthogonal: bool = True,
+        redraw_every: int | None = 1000, **common: Any,
     ) -> None:  # fmt: skip
-        count = default_features(head_dim) if features is None else features
-        super().__init__(
-            ENTRY, num_heads, head_dim, max_length, features=count, seed=seed, orthogonal=orthogonal,
-            redraw_every=redraw_every, **common,
-        )  # fmt: skip
+        count = default_features(sizes[1]) if features is None else features
+        common |= {"features": count, "seed": seed, "orthogonal": orthogonal, "redraw_every": redraw_every}
+        super().__init__(ENTRY, *sizes, **common)
 
     def attend(self, call: Call) -> Tensor:
         return performer(call, projection=self.current_projection())

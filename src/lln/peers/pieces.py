@@ -63,7 +63,7 @@ def scores(q: Tensor, k: Tensor, scale: float, hidden: Tensor | None = None) -> 
     return found if hidden is None else found.masked_fill(hidden.transpose(-1, -2), -torch.inf)
 
 
-def attend(logits: Tensor, v: Tensor, dropout: Dropout | None = None, *place: int) -> Tensor:
+def average(logits: Tensor, v: Tensor, dropout: Dropout | None = None, *place: int) -> Tensor:
     """softmax(logits) v; zeros for a row that is all -inf."""
     return drop(softmax_or_zero(logits), dropout, *place)[0] @ v
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln.checks import check_positive_int
 from lln.nn.statistics import in_backward
 from lln.peers.draws import draw_gaussian
 from lln.peers.modules import AttentionModule
-from lln.peers.registry import Mechanism, positive_int
+from lln.peers.registry import Mechanism
 
 
 class RandomFeatures(AttentionModule):
@@ -20,13 +21,13 @@ class RandomFeatures(AttentionModule):
     calls: Tensor
 
     def __init__(
-        self, entry: Mechanism, num_heads: int, head_dim: int, max_length: int | None, *, features: int, seed: int,
-        orthogonal: bool, redraw_every: int | None, **common: Any,
+        self, entry: Mechanism, *sizes: Any, features: int, seed: int, orthogonal: bool, redraw_every: int | None,
+        **common: Any,
     ) -> None:  # fmt: skip
-        super().__init__(entry, num_heads, head_dim, max_length, **common)
+        super().__init__(entry, *sizes, **common)
         if redraw_every is not None:
-            positive_int("redraw_every", redraw_every)
-        self.features, self.seed, self.orthogonal = positive_int("features", features), seed, orthogonal
+            check_positive_int("redraw_every", redraw_every)
+        self.features, self.seed, self.orthogonal = check_positive_int("features", features), seed, orthogonal
         self.redraw_every = redraw_every
         self.register_buffer("projection", self.draw(0).to(torch.get_default_dtype()))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))  # training calls so far

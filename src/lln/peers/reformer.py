@@ -6,12 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lln.checks import describe
+from lln.checks import check_positive_int, describe
 from lln.kernels.call import Call
 from lln.kernels.common import drop, finite, softmax_or_zero
 from lln.peers.draws import gaussian
 from lln.peers.pieces import grouped, valid
-from lln.peers.registry import positive_int, register
+from lln.peers.registry import register
 from lln.peers.windows import blocked, whole_blocks
 
 SELF = -1e5  # a token attends to itself only where there is nobody else
@@ -25,12 +25,12 @@ def reformer(
     chunk. rotations [heads, dim, rounds, buckets / 2] to hash with, else drawn from the seed. The values of `key` are
     not read."""
     for name, number in (("chunk", chunk), ("rounds", rounds)):
-        positive_int(name, number)
+        check_positive_int(name, number)
     q, _, v = grouped(call)
     mask = valid(call)[1]
     heads, dim, length = call.query.shape[1], q.shape[-1], q.shape[-2]
     size = min(chunk, length)
-    if buckets is not None and positive_int("buckets", buckets) % 2:
+    if buckets is not None and check_positive_int("buckets", buckets) % 2:
         raise ValueError(f"buckets must be even, a direction and its opposite; got {buckets}.")
     if rotations is None:
         half = max(1, (buckets or 2 * max(length // chunk, 1)) // 2)

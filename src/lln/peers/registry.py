@@ -1,7 +1,8 @@
 """Every mechanism by name: what it declares about itself.
 
-A mechanism is one short file in this folder. It registers either a function `attend(call, **options)` of a checked call
-(no parameters of its own), or a module (with parameters), or both; what it cannot do it `refuses`, with the reason.
+A mechanism is one short file in this folder. It registers either a function of a checked call and of its options, which
+has the mechanism's name (`def performer(call, *, features=None, ...)`, no parameters of its own), or a module, whose
+method `attend(call)` does the same (with parameters), or both; what it cannot do it `refuses`, with the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ COMMON = ("dropout", "scale", "block_size", "mix", "num_key_heads")
 
 @dataclasses.dataclass(frozen=True)
 class Mechanism:
-    """What a mechanism says about itself.
+    """What a mechanism says about itself, the header of its file. ValueError for what contradicts itself.
 
     kind: "kernel" (feature maps: takes block_size), "attention" (other functions or modules of q, k, v), or "mixer" (a
     module on hidden states that replaces the whole attention block).
@@ -39,18 +40,32 @@ class Mechanism:
 
     name: str
     title: str
+    _: dataclasses.KW_ONLY
     paper: str
-    learned: str
     cost: str  # time of one head, forward: N queries, M keys, dims D and E, further letters from the options
-    kind: Literal["kernel", "attention", "mixer"]
-    refuses: Mapping[str, str]
-    note: str
-    function: Callable[..., Tensor] | None
-    module: Callable[..., nn.Module] | None
-    block_size: int | None  # the default; None: no blocks
-    mixes: bool  # whether there is a kernel beside the blocks
-    matrix: bool  # out = P v with a P that v has no part in
-    whole: bool  # takes care of packing and blocks itself
+    learned: str = "nothing"
+    kind: Literal["kernel", "attention", "mixer"] = "attention"
+    refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    note: str = ""
+    function: Callable[..., Tensor] | None = None
+    module: Callable[..., nn.Module] | None = None
+    block_size: int | None = None  # the default; None: no blocks
+    mixes: bool = True  # a kernel mechanism: whether there is a kernel beside the blocks
+    matrix: bool = True  # not a mixer: out = P v with a P that v has no part in
+    whole: bool = False  # takes care of packing and blocks itself
+
+    def __post_init__(self) -> None:
+        unknown = [feature for feature in self.refuses if feature not in FEATURES]
+        if unknown:
+            raise ValueError(f"refuses must be of {', '.join(FEATURES)}; got {unknown[0]!r}.")
+        if self.function is None and self.module is None:
+            raise ValueError(f"{self.name} must have a function or a module; got neither.")
+        for name, value in (
+            ("refuses", MappingProxyType(dict(self.refuses))),
+            ("mixes", self.mixes and self.kind == "kernel"),
+            ("matrix", self.matrix and self.kind != "mixer"),
+        ):
+            object.__setattr__(self, name, value)
 
     @property
     def parameters(self) -> bool:
@@ -62,14 +77,14 @@ class Mechanism:
     @property
     def options(self) -> dict[str, Any]:
         """Options of the function, with their defaults."""
-        return {} if self.function is None else keywords(self.function)
+        return {} if self.function is None else read_keywords(self.function)
 
     @property
     def module_options(self) -> dict[str, Any]:
         """Options of the module besides num_heads, head_dim and max_length, with their defaults."""
         if self.module is None:
             return self.options
-        return {k: v for k, v in keywords(self.module).items() if k not in ("num_heads", "head_dim", "max_length")}
+        return {k: v for k, v in read_keywords(self.module).items() if k not in ("num_heads", "head_dim", "max_length")}
 
     def check(self, query: Tensor, key: Tensor, is_causal: bool, key_mask: Any, cu_seqlens: Any) -> None:
         asked = {
@@ -89,7 +104,7 @@ class Mechanism:
             raise ValueError(f"{self.name} does not support {FEATURES[feature]}: {self.refuses[feature]}.")
 
 
-def keywords(function: Callable[..., Any]) -> dict[str, Any]:
+def read_keywords(function: Callable[..., Any]) -> dict[str, Any]:
     found = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in found if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
@@ -97,33 +112,12 @@ def keywords(function: Callable[..., Any]) -> dict[str, Any]:
 REGISTRY: dict[str, Mechanism] = {}
 
 
-def register(
-    name: str,
-    title: str,
-    *,
-    paper: str,
-    cost: str,
-    learned: str = "nothing",
-    kind: Literal["kernel", "attention", "mixer"] = "attention",
-    refuses: Mapping[str, str] | None = None,
-    note: str = "",
-    function: Callable[..., Tensor] | None = None,
-    module: Callable[..., nn.Module] | None = None,
-    block_size: int | None = None,
-    mixes: bool = True,
-    matrix: bool = True,
-    whole: bool = False,
-) -> Mechanism:
-    """The header of a mechanism's file."""
-    assert name not in REGISTRY, name
-    unknown = set(refuses or {}) - set(FEATURES)
-    assert not unknown, unknown
-    entry = Mechanism(
-        name, title, paper, learned, cost, kind, MappingProxyType(dict(refuses or {})), note, function, module,
-        block_size, mixes and kind == "kernel", matrix and kind != "mixer", whole,
-    )  # fmt: skip
-    REGISTRY[name] = entry
-    return entry
+def register(name: str, title: str, **declared: Any) -> Mechanism:
+    """Make a mechanism known by its name. declared: the other fields of `Mechanism`."""
+    if name in REGISTRY:
+        raise ValueError(f"name must be new; there is a mechanism {name!r} already.")
+    REGISTRY[name] = Mechanism(name, title, **declared)
+    return REGISTRY[name]
 
 
 def mechanisms() -> Mapping[str, Mechanism]:
@@ -144,9 +138,3 @@ def check_options(name: str, given: Mapping[str, Any], allowed: Mapping[str, Any
         if option not in allowed:
             takes = f"takes {', '.join(allowed)}" if allowed else "takes none"
             raise TypeError(f"{name} has no option {option!r}; besides the arguments of lln.attention it {takes}.")
-
-
-def positive_int(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a positive int; got {value!r}.")
-    return value

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lln.checks import check_number, describe
+from lln.checks import check_number, check_positive_int, describe
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype
 from lln.peers.draws import gaussian
 from lln.peers.pieces import feature_attention
 from lln.peers.random_features import RandomFeatures
-from lln.peers.registry import positive_int, register
+from lln.peers.registry import register
 
 
 def rfa(
@@ -29,7 +29,7 @@ def rfa(
     if check_number("sigma", sigma) <= 0.0:
         raise ValueError(f"sigma must be positive; got {sigma}.")
     if projection is None:
-        count = dim if features is None else positive_int("features", features)
+        count = dim if features is None else check_positive_int("features", features)
         projection = gaussian(count, dim, seed, device=device, dtype=dtype)
     w = projection.to(device, dtype).T / sigma  # [D, F]
 
@@ -57,17 +57,15 @@ class RFA(RandomFeatures):
     on q, k, v the key is what there is of it)."""
 
     def __init__(
-        self, num_heads: int, head_dim: int, max_length: int | None = None, *, features: int | None = None,
-        seed: int = 0, sigma: float = 1.0, gated: bool = False, redraw_every: int | None = None, **common: Any,
+        self, *sizes: Any, features: int | None = None, seed: int = 0, sigma: float = 1.0, gated: bool = False,
+        redraw_every: int | None = None, **common: Any,
     ) -> None:  # fmt: skip
-        count = head_dim if features is None else features
-        super().__init__(
-            ENTRY, num_heads, head_dim, max_length, features=count, seed=seed, orthogonal=False,
-            redraw_every=redraw_every, **common,
-        )  # fmt: skip
+        count = sizes[1] if features is None else features
+        common |= {"features": count, "seed": seed, "orthogonal": False, "redraw_every": redraw_every}
+        super().__init__(ENTRY, *sizes, **common)
         self.sigma, self.gated = sigma, gated
         if gated:
-            self.gate_weight = nn.Parameter(torch.zeros(self.num_key_heads, head_dim))
+            self.gate_weight = nn.Parameter(torch.zeros(self.num_key_heads, self.head_dim))
             self.gate_bias = nn.Parameter(torch.full((self.num_key_heads,), 3.0))  # starts with a long memory
 
     def attend(self, call: Call) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from torch import Tensor
@@ -26,41 +27,33 @@ FEATURES: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-def elu(call: Call) -> Tensor:
-    return feature_attention(call, elu_plus_one)
+def elementwise(feature_map: Callable[[Tensor], Tensor], call: Call) -> Tensor:
+    return feature_attention(call, feature_map)
 
 
-def relu(call: Call) -> Tensor:
-    return feature_attention(call, functional.relu)
-
-
-def quadratic(call: Call) -> Tensor:
-    return feature_attention(call, square)
-
-
-register(
-    "elu",
-    "ELU+1",
-    paper="Katharopoulos et al. 2020, arXiv 2006.16236",
-    cost="(N + M) D E",
-    kind="kernel",
-    function=elu,
-)
-register(
-    "relu",
-    "ReLU",
-    paper="Choromanski et al. 2020, arXiv 2009.14794 (generalised kernel)",
-    cost="(N + M) D E",
-    kind="kernel",
-    function=relu,
-    note="a query without a feature in common with any key gives zeros",
-)
-register(
-    "quadratic",
-    "Quadratic",
-    paper="Fig. 2 of Nahshan, Kampeas and Haleva 2024, arXiv 2311.13541",
-    cost="(N + M) D E",
-    kind="kernel",
-    function=quadratic,
-    note="features are the squares of the channels",
-)
+for _name, _title, _map, _paper, _note in (
+    ("elu", "ELU+1", elu_plus_one, "Katharopoulos et al. 2020, arXiv 2006.16236", ""),
+    (
+        "relu",
+        "ReLU",
+        functional.relu,
+        "Choromanski et al. 2020, arXiv 2009.14794 (generalised kernel)",
+        "a query without a feature in common with any key gives zeros",
+    ),
+    (
+        "quadratic",
+        "Quadratic",
+        square,
+        "Fig. 2 of Nahshan, Kampeas and Haleva 2024, arXiv 2311.13541",
+        "features are the squares of the channels",
+    ),
+):
+    register(
+        _name,
+        _title,
+        paper=_paper,
+        cost="(N + M) D E",
+        kind="kernel",
+        function=functools.partial(elementwise, _map),
+        note=_note,
+    )

@@ -9,12 +9,12 @@ import math
 import torch
 from torch import Tensor
 
-from lln.checks import check_number
+from lln.checks import check_number, check_positive_int
 from lln.kernels.call import Call
 from lln.kernels.common import drop
 from lln.peers.draws import uniform
 from lln.peers.pieces import grouped, hidden_keys, iterative_inverse, positions, valid
-from lln.peers.registry import positive_int, register
+from lln.peers.registry import register
 
 
 def kernel(x: Tensor, y: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def skyformer(
     call: Call, *, landmarks: int = 128, gamma: float = 0.1, iterations: int | None = 6, seed: int = 0
 ) -> Tensor:
     """landmarks: half of them queries, half keys. iterations: None solves exactly."""
-    if positive_int("landmarks", landmarks) < 2:
+    if check_positive_int("landmarks", landmarks) < 2:
         raise ValueError(f"landmarks must be at least 2, queries and keys; got {landmarks}.")
     if check_number("gamma", gamma) <= 0.0:
         raise ValueError(f"gamma must be positive; got {gamma}.")
@@ -62,7 +62,8 @@ def skyformer(
     else:
         # Scaled by its row sums the matrix is better conditioned, and the iteration converges sooner.
         root = middle.sum(-1, keepdim=True).rsqrt()
-        inverse = iterative_inverse(root * middle * root.transpose(-1, -2), positive_int("iterations", iterations))
+        check_positive_int("iterations", iterations)
+        inverse = iterative_inverse(root * middle * root.transpose(-1, -2), iterations)
         read = root * (inverse @ (root * read))
     queries = kernel(q, z).masked_fill(missing.transpose(-1, -2), 0.0)
     return (drop(queries, call.dropout)[0] @ read).flatten(1, 2)

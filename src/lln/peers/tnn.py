@@ -6,15 +6,17 @@ a small network and decaying with it; no token looks at another.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lln.checks import check_number
+from lln.checks import check_number, check_positive_int
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype, drop
-from lln.peers.mixers import REFUSES, Mixer, linear
-from lln.peers.registry import positive_int, register
+from lln.peers.modules import MIXER_REFUSES, Mixer, apply_linear
+from lln.peers.registry import register
 from lln.peers.transnormer import rms_norm
 
 
@@ -23,31 +25,31 @@ class TNN(Mixer):
     network."""
 
     def __init__(
-        self, num_heads: int, head_dim: int, max_length: int | None = None, *, decay: float = 0.99, expansion: int = 3,
-        rpe_dim: int = 64, rpe_layers: int = 3, dropout: float = 0.0,
+        self, *sizes: Any, decay: float = 0.99, expansion: int = 3, rpe_dim: int = 64, rpe_layers: int = 3,
+        dropout: float = 0.0,
     ) -> None:  # fmt: skip
-        super().__init__(ENTRY, num_heads, head_dim, max_length, dropout)
+        super().__init__(ENTRY, *sizes, dropout=dropout)
         if not 0.0 < check_number("decay", decay) <= 1.0:
             raise ValueError(f"decay must lie between 0 and 1, and not be 0; got {decay}.")
         self.decay = decay
-        width = self.channels * positive_int("expansion", expansion)
+        width = self.channels * check_positive_int("expansion", expansion)
         self.to_uv = nn.Linear(self.channels, 2 * width)
         self.to_out = nn.Linear(width, self.channels, bias=False)
-        self.position = nn.Linear(1, positive_int("rpe_dim", rpe_dim))
-        sizes = [rpe_dim] * positive_int("rpe_layers", rpe_layers) + [width]
-        self.layers = nn.ModuleList(nn.Linear(rpe_dim, size) for size in sizes)
+        self.position = nn.Linear(1, check_positive_int("rpe_dim", rpe_dim))
+        widths = [rpe_dim] * check_positive_int("rpe_layers", rpe_layers) + [width]
+        self.layers = nn.ModuleList(nn.Linear(rpe_dim, size) for size in widths)
 
     def coefficients(self, distance: Tensor) -> Tensor:
         """t of these distances i - j: [len, width]."""
-        t = linear(self.position, distance.unsqueeze(-1))
+        t = apply_linear(self.position, distance.unsqueeze(-1))
         for layer in self.layers:
             t = layer(functional.relu(rms_norm(t)))
         return t * self.decay ** distance.abs().unsqueeze(-1).to(t.dtype)
 
-    def mix(self, call: Call) -> Tensor:
+    def attend(self, call: Call) -> Tensor:
         x, length, device = call.query, call.query.shape[2], call.query.device
         dtype = compute_dtype(x.dtype)
-        u, v = functional.silu(linear(self.to_uv, x)).to(dtype).chunk(2, -1)
+        u, v = functional.silu(apply_linear(self.to_uv, x)).to(dtype).chunk(2, -1)
         if call.key_mask is not None:
             v = v.masked_fill(~call.key_mask[:, None, :, None], 0.0)
         # A circle of 2 N: distances 0 .. N - 1, one that no pair has, then -(N - 1) .. -1.
@@ -58,7 +60,7 @@ class TNN(Mixer):
         t = t.masked_fill(unused[:, None], 0.0)
         spectrum = torch.fft.rfft(t, dim=0) * torch.fft.rfft(v, n=2 * length, dim=2)
         mixed = torch.fft.irfft(spectrum, n=2 * length, dim=2)[:, :, :length]
-        return linear(self.to_out, u * drop(mixed, call.dropout)[0])
+        return apply_linear(self.to_out, u * drop(mixed, call.dropout)[0])
 
 
 ENTRY = register(
@@ -68,6 +70,6 @@ ENTRY = register(
     cost="N log N e",
     learned="the whole unit",
     kind="mixer",
-    refuses=REFUSES,
+    refuses=MIXER_REFUSES,
     module=TNN,
 )

@@ -10,26 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lln.checks import check_positive_int
 from lln.kernels.call import Call
 from lln.kernels.common import softmax_or_zero
 from lln.peers.modules import AttentionModule
 from lln.peers.pieces import grouped, scores
-from lln.peers.registry import positive_int, register
-from lln.peers.windows import aligned, blocked, joint_attention, neighbours, visible_blocks
+from lln.peers.registry import register
+from lln.peers.windows import align, blocked, joint_attention, neighbours, visible_blocks
 
 
 class TransformerLS(AttentionModule):
     """window: tokens of a segment, which sees itself and half a segment to each side. rank: r."""
 
-    def __init__(
-        self, num_heads: int, head_dim: int, max_length: int | None = None, *, window: int = 128, rank: int = 32,
-        **common: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(ENTRY, num_heads, head_dim, max_length, **common)
-        self.window = positive_int("window", window)
-        width = self.num_key_heads * head_dim
-        self.projection = nn.Parameter(torch.empty(self.num_key_heads, head_dim, positive_int("rank", rank)))
-        nn.init.normal_(self.projection, std=head_dim**-0.5)
+    def __init__(self, *sizes: Any, window: int = 128, rank: int = 32, **common: Any) -> None:
+        super().__init__(ENTRY, *sizes, **common)
+        self.window = check_positive_int("window", window)
+        width = self.num_key_heads * self.head_dim
+        self.projection = nn.Parameter(torch.empty(self.num_key_heads, self.head_dim, check_positive_int("rank", rank)))
+        nn.init.normal_(self.projection, std=self.head_dim**-0.5)
         self.local_norm, self.global_norm = nn.LayerNorm(width), nn.LayerNorm(width)  # the paper's DualLN
 
     def attend(self, call: Call) -> Tensor:
@@ -38,12 +36,10 @@ class TransformerLS(AttentionModule):
                 f"transformer_ls normalises keys and values alike, so value dim must be {self.head_dim}; "
                 f"got {call.value.shape[3]}."
             )
-        return aligned(call, self.long_short)
+        return align(call, self.long_short)
 
-    def long_short(self, call: Call) -> Tensor:
+    def long_short(self, call: Call, mask: Tensor) -> Tensor:
         q, k, v = grouped(call)
-        mask = call.key_mask
-        assert mask is not None
         weight = softmax_or_zero(
             (k @ self.projection.to(k.dtype).unsqueeze(1))
             .masked_fill(~mask[:, None, None, :, None], -torch.inf)

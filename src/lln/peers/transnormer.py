@@ -14,14 +14,15 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import functional
 
+from lln.checks import check_positive_int
 from lln.kernels.call import Call
 from lln.kernels.carry import block_start
 from lln.kernels.common import drop
 from lln.kernels.eager import blocks_of
 from lln.peers.pieces import feature_attention, grouped
-from lln.peers.registry import positive_int, register
+from lln.peers.registry import register
 from lln.peers.simple_kernels import elu_plus_one
-from lln.peers.windows import aligned, blocked, visible_blocks
+from lln.peers.windows import align, blocked, visible_blocks
 
 Part = Literal["norm", "diag"]
 
@@ -30,8 +31,8 @@ def rms_norm(t: Tensor) -> Tensor:
     return t * (t.square().mean(-1, keepdim=True) + 1e-8).rsqrt()
 
 
-def check(call: Call, part: str, block: int) -> None:
-    positive_int("block", block)
+def check_part(call: Call, part: str, block: int) -> None:
+    check_positive_int("block", block)
     if part not in ("norm", "diag"):
         raise ValueError(f"part must be 'norm' or 'diag'; got {part!r}.")
     if part == "diag" and call.query.shape[2] != call.key.shape[2]:
@@ -40,26 +41,25 @@ def check(call: Call, part: str, block: int) -> None:
 
 def t1(call: Call, *, part: Part = "norm", block: int = 64) -> Tensor:
     """part: "norm", or "diag" for early layers; block: tokens of a block of "diag"."""
-    check(call, part, block)
+    check_part(call, part, block)
     if part == "norm":
         return rms_norm(feature_attention(call, functional.elu, normalise=False))
 
-    def rectified(call: Call) -> Tensor:
+    def rectify(call: Call, mask: Tensor) -> Tensor:
         q, k, v = grouped(call)
-        assert call.key_mask is not None
         size = min(block, k.shape[-2])
         weight = functional.relu(blocked(q, size) * call.scale @ blocked(k, size).transpose(-1, -2))
-        weight = weight * visible_blocks(call.key_mask, size).transpose(-1, -2)
+        weight = weight * visible_blocks(mask, size).transpose(-1, -2)
         weight = drop(weight.tril() if call.is_causal else weight, call.dropout)[0]
         out = rms_norm(weight @ blocked(v, size))
         return out.flatten(-3, -2)[..., : q.shape[-2], :].flatten(1, 2)
 
-    return aligned(call, rectified)
+    return align(call, rectify)
 
 
 def t2(call: Call, *, part: Part = "norm", block: int = 64) -> Tensor:
     """part: "norm", or "diag" for early layers; block: tokens of a block of "diag"."""
-    check(call, part, block)
+    check_part(call, part, block)
     if part == "norm":
         return rms_norm(feature_attention(call, elu_plus_one, normalise=False))
     start = block_start(call.key, call.key_mask, None, None, block)

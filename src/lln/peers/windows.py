@@ -17,14 +17,15 @@ from lln.kernels.carry import first_valid
 from lln.kernels.common import Dropout, drop, softmax_or_zero
 
 
-def aligned(call: Call, attend: Callable[[Call], Tensor]) -> Tensor:
-    """attend(call) with every sample moved so that its first valid token is its first row: blocks and windows then
-    count from there, and left padding changes nothing. `attend` always gets a key_mask.
+def align(call: Call, attend: Callable[[Call, Tensor], Tensor]) -> Tensor:
+    """attend(call, mask) with every sample moved so that its first valid token is its first row: blocks and windows
+    count from there then, and left padding changes nothing. mask [B, N]: its key_mask, all True where there was none.
 
     For query and key of one sequence."""
     length, device = call.key.shape[2], call.key.device
     if call.key_mask is None:
-        return attend(dataclasses.replace(call, key_mask=torch.ones_like(call.key[:, 0, :, 0], dtype=torch.bool)))
+        mask = torch.ones_like(call.key[:, 0, :, 0], dtype=torch.bool)
+        return attend(dataclasses.replace(call, key_mask=mask), mask)
     first = first_valid(call.key, call.key_mask, None).unsqueeze(-1)
     row = torch.arange(length, device=device)
     source, target = row + first, row - first  # [B, N]
@@ -34,7 +35,7 @@ def aligned(call: Call, attend: Callable[[Call], Tensor]) -> Tensor:
 
     query, key, value = (move(t, source) for t in (call.query, call.key, call.value))
     mask = call.key_mask.gather(1, source.clamp_max(length - 1)) & (source < length)
-    out = attend(dataclasses.replace(call, query=query, key=key, value=value, key_mask=mask))
+    out = attend(dataclasses.replace(call, query=query, key=key, value=value, key_mask=mask), mask)
     return move(out, target).masked_fill((target < 0)[:, None, :, None], 0.0)
 
 

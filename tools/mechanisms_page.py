@@ -1,7 +1,4 @@
-"""The table of docs/mechanisms.md, from what the mechanisms say about themselves:
-
-python -m lln.peers.table > docs/mechanisms.md
-"""
+"""docs/mechanisms.md, from what the mechanisms say about themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from lln.peers.registry import COMMON, FEATURES, REGISTRY, Mechanism
 
 HEAD = """# Mechanisms
 
-Made by `python -m lln.peers.table`; a test compares.
+Made by `make pages` from what the mechanisms declare; a test compares.
 
     lln.attention(name, query, key, value, **options)  # as lln.lln_attention: is_causal, key_mask, cu_seqlens, ...
     lln.mechanism(name, num_heads=..., head_dim=..., max_length=..., **options)  # any of them as a module
@@ -27,18 +24,18 @@ KINDS = {"kernel": "Kernel mechanisms", "attention": "Others on q, k, v", "mixer
 UNLISTED = (*COMMON, "device", "dtype")  # options that all modules have
 
 
-def row(m: Mechanism) -> str:
+def make_row(m: Mechanism) -> str:
     marks = ["yes" if feature not in m.refuses else "no" for feature in FEATURES]
     return "| " + " | ".join([f"`{m.name}`", m.title, m.paper, m.learned, m.cost, *marks]) + " |"
 
 
-def listed(options: dict[str, Any]) -> str:
+def list_options(options: dict[str, Any]) -> str:
     return ", ".join(f"`{name}={value!r}`" for name, value in options.items() if name not in UNLISTED)
 
 
-def details(m: Mechanism) -> list[str]:
+def list_details(m: Mechanism) -> list[str]:
     lines = [f"- **{m.name}**" + (f": {m.note}." if m.note else ".")]
-    of_function, of_module = listed(m.options), listed(m.module_options)
+    of_function, of_module = list_options(m.options), list_options(m.module_options)
     if of_function:
         lines.append(f"  Options: {of_function}.")
     if of_module and of_module != of_function:
@@ -52,12 +49,8 @@ def markdown() -> str:
     for kind, title in KINDS.items():
         entries = [m for m in REGISTRY.values() if m.kind == kind]
         lines += [f"## {title}", "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-        lines += [*map(row, entries), ""]
+        lines += [*map(make_row, entries), ""]
         for m in entries:
-            lines += details(m)
+            lines += list_details(m)
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")
