@@ -32,6 +32,7 @@ from lln.files import write_json
 from lln.lab.convert.layer_errors import compare_layers
 from lln.lab.convert.passages import as_batches, special_tokens
 from lln.lab.core.provenance import provenance
+from lln.lab.core.tables import markdown_table
 
 MARKS = "<!-- benchmarks/conversion.py -->\n", "<!-- end of conversion -->"
 PYDOC = "pydoc_data.topics"
@@ -181,10 +182,11 @@ def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     sets = result["sets"]
     names = [f"{KINDS[kind]}, {name}" for name in sets for kind in KINDS]
-    lines = [f"| `matching=` | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for stage, title in STAGES.items():
-        numbers = [f"{one['spearman'][kind][stage]:.3f}" for one in sets.values() for kind in KINDS]
-        lines.append(f"| {title} | {' | '.join(numbers)} |")
+    rows = [
+        [title, *(f"{one['spearman'][kind][stage]:.3f}" for one in sets.values() for kind in KINDS)]
+        for stage, title in STAGES.items()
+    ]
+    lines = markdown_table(["`matching=`", *names], rows, "l")
     lines += ["", "Spearman correlation of the cosine similarities of all pairs of passages with the softmax MiniLM's."]
     for name, one in sets.items():
         how, made = one["how"], one["provenance"]

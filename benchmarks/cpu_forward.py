@@ -18,7 +18,7 @@ from in_readme import run
 from lln import lln_attention
 from lln.lab.bench.length_times import ALPHA, BETA, check
 from lln.lab.core.provenance import provenance
-from lln.lab.core.tables import show_timing
+from lln.lab.core.tables import markdown_table, show_timing
 from lln.lab.core.timing import Work, peak_memory, time_calls
 
 MARKS = "<!-- benchmarks/cpu_forward.py -->\n", "<!-- end -->"
@@ -62,16 +62,14 @@ def measure(repeats: int, threads: int, seed: int) -> dict[str, Any]:
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     ms, shape, made = result["ms"], result["shape"], result["provenance"]
-    lines = [
-        "| forward, float32 | ms (quartiles) | softmax / it | it / bare products |",
-        "|---|---|---|---|",
-    ]
+    rows = []
     for name, t in ms.items():
         against_softmax = ms["softmax"]["median"] / t["median"]
         against_products = t["median"] / ms["q @ (k^T v)"]["median"]
         label = f"`{name}`" if "@" in name else name
-        lines.append(f"| {label} | {show_timing(t)} | {against_softmax:.3g} | {against_products:.3g} |")
-    lines += [
+        rows.append((label, show_timing(t), f"{against_softmax:.3g}", f"{against_products:.3g}"))
+    lines = [
+        *markdown_table(["forward, float32", "ms (quartiles)", "softmax / it", "it / bare products"], rows, "l"),
         "",
         f"Batch {shape['batch']}, {shape['heads']} heads of {shape['dim']}, {shape['length']:,} tokens; "
         f"{made['device']}, {made['threads']} threads, torch {made['torch']}, {made['date'][:10]}, "

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 import lln.hf
 from in_readme import run
 from lln.lab.core.provenance import provenance
-from lln.lab.core.tables import show_timing
+from lln.lab.core.tables import markdown_table, show_timing
 from lln.lab.core.timing import Work, time_calls
 
 MARKS = "<!-- benchmarks/decoding.py -->\n", "<!-- end of decoding -->"
@@ -114,17 +114,14 @@ def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     near, far = (str(p) for p in result["positions"])
     shape, made = result["shape"], result["provenance"]
-    lines = [
-        f"| one step after | {int(near):,} tokens, ms (quartiles) | {int(far):,} tokens | ratio | cache, KiB |",
-        "|---|---|---|---|---|",
-    ]
+    header = ["one step after", f"{int(near):,} tokens, ms (quartiles)", f"{int(far):,} tokens", "ratio", "cache, KiB"]
+    rows = []
     for name, ms in result["ms"].items():
         ratio = ms[far]["median"] / ms[near]["median"]
         kib = [f"{result['bytes'][name][p] / 1024:,.0f}" for p in (near, far)]
-        lines.append(
-            f"| {name} | {show_timing(ms[near])} | {show_timing(ms[far])} | {ratio:.2f} | {kib[0]} and {kib[1]} |"
-        )
-    lines += [
+        rows.append((name, show_timing(ms[near]), show_timing(ms[far]), f"{ratio:.2f}", f"{kib[0]} and {kib[1]}"))
+    lines = [
+        *markdown_table(header, rows, "l"),
         "",
         f"A Llama of {shape['layers']} layers with {shape['heads']} heads of {shape['hidden'] // shape['heads']} and "
         f"{shape['key_heads']} key heads, float32, batch 1; {made['device']}, {made['threads']} thread, torch "

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lln.files import put_between, write_text
+from lln.lab.core.tables import markdown_table
 
 OURS = "LLN,LLN-sample,LLN+Diag,LLN+Diag-sample"
 TORCH = "flash,cudnn"  # the fast ones; `lln bench` has the others too
@@ -48,19 +49,17 @@ def times(result: dict[str, Any], length: int) -> dict[str, float]:
 def table(folder: Path) -> str:
     """What is stored in the folder, as Markdown."""
     stored = {name: json.loads((folder / name / "bench.json").read_text()) for name in ("batch1", "million", "fla")}
-    lines = [
-        f"| tokens | {' | '.join(COLUMNS.values())} | LLN+Diag is faster |",
-        "|---:|" + "---:|" * (len(COLUMNS) + 1),
-    ]
+    rows = []
     cases = [("batch1", n, "") for n in (512, 1024, 4096, 16384, 65536)] + [("million", 1048576, "")]
     cases += [("fla", n, ", causal") for n in (4096, 16384, 65536)]
     for part, length, kind in cases:
         ms = times(stored[part], length)
         shown = [f"{ms[name]:.3g}" if name in ms else "" for name in COLUMNS]
         ratio = f"{ms['cudnn'] / ms['LLN+Diag']:.3g} times" if "cudnn" in ms else ""
-        lines.append(f"| {length:,}{kind} | {' | '.join(shown)} | {ratio} |")
+        rows.append((f"{length:,}{kind}", *shown, ratio))
     made = stored["batch1"]["provenance"]
-    lines += [
+    lines = [
+        *markdown_table(["tokens", *COLUMNS.values(), "LLN+Diag is faster"], rows, "r"),
         "",
         f"Milliseconds of forward and backward, batch 1, 12 heads of 64, bfloat16, medians of CUDA-graph replays; "
         f"{made['device']}, torch {made['torch']}, Triton {made['triton']}, {made['date'][:10]}, "

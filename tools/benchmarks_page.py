@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lln.lab.core.tables import show_number
+from lln.lab.core.tables import markdown_table, show_number
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -54,26 +54,23 @@ def cpu() -> list[str]:
         '"Bare products" is `q @ (k^T v)`, the arithmetic that no linear attention can avoid.', "",
         f"Peak extra memory of a call, MiB (`{result['provenance']['command']}`):", "",
     ]  # fmt: skip
-    lengths = result["memory_lengths"]
-    lines += ["| | " + " | ".join(f"{n:,}" for n in lengths) + " |", "|---" + "|---:" * len(lengths) + "|"]
-    for name, peaks in result["peak_bytes"].items():
-        shown = f"`{name}`" if "@" in name else name
-        lines.append(f"| {shown} | " + " | ".join(show_number(peak / 2**20) for peak in peaks) + " |")
-    return [*lines, ""]
+    rows = [
+        [f"`{name}`" if "@" in name else name, *(show_number(peak / 2**20) for peak in peaks)]
+        for name, peaks in result["peak_bytes"].items()
+    ]
+    return [*lines, *markdown_table(["", *(f"{n:,}" for n in result["memory_lengths"])], rows), ""]
 
 
-def row(r: dict[str, Any]) -> str:
+def list_cells(r: dict[str, Any]) -> list[str]:
+    who = [f"{r['length']:,}", str(r["batch"]), r["attention"]]
     if r["error"]:
-        return f"| {r['length']:,} | {r['batch']} | {r['attention']} | {r['error']} | | | |"
+        return [*who, r["error"], "", "", "", ""]
     ms = r["device_ms"]
     floor = r["percent_of_floor"]
     share = "" if floor is None else f"{floor['forward']:.0f} / {floor['training']:.0f}"
     faster = "" if r["speedup"] is None else f"{r['speedup']['training']:.3g}"
-    mib = show_number(r["training_bytes"] / 2**20)
-    return (
-        f"| {r['length']:,} | {r['batch']} | {r['attention']} | {show_number(ms['forward']['median'])} | "
-        f"{show_number(ms['training']['median'])} | {faster} | {share} | {mib} |"
-    )
+    times = [show_number(ms[part]["median"]) for part in ("forward", "training")]
+    return [*who, *times, faster, share, show_number(r["training_bytes"] / 2**20)]
 
 
 PARTS = {
@@ -116,10 +113,9 @@ def gpu() -> list[str]:
         for causal in kinds:
             if len(kinds) > 1:
                 lines += ["Causal:" if causal else "Bidirectional:", ""]
-            lines += ["| tokens | batch | attention | forward | training | faster | floor | MiB |"]
-            lines += ["|---:|---:|---|---:|---:|---:|---:|---:|"]
-            lines += [row(r) for r in result["rows"] if r["causal"] == causal]
-            lines.append("")
+            header = ["tokens", "batch", "attention", "forward", "training", "faster", "floor", "MiB"]
+            rows = [list_cells(r) for r in result["rows"] if r["causal"] == causal]
+            lines += [*markdown_table(header, rows, "rrlr"), ""]
         for path in sorted(folder.glob("percent-of-floor.svg")):
             lines += [f"![Share of the floor in %]({link(path)})", ""]
         if not result["finished"]:
@@ -135,12 +131,12 @@ def decoding() -> list[str]:
 
 def instruments() -> list[str]:
     result, record = stored(RESULTS / "instruments.json"), stored(RESULTS / "record.json")
-    lines = ["## Instruments", "", "| | heads | tokens | s | process, GiB |", "|---|---:|---:|---:|---:|"]
-    for name, case in result["cases"].items():
-        lines.append(
-            f"| {name} | {case['heads']} | {case['length']:,} | {show_number(case['ms']['median'] / 1e3)} | "
-            f"{case['resident_bytes'] / GIB:.2f} |"
-        )
+    rows = [
+        [name, case["heads"], f"{case['length']:,}", show_number(case["ms"]["median"] / 1e3),
+         f"{case['resident_bytes'] / GIB:.2f}"]
+        for name, case in result["cases"].items()
+    ]  # fmt: skip
+    lines = ["## Instruments", "", *markdown_table(["", "heads", "tokens", "s", "process, GiB"], rows)]
     worst = max(result["deviation_at_512"].values())
     lines += [
         "", f"{made(result)}; torch itself is in the memory of the process. Checked against the dense matrix at 512 "

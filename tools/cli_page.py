@@ -17,6 +17,7 @@ from rich.text import Text
 from typer.models import ArgumentInfo
 
 from lln.lab.cli.app import app
+from lln.lab.core.tables import markdown_table
 
 HEAD = """# Command line
 
@@ -30,7 +31,7 @@ to stderr. Exit codes: 0 it worked, 1 it failed, 2 it was asked for in a wrong w
 def plain(text: str) -> str:
     """Help text without rich's markup; what it shows in bold, commands, as code."""
     coded = re.sub(r"\[bold\](.*?)\[/bold\]", r"`\1`", text.strip(), flags=re.DOTALL)
-    return Text.from_markup(coded).plain.replace("|", "\\|")
+    return Text.from_markup(coded).plain
 
 
 def paragraphs(text: str) -> str:
@@ -73,8 +74,8 @@ def table(function: Callable[..., Any]) -> list[str]:
         if info is None or info.hidden:
             continue
         told = " ".join(filter(None, (plain(" ".join((info.help or "").split())), value(parameter, kind, info))))
-        rows.append(f"| {names(parameter, info)} | {told} |")
-    return ["| option | what it means |", "|---|---|", *rows, ""] if rows else []
+        rows.append((names(parameter, info), told))
+    return [*markdown_table(["option", "what it means"], rows, "l"), ""] if rows else []
 
 
 def sections(group: typer.Typer, path: str) -> list[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lln.files import put_between
+from lln.lab.core.tables import markdown_table
 
 ROOT = Path(__file__).parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "results" / "paper"
@@ -32,29 +33,21 @@ def matching() -> str:
     """Entropies of softmax and of LLN by matching."""
     kinds = ("softmax", "paper", "variance", "entropy")
     found = {kind: by_sigma("fig2", "entropy", kind) for kind in kinds}
-    lines = [
-        "| sigma_q = sigma_k | temperature | softmax, bits | " + " | ".join(f'`"{kind}"`' for kind in kinds[1:]) + " |"
+    header = ["sigma_q = sigma_k", "temperature", "softmax, bits", *(f'`"{kind}"`' for kind in kinds[1:])]
+    rows = [
+        [f"{sigma:.3g}", f"{1 / sigma**2:.2f}", *(f"{found[kind][sigma]:.2f}" for kind in kinds)]
+        for sigma in sorted(found["softmax"])
     ]
-    lines.append("|---:" * (len(kinds) + 2) + "|")
-    for sigma in sorted(found["softmax"]):
-        values = " | ".join(f"{found[kind][sigma]:.2f}" for kind in kinds)
-        lines.append(f"| {sigma:.3g} | {1 / sigma**2:.2f} | {values} |")
+    lines = markdown_table(header, rows, "r")
     return "\n".join([*lines, "", f"Entropy of P, {settings('fig2')}.", ""])
 
 
 def line() -> str:
     """The variance of log P after matching over softmax's."""
     softmax = by_sigma("fig5b", "variance", "softmax")
-    kinds = ("paper", "variance")
-    lines = [
-        "| sigma_q = sigma_k | " + " | ".join(f"{sigma:g}" for sigma in softmax) + " |",
-        "|---" + "|---:" * len(softmax) + "|",
-    ]
-    for kind in kinds:
-        found = by_sigma("fig5b", "variance", kind)
-        lines.append(
-            f'| `"{kind}"` | ' + " | ".join(f"{found[sigma] / softmax[sigma]:.2f}" for sigma in softmax) + " |"
-        )
+    found = {kind: by_sigma("fig5b", "variance", kind) for kind in ("paper", "variance")}
+    rows = [[f'`"{kind}"`', *(f"{x[sigma] / softmax[sigma]:.2f}" for sigma in softmax)] for kind, x in found.items()]
+    lines = markdown_table(["sigma_q = sigma_k", *(f"{sigma:g}" for sigma in softmax)], rows)
     return "\n".join([*lines, "", f"Variance of log P over softmax's (1 is right), {settings('fig5b')}.", ""])
 
 

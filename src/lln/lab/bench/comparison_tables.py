@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from lln.lab.core.tables import show_number
+from lln.lab.core.tables import markdown_table, show_number, terminal_table
 from lln.peers import mechanisms
 
 MOST_LENGTHS = 3  # that fit a terminal beside the rest; all are in the JSON and the Markdown
@@ -67,12 +67,10 @@ def middle(result: dict[str, Any]) -> float:
 def rich_table(result: dict[str, Any]) -> Table:
     lengths, temperature = sorted(result["settings"]["lengths"])[-MOST_LENGTHS:], middle(result)
     headings, rows = columns(result, lengths, temperature)
-    table = Table(title=head(result, temperature), caption=EXPLAINED, title_justify="left", caption_justify="left")
-    for i, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if i == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
+    return terminal_table(
+        headings, rows, title=head(result, temperature), caption=EXPLAINED, wrap=False, title_justify="left",
+        caption_justify="left",
+    )  # fmt: skip
 
 
 def head(result: dict[str, Any], temperature: float) -> str:
@@ -91,15 +89,10 @@ def markdown(result: dict[str, Any]) -> str:
     s, p = result["settings"], result["provenance"]
     parts = ["# Attention mechanisms side by side", "", f"{p['date'][:10]}, commit {p['commit']}, `{p['command']}`", ""]
     for temperature in s["temperatures"] if "recorded" not in result else [middle(result)]:
-        headings, rows = columns(result, sorted(s["lengths"]), temperature)
-        parts += [head(result, temperature), "", line(headings), "|---" + "|---:" * (len(headings) - 1) + "|"]
-        parts += [line(row) for row in rows] + [""]
+        made = markdown_table(*columns(result, sorted(s["lengths"]), temperature))
+        parts += [head(result, temperature), "", *made, ""]
     reasons = {
         row["mechanism"]: row["reason"] for row in (*result["costs"], *result["concentration"]) if "reason" in row
     }
     parts += [f"- {mechanisms()[name].title}: {reason}" for name, reason in reasons.items()]
     return "\n".join([*parts, "", EXPLAINED, ""])
-
-
-def line(texts: list[str]) -> str:
-    return "| " + " | ".join(texts) + " |"

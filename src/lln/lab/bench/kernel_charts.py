@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 from lln.lab.bench.attentions import ATTENTIONS, Shape
 from lln.lab.bench.kernel_tables import direction
-from lln.lab.core.charts import Axis, bars, lines, svg
-from lln.lab.core.palette import AMBER, BLUE, GREEN, ORANGE, PINK, Style
+from lln.lab.core.charts import Axis, choose_ticks, draw_bars, draw_lines, length_axis, time_point
+from lln.lab.core.palette import ATTENTIONS as STYLES
 
-# A hue for a family; dashes and shapes tell its members apart.
-SOFTMAX, USUAL, LLN, DIAG, PEER = ORANGE, PINK, BLUE, GREEN, AMBER
-STYLES = {
-    "flash": Style(SOFTMAX, (1, 0), "circle"),
-    "cudnn": Style(SOFTMAX, (8, 3), "diamond"),
-    "efficient": Style(SOFTMAX, (4, 4), "triangle-down"),
-    "math": Style(SOFTMAX, (2, 2), "cross"),
-    "usual": Style(USUAL, (8, 3), "cross"),
-    "LLN": Style(LLN, (1, 0), "square"),
-    "LLN-sample": Style(LLN, (8, 3), "diamond"),
-    "LLN-eager": Style(LLN, (2, 2), "triangle-down"),
-    "LLN+Diag": Style(DIAG, (1, 0), "triangle-up"),
-    "LLN+Diag-sample": Style(DIAG, (8, 3), "diamond"),
-    "LLN+Diag-eager": Style(DIAG, (2, 2), "triangle-down"),
-    "fla-linear": Style(PEER, (1, 0), "circle"),
-    "fla-gla": Style(PEER, (4, 4), "square"),
-}
 Rows = list[dict[str, Any]]
 
 
@@ -47,10 +29,10 @@ def charts_of(result: dict[str, Any]) -> dict[str, str]:
         if faster := compared(single):
             values = [bar(row, row["speedup"]["training"]) for row in faster]
             title = f"times as fast as the fastest softmax attention, {direction(causal)}"
-            drawn[f"speedup-shapes-{direction(causal)}"] = svg(bars(values, STYLES, title))
+            drawn[f"speedup-shapes-{direction(causal)}"] = draw_bars(values, STYLES, title)
     if floored := [row for row in measured if row["percent_of_floor"] is not None]:
         values = [bar(row, row["percent_of_floor"]["training"]) for row in floored]
-        drawn["percent-of-floor"] = svg(bars(values, STYLES, "forward + backward: % of the speed of a copy"))
+        drawn["percent-of-floor"] = draw_bars(values, STYLES, "forward + backward: % of the speed of a copy")
     return drawn
 
 
@@ -78,14 +60,10 @@ def compared(rows: Rows) -> Rows:
 
 
 def time_chart(rows: Rows) -> str:
-    points = [
-        {"series": row["attention"], "length": row["length"], "ms": row["device_ms"]["training"]["median"]}
-        | {key: row["device_ms"]["training"][key] for key in ("low", "high")}
-        for row in rows
-    ]
+    points = [time_point(row["attention"], row["length"], row["device_ms"]["training"]) for row in rows]
     values = [point[key] for point in points for key in ("low", "high")]
-    axis = Axis("ms", "forward + backward (ms)", True, ticks(min(values), max(values)))
-    return svg(lines(points, STYLES, lengths_of(rows), axis, points=True))
+    axis = Axis("ms", "forward + backward (ms)", True, choose_ticks(min(values), max(values)))
+    return draw_lines(points, STYLES, length_axis(rows), axis, points=True)
 
 
 def speedup_chart(rows: Rows) -> str:
@@ -93,21 +71,8 @@ def speedup_chart(rows: Rows) -> str:
         {"series": row["attention"], "length": row["length"], "speedup": row["speedup"]["training"]} for row in rows
     ]
     values = [1.0, *(point["speedup"] for point in points)]  # above 1 it is faster than softmax
-    axis = Axis("speedup", "times the fastest softmax", True, ticks(min(values), max(values)))
-    return svg(lines(points, STYLES, lengths_of(rows), axis, points=True))
-
-
-def lengths_of(rows: Rows) -> Axis:
-    return Axis("length", "length (tokens)", True, tuple(sorted({row["length"] for row in rows})))
-
-
-def ticks(low: float, high: float) -> tuple[float, ...]:
-    """Powers of ten, and where there are few of them also their 2 and 5 times."""
-    factors = (1, 2, 5) if high / low < 1000 else (1,)
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    return tuple(
-        factor * 10.0**power for power in powers for factor in factors if low / 2 < factor * 10.0**power < high * 2
-    )
+    axis = Axis("speedup", "times the fastest softmax", True, choose_ticks(min(values), max(values)))
+    return draw_lines(points, STYLES, length_axis(rows), axis, points=True)
 
 
 def bar(row: dict[str, Any], value: float) -> dict[str, Any]:

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 
 from lln.files import write_text
 from lln.lab.bench.kernel_tables import growth, markdown, rich_table
-
-NARROWEST = 110  # where nobody looks at a terminal of some other width
+from lln.lab.core.tables import print_wide
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -44,10 +42,5 @@ def publish(result: dict[str, Any], out: Path, *, as_json: bool, charts: bool) -
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=max(NARROWEST, console.width))
-        console.print(rich_table(result))
-        for text in growth(result):
-            console.print(text, markup=False, highlight=False)
+        print_wide(rich_table(result), *growth(result))
     typer.echo(said, err=True)

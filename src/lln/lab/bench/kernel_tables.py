@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from lln.lab.bench.attentions import Shape
 from lln.lab.bench.ratios import place
-from lln.lab.core.tables import show_number, show_timing
+from lln.lab.core.tables import markdown_table, show_number, show_timing, terminal_table
 
 MIB = 2**20
 HEADER = "attention", "forward ms", "forward + backward ms", "times softmax", "% of floor", "host ms", "extra MiB"
@@ -23,18 +23,16 @@ NOTES = (
 
 
 def rich_table(result: dict[str, Any]) -> Table:
-    table = Table(title=escape(machine(result)), title_justify="left", caption=NOTES, caption_justify="left")
-    for heading in HEADER:
-        table.add_column(heading, justify="left" if heading == HEADER[0] else "right")
+    lines: list[str | list[str | Text]] = []
     for title, rows in groups(result):
-        table.add_section()
-        table.add_row(f"[bold]{title}[/bold]")
+        lines.append(title)
         for row in rows:
-            texts = [escape(text) for text in cells(row, quartiles=False)]
-            if row["error"]:
-                texts[0] += f"\n  [red]{escape(row['error'])}[/red]"
-            table.add_row(*texts)
-    return table
+            name, *rest = cells(row, quartiles=False)
+            error = [(f"\n  {row['error']}", "red")] if row["error"] else []
+            lines.append([Text.assemble(name, *error), *rest])
+    return terminal_table(
+        HEADER, lines, title=machine(result), caption=NOTES, title_justify="left", caption_justify="left"
+    )
 
 
 def growth(result: dict[str, Any]) -> list[str]:
@@ -60,13 +58,10 @@ def markdown(result: dict[str, Any]) -> str:
     if not result["finished"]:
         lines += ["The run was cut short: shapes are missing.", ""]
     for title, rows in groups(result):
-        lines += [f"## {title}", "", "| " + " | ".join(HEADER) + " |", "|---" + "|---:" * (len(HEADER) - 1) + "|"]
-        for row in rows:
-            texts = cells(row, quartiles=True)
-            if row["error"]:
-                texts[1] = row["error"]
-            lines.append("| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |")
-        lines.append("")
+        texts = [cells(row, quartiles=True) for row in rows]
+        for row, shown in zip(rows, texts, strict=True):
+            shown[1] = row["error"] or shown[1]
+        lines += [f"## {title}", "", *markdown_table(HEADER, texts), ""]
     lines += [text for said in growth(result) for text in (said, "")]
     lines += [checked(result), "", NOTES.replace("*:", "\\*:"), "", result["how"]]
     return "\n".join(lines) + "\n"

@@ -41,12 +41,12 @@ def compare(
 ) -> None:
     """Mechanisms side by side on the same inputs: time, memory, entropy, spectral gap, distance from softmax."""
     import torch
-    from rich.console import Console
 
     from lln.files import write_json, write_text
     from lln.lab.bench.comparison import measure, on_model
     from lln.lab.bench.comparison_plan import DEFAULT, Plan
     from lln.lab.bench.comparison_tables import markdown, rich_table
+    from lln.lab.core.tables import print_wide
     from lln.peers import mechanisms
 
     need_folder(out)
@@ -91,9 +91,7 @@ def compare(
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
-        console = Console()
-        console = console if console.is_terminal else Console(width=max(110, console.width))
-        console.print(rich_table(result))
+        print_wide(rich_table(result))
     typer.echo(said, err=True)
 
 

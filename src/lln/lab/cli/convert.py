@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -58,14 +58,14 @@ def convert(
     need("hf")
 
     import torch
-    from rich.console import Console
 
     from lln.hf.distillation import NotFinite
-    from lln.lab.convert.layer_tables import describe_whole
+    from lln.lab.convert.layer_tables import describe_whole, list_rows, name_stages
     from lln.lab.convert.passages import read_texts
     from lln.lab.convert.pipeline import Plan, convert_checkpoint
     from lln.lab.core.errors import Refused
     from lln.lab.core.provenance import provenance
+    from lln.lab.core.tables import print_wide, terminal_table
 
     try:
         plan = Plan(
@@ -92,27 +92,13 @@ def convert(
     if as_json:
         typer.echo(json.dumps(result, indent=1, allow_nan=False))
         return
-    console = Console()
-    console = console if console.is_terminal else Console(width=max(120, console.width))
-    console.print(rich_table(result))
+    request, (columns, *rows) = result["request"], list_rows(result)
+    title = f"{request['model']} with {request['attention']}: {name_stages(result)}"
+    print_wide(terminal_table(columns, rows, title=title), narrowest=120)
     typer.echo(describe_whole(result))
     typer.echo(
         f"The model is in {out}: `import lln.hf` before transformers loads it. The report is conversion.json there."
     )
-
-
-def rich_table(result: dict[str, Any]) -> Any:
-    from rich.table import Table
-
-    from lln.lab.convert.layer_tables import list_rows, name_stages
-
-    request, (columns, *rows) = result["request"], list_rows(result)
-    table = Table(title=f"{request['model']} with {request['attention']}: {name_stages(result)}")
-    for name in columns:
-        table.add_column(name, justify="left" if name == "layer" else "right")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 class StageBars(Bars):

@@ -45,18 +45,16 @@ def info(
         typer.echo(json.dumps(found, indent=1))
         return
 
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    from lln.lab.core.tables import print_wide, terminal_table
 
-    table = Table(show_header=False, box=None)
-    for name in ("lln-attention", "python", "torch"):
-        table.add_row(name, found[name])
-    table.add_row("devices", ", ".join(found["devices"]))
-    table.add_row("triton", found["triton"] or "not installed")
+    rows = [(name, found[name]) for name in ("lln-attention", "python", "torch")]
     ends = ", ".join(found["back ends"])
-    table.add_row("back ends", ends if "triton" in ends else f"{ends} (triton needs a CUDA device and Triton 3.6)")
+    rows += [
+        ("devices", ", ".join(found["devices"])),
+        ("triton", found["triton"] or "not installed"),
+        ("back ends", ends if "triton" in ends else f"{ends} (triton needs a CUDA device and Triton 3.6)"),
+    ]
     for extra, names in found["missing"].items():
         remedy = f"missing {', '.join(names)}: pip install 'lln-attention[{extra}]'"
-        table.add_row(f"extra {extra}", escape(remedy) if names else "installed")
-    Console().print(table)
+        rows.append((f"extra {extra}", remedy if names else "installed"))
+    print_wide(terminal_table((), rows, box=None))

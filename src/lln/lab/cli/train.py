@@ -114,19 +114,14 @@ def bar(steps: int) -> Iterator[Any]:
 
 
 def show(result: dict[str, Any], folder: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from lln.lab.core.tables import print_wide, terminal_table
 
     config = result["config"]
     what = " ".join(filter(None, (config["task"], config["data"]["subset"])))
-    table = Table(title=f"{what}, {config['attention']['name']}", show_header=False)
-    for name, value in result["metrics"].items():
-        table.add_row(name, f"{value:.4f}")
-    for name, value in result["guess"].items():
-        table.add_row(f"{name} of a guess", f"{value:.4f}")
-    table.add_row("parameters", f"{result['parameters']:,}")
-    table.add_row("time", f"{result['seconds']:.0f} s")
-    Console().print(table)
+    rows = [(name, f"{value:.4f}") for name, value in result["metrics"].items()]
+    rows += [(f"{name} of a guess", f"{value:.4f}") for name, value in result["guess"].items()]
+    rows += [("parameters", f"{result['parameters']:,}"), ("time", f"{result['seconds']:.0f} s")]
+    print_wide(terminal_table((), rows, title=f"{what}, {config['attention']['name']}"))
     for note in result["notes"]:
         typer.echo(f"Data: {note}")
     typer.echo(f"The run is in {folder}: config, metrics, checkpoints, model, result.")

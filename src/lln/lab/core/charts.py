@@ -8,15 +8,16 @@ from typing import Any
 
 import altair as alt
 
-from lln.lab.core.palette import COLOURS, INK, SHAPES, Style
+from lln.lab.core.palette import ATTENTIONS, INK, Style
 
 WIDTH = 420  # of a drawing: small enough that its text can still be read where two stand side by side
 
 
-def against_length(rows: list[dict[str, Any]], field: str, title: str) -> alt.LayerChart:
+def draw_against_length(rows: list[dict[str, Any]], field: str, title: str) -> str:
     """A quantity of each attention against length, both axes logarithmic. Rows: attention, length, `field`, and
     where they have a spread low and high."""
-    names = [name for name in COLOURS if any(row["attention"] == name for row in rows)]
+    names = [name for name in ATTENTIONS if any(row["attention"] == name for row in rows)]
+    colours, shapes = ([getattr(ATTENTIONS[name], sign) for name in names] for sign in ("colour", "shape"))
     legend = alt.Legend(title=None)
     base = alt.Chart(alt.Data(values=rows)).encode(
         x=alt.X(
@@ -25,15 +26,15 @@ def against_length(rows: list[dict[str, Any]], field: str, title: str) -> alt.La
             scale=alt.Scale(type="log", nice=False, padding=16),
             axis=alt.Axis(values=sorted({row["length"] for row in rows})),
         ),
-        color=alt.Color("attention:N", scale=alt.Scale(domain=names, range=[COLOURS[n] for n in names]), legend=legend),
-        shape=alt.Shape("attention:N", scale=alt.Scale(domain=names, range=[SHAPES[n] for n in names]), legend=legend),
+        color=alt.Color("attention:N", scale=alt.Scale(domain=names, range=colours), legend=legend),
+        shape=alt.Shape("attention:N", scale=alt.Scale(domain=names, range=shapes), legend=legend),
     )
     y = alt.Y(f"{field}:Q", title=title, scale=alt.Scale(type="log"))
-    lines = base.mark_line(strokeWidth=2).encode(y=y, shape=alt.value("stroke"))
-    chart = lines + base.mark_point(size=70, filled=True, opacity=1).encode(y=y)
+    drawn = base.mark_line(strokeWidth=2).encode(y=y, shape=alt.value("stroke"))
+    chart = drawn + base.mark_point(size=70, filled=True, opacity=1).encode(y=y)
     if all("low" in row for row in rows):
         chart += base.mark_rule().encode(y=alt.Y("low:Q"), y2=alt.Y2("high:Q"), shape=alt.value("stroke"))
-    return framed(chart)
+    return render_svg(chart)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Axis:
     from_zero: bool = False  # of a linear axis
 
 
-def lines(
+def draw_lines(
     rows: list[dict[str, Any]],
     styles: dict[str, Style],
     x: Axis,
@@ -53,7 +54,7 @@ def lines(
     *,
     points: bool = False,
     shaded: list[tuple[float, float]] | None = None,
-) -> alt.LayerChart:
+) -> str:
     """A line for each series. Rows: series, the two fields, and where they have a spread low and high. `points` marks
     the rows themselves; `shaded` lists ranges of x."""
     names = [name for name in styles if any(row["series"] == name for row in rows)]
@@ -68,7 +69,7 @@ def lines(
     if points:
         look = {"symbolSize": 120}
     # Room between columns: where a page has broader letters, names would touch the next sign.
-    legend = alt.Legend(title=None, orient="top", columns=columns(names), columnPadding=18, **look)
+    legend = alt.Legend(title=None, orient="top", columns=count_columns(names), columnPadding=18, **look)
 
     def signs(values: list[Any], legend: alt.Legend | None = legend) -> dict[str, Any]:
         return {"scale": alt.Scale(type="ordinal", domain=names, range=values), "legend": legend}
@@ -92,16 +93,16 @@ def lines(
     chart = alt.LayerChart(layer=marks)
     if points:  # else the legend draws the points in the dashes of the lines
         chart = chart.resolve_legend(strokeDash="independent", strokeWidth="independent")
-    return framed(chart)
+    return render_svg(chart)
 
 
-def columns(names: list[str]) -> int:
+def count_columns(names: list[str]) -> int:
     """Of a legend, so that it is no wider than the drawing: else all of the chart shrinks. Rows are equally full."""
     fits = max(1, min(5, WIDTH // (7 * max(map(len, names)) + 32)))
     return math.ceil(len(names) / math.ceil(len(names) / fits))
 
 
-def bars(rows: list[dict[str, Any]], styles: dict[str, Style], title: str) -> alt.LayerChart:
+def draw_bars(rows: list[dict[str, Any]], styles: dict[str, Style], title: str) -> str:
     """A bar with its value for each series of each group. Rows: series, group, value."""
     names = [name for name in styles if any(row["series"] == name for row in rows)]
     groups = list(dict.fromkeys(row["group"] for row in rows))
@@ -115,7 +116,29 @@ def bars(rows: list[dict[str, Any]], styles: dict[str, Style], title: str) -> al
     # The name stands at the bar: members of a family share a colour.
     label = "datum.series + '  ' + format(datum.value, '.3~g')"
     texts = base.transform_calculate(label=label).mark_text(align="left", dx=4, color=INK).encode(text="label:N")
-    return framed(marks + texts, height=max(120, 18 * len(rows) + 12 * len(groups)))
+    return render_svg(marks + texts, height=max(120, 18 * len(rows) + 12 * len(groups)))
+
+
+def choose_ticks(low: float, high: float) -> tuple[float, ...]:
+    """Of a logarithmic axis: powers of ten, and where there are few of them also their 2 and 5 times.
+
+    >>> choose_ticks(0.8, 30)
+    (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
+    """
+    factors = (1, 2, 5) if high / low < 1000 else (1,)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = (factor * 10.0**power for power in powers for factor in factors)
+    return tuple(tick for tick in ticks if low / 2 < tick < high * 2)
+
+
+def length_axis(rows: list[dict[str, Any]]) -> Axis:
+    """Logarithmic, with a tick at every length that was measured."""
+    return Axis("length", "length (tokens)", True, tuple(sorted({row["length"] for row in rows})))
+
+
+def time_point(series: str, length: int, timing: dict[str, Any]) -> dict[str, Any]:
+    """A row for `draw_lines` of a stored `timing.Timing` in milliseconds, with its quartiles."""
+    return {"series": series, "length": length, "ms": timing["median"], "low": timing["low"], "high": timing["high"]}
 
 
 def axis_options(axis: Axis, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -136,9 +159,10 @@ def axis_options(axis: Axis, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"title": axis.title, "scale": alt.Scale(type="log", nice=False), "axis": ticks}
 
 
-def framed(chart: alt.LayerChart, height: int = 270, width: int = WIDTH) -> alt.LayerChart:
-    """The size and look that all charts share."""
-    chart = chart.properties(width=width, height=height)
+def render_svg(chart: alt.LayerChart, height: int = 270, width: int = WIDTH) -> str:
+    """The chart as SVG text, in the look that all charts share."""
+    import vl_convert
+
     axis: dict[str, Any] = {f"{part}Color": INK for part in ("label", "title", "grid", "domain", "tick")}
     config = alt.Config(
         background="transparent",
@@ -146,11 +170,4 @@ def framed(chart: alt.LayerChart, height: int = 270, width: int = WIDTH) -> alt.
         axis=alt.AxisConfig(**axis, gridOpacity=0.2, labelFontSize=12, titleFontSize=13),
         legend=alt.LegendConfig(labelColor=INK, labelFontSize=13, symbolSize=120, orient="top-left"),
     )
-    configured: alt.LayerChart = chart.properties(config=config)
-    return configured
-
-
-def svg(chart: alt.LayerChart) -> str:
-    import vl_convert
-
-    return vl_convert.vegalite_to_svg(chart.to_json())
+    return vl_convert.vegalite_to_svg(chart.properties(width=width, height=height, config=config).to_json())

@@ -39,7 +39,7 @@ class Section:
     explorer: dict[str, Any] | None = None  # what the page's script shows, before the charts
 
 
-def template(name: str) -> jinja2.Template:
+def load_template(name: str) -> jinja2.Template:
     """One of the templates; all text in it is escaped but for charts, which are drawn here from numbers."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("lln.lab.core"), autoescape=True, trim_blocks=True, lstrip_blocks=True
@@ -53,7 +53,9 @@ def write_page(
     left_out: Sequence[str] = (),
 ) -> Path:  # fmt: skip
     """Writes index.html, an SVG file for each chart with its data as CSV, and a JSON file for each section."""
-    page = template("page.html").render(sections=sections, provenance=provenance, summary=summary, left_out=left_out)
+    page = load_template("page.html").render(
+        sections=sections, provenance=provenance, summary=summary, left_out=left_out
+    )
     for section in sections:
         write_json(out / f"{section.name}.json", section.data)
         for chart in section.charts:

@@ -6,14 +6,16 @@ The colours are Okabe and Ito's, told apart by colour-blind readers; dashes and 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping
 
 ORANGE, BLUE, GREEN, PINK = "#D55E00", "#0072B2", "#009E73", "#CC79A7"
 AMBER, SKY, GREY, OLIVE = "#E69F00", "#56B4E9", "#999999", "#B79F00"
 INK = "#808080"  # of axes and words: reads on white and on black
-OTHERS = (AMBER, SKY, PINK, GREY, OLIVE)  # for what has no colour of its own
 RAMP = ("#3B82D6", "#A35BC0", "#D9518A", "#E8871E")  # for what has an order
 
-SOLID, LONG, SHORT, MIXED = (1, 0), (8, 3), (2, 2), (10, 3, 2, 3)  # dashes: lengths of stroke and gap
+# Dashes: lengths of stroke and gap.
+SOLID, LONG, SHORT, MIXED, EVEN = (1, 0), (8, 3), (2, 2), (10, 3, 2, 3), (4, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,15 +28,33 @@ class Style:
     width: float = 2
 
 
-SOFTMAX, LLN, DIAG = ORANGE, BLUE, GREEN
-COLOURS = {"softmax": SOFTMAX, "LLN": LLN, "LLN+Diag": DIAG}
-SHAPES = {"softmax": "circle", "LLN": "square", "LLN+Diag": "triangle-up"}
+# What is compared with softmax may lie on it, and it must show below.
+SOFTMAX, LLN, DIAG = Style(ORANGE, SOLID, "circle", 3), Style(BLUE, LONG, "square"), Style(GREEN, SHORT, "triangle-up")
+# By the names of mechanisms and those that tables show. A hue for a family, dashes and shapes for its members.
+ATTENTIONS = {
+    "softmax": SOFTMAX,
+    "flash": Style(ORANGE, SOLID, "circle"),
+    "cudnn": Style(ORANGE, LONG, "diamond"),
+    "efficient": Style(ORANGE, EVEN, "triangle-down"),
+    "math": Style(ORANGE, SHORT, "cross"),
+    "usual": Style(PINK, LONG, "cross"),
+    "lln": LLN,
+    "LLN": LLN,
+    "LLN-sample": Style(BLUE, MIXED, "diamond"),
+    "LLN-eager": Style(BLUE, EVEN, "triangle-down"),
+    "lln_diag": DIAG,
+    "LLN+Diag": DIAG,
+    "LLN+Diag-sample": Style(GREEN, MIXED, "diamond"),
+    "LLN+Diag-eager": Style(GREEN, EVEN, "triangle-down"),
+    "fla-linear": Style(AMBER, SOLID, "circle"),
+    "fla-gla": Style(AMBER, EVEN, "square"),
+}
 MATCHED = {
-    "softmax": Style(SOFTMAX, SOLID, "circle", 5),  # what matches it well lies on it, and it must show below
+    "softmax": dataclasses.replace(SOFTMAX, width=5),
     "paper": Style(PINK, LONG, "square"),
     "variance": Style(GREEN, SHORT, "triangle-up"),
     "entropy": Style(BLUE, MIXED, "diamond"),
-    "unmatched": Style(AMBER, (4, 4), "cross"),
+    "unmatched": Style(AMBER, EVEN, "cross"),
 }
 CURVES = {
     "head dim 16": Style(SKY, MIXED, "circle"),
@@ -42,3 +62,22 @@ CURVES = {
     "head dim 128": Style(AMBER, SHORT, "triangle-up"),
     "paper's line": Style(PINK, LONG, "diamond"),
 }
+# For what has no sign of its own: every colour in turn, then every colour with another dash and shape.
+SPARE = (AMBER, SKY, PINK, GREY, OLIVE)
+SIGNS: tuple[tuple[tuple[int, ...], str], ...] = (
+    (LONG, "diamond"), (SHORT, "cross"), (MIXED, "triangle-down"), (EVEN, "triangle-left"), ((12, 4), "triangle-right"),
+)  # fmt: skip
+OTHERS = [Style(colour, *SIGNS[(i + turn) % 5]) for turn in range(5) for i, colour in enumerate(SPARE)]
+
+
+def choose_styles(names: Iterable[str], known: Mapping[str, Style] = ATTENTIONS) -> dict[str, Style]:
+    """A style for each name: the known ones first, so that their broad lines lie below, then one of OTHERS for each.
+
+    >>> choose_styles(["elu", "softmax"])["softmax"] == SOFTMAX
+    True
+    >>> list(choose_styles(["elu", "softmax"]))
+    ['softmax', 'elu']
+    """
+    names = list(dict.fromkeys(names))
+    others = zip((name for name in names if name not in known), itertools.cycle(OTHERS), strict=False)
+    return {name: known[name] for name in known if name in names} | dict(others)

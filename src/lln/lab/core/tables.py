@@ -1,11 +1,17 @@
-"""Tables and numbers as text: Markdown, CSV, and lists in a sentence."""
+"""Tables and numbers as text: on the terminal, as Markdown and CSV, and lists in a sentence."""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+NARROWEST = 110  # columns, where nobody looks at a terminal of some other width
 
 
 def markdown_table(header: Sequence[object], rows: Iterable[Sequence[object]], align: str = "lr") -> list[str]:
@@ -21,6 +27,47 @@ def markdown_table(header: Sequence[object], rows: Iterable[Sequence[object]], a
         return "| " + " | ".join(str(text).replace("|", "\\|") for text in texts) + " |"
 
     return [line(header), rule, *map(line, rows)]
+
+
+def terminal_table(
+    header: Sequence[str], rows: Iterable[Sequence[object] | str], align: str = "lr", *, title: str = "",
+    caption: str = "", wrap: bool = True, **look: Any,
+) -> Table:  # fmt: skip
+    """The same as a table for the terminal. A row that is a string begins a section and is its title. Without a header
+    there is no line for one. Texts are shown as they are; a cell may be a rich Text too. `look` goes to rich's Table.
+
+    >>> print_wide(terminal_table(["attention", "ms"], [["LLN", 1.5]]))
+    ┏━━━━━━━━━━━┳━━━━━┓
+    ┃ attention ┃  ms ┃
+    ┡━━━━━━━━━━━╇━━━━━┩
+    │ LLN       │ 1.5 │
+    └───────────┴─────┘
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(title=Text(title) if title else None, caption=caption or None, show_header=bool(header), **look)
+    for heading, side in zip(header, align.ljust(len(header), align[-1]), strict=False):
+        made.add_column(heading, justify="right" if side == "r" else "left", no_wrap=not wrap)
+    for row in rows:
+        if isinstance(row, str):
+            made.add_section()
+            made.add_row(Text(row, "bold"))
+        else:
+            made.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    return made
+
+
+def print_wide(*things: RenderableType, narrowest: int = NARROWEST) -> None:
+    """To stdout, as wide as the terminal; where there is none, at least `narrowest` columns wide. Strings are printed
+    as they are."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(narrowest, console.width))
+    for thing in things:
+        console.print(thing, markup=False, highlight=False)
 
 
 def write_csv(rows: Sequence[dict[str, Any]]) -> str:

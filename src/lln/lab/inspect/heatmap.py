@@ -6,7 +6,7 @@ from typing import Any
 
 import altair as alt
 
-from lln.lab.core.charts import framed
+from lln.lab.core.charts import render_svg
 
 WIDTH = 336  # of a map with few heads; a phone shows it unscaled
 LEAST_WIDTH, LEAST_HEIGHT = 9, 10  # of a cell
@@ -15,7 +15,7 @@ NUMBERS_FROM = 25  # the width of a cell that a number fits into
 
 def heatmap(
     values: list[dict[str, Any]], *, digits: int, limits: tuple[float, float], differences: bool = False
-) -> alt.LayerChart:
+) -> str:
     """Values: layer, head, value (None: an empty cell). Colours run from one of the limits to the other; of
     differences they are light at 0, and the limits lie evenly around it. Large cells hold the number."""
     layers = list(dict.fromkeys(row["layer"] for row in values))
@@ -57,7 +57,7 @@ def heatmap(
         chart += base.mark_text(fontSize=9.5).encode(text="text:N", color=ink)
     else:
         chart += base.mark_point(opacity=0)
-    return framed(chart, height * len(layers), cell * heads)
+    return render_svg(chart, height * len(layers), cell * heads)
 
 
 def is_dark(place: float, differences: bool) -> bool:

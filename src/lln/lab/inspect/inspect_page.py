@@ -82,10 +82,10 @@ def layer_table(result: dict[str, Any]) -> Table:
 
 def write(result: dict[str, Any], out: Path) -> Path:
     """inspect.json, an SVG file for each chart, and the page, whose path is returned."""
-    from lln.lab.core.page import template
+    from lln.lab.core.page import load_template
 
     own, others = charts(result["rows"]), compared_charts(result)
-    page = template("inspect.html").render(
+    page = load_template("inspect.html").render(
         result=result,
         facts=facts(result),
         sentences=sentences(result),
@@ -115,7 +115,6 @@ def cells(rows: Rows, path: tuple[str, ...]) -> Rows:
 
 
 def charts(rows: Rows) -> list[Chart]:
-    from lln.lab.core.charts import svg
     from lln.lab.inspect.heatmap import heatmap
 
     drawn = []
@@ -126,13 +125,12 @@ def charts(rows: Rows) -> list[Chart]:
             # A few heads that spread their weight evenly have a temperature far above all others'.
             top = there[int(0.95 * (len(there) - 1))] if field == "temperature" else there[-1]
             limits = (min(0.0, there[0]) if field != "entropy" else 0.0, max(top, there[0] + 1e-6))
-            drawn.append(Chart(f"{NAME}-{field}", svg(heatmap(values, digits=digits, limits=limits)), title, says))
+            drawn.append(Chart(f"{NAME}-{field}", heatmap(values, digits=digits, limits=limits), title, says))
     return drawn
 
 
 def compared_charts(result: dict[str, Any]) -> list[list[Chart]]:
     """A list for each matching, in it a chart for each quantity. All matchings share the scale of a quantity."""
-    from lln.lab.core.charts import svg
     from lln.lab.inspect.heatmap import heatmap
 
     rows, groups = result["rows"], dict[str, list[Chart]]()
@@ -142,7 +140,7 @@ def compared_charts(result: dict[str, Any]) -> list[list[Chart]]:
         limit = max([*sizes, 1e-3])
         for matching, values in maps.items():
             if any(cell["value"] is not None for cell in values):
-                drawn = svg(heatmap(values, digits=digits, limits=(-limit, limit), differences=True))
+                drawn = heatmap(values, digits=digits, limits=(-limit, limit), differences=True)
                 chart = Chart(f"{NAME}-{matching}-{field}", drawn, f"{matching.capitalize()} matching. {title}")
                 groups.setdefault(matching, []).append(chart)
     return list(groups.values())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lln.instruments import entropy, lln_map, lognormal_fit, softmax_map
-from lln.lab.core.charts import Axis, lines, svg
+from lln.lab.core.charts import Axis, draw_lines
 from lln.lab.core.page import Chart, Section
 from lln.lab.core.palette import BLUE, INK, ORANGE, Style
 from lln.lab.core.provenance import provenance
@@ -123,14 +123,14 @@ def section(result: dict[str, Any]) -> Section:
         charts=[
             Chart(
                 "log-p-histogram",
-                svg(lines(histogram, STYLES, Axis("log_p", "log P"), Axis("density", "density"))),
+                draw_lines(histogram, STYLES, Axis("log_p", "log P"), Axis("density", "density")),
                 "How the logarithms of attention weights are distributed, and the normal distribution with their mean "
                 "and variance (dashed): where a curve lies on its dashes, attention is log-normal.",
                 rows=histogram,
             ),
             Chart(
                 "log-p-quantiles",
-                svg(lines(qq, STYLES, Axis("normal", "normal quantile"), Axis("standardised", "quantile of log P"))),
+                draw_lines(qq, STYLES, Axis("normal", "normal quantile"), Axis("standardised", "quantile of log P")),
                 "The same as quantiles against those of a normal distribution: a straight line means log-normal, an "
                 "end that bends up means more very large weights than that.",
                 rows=qq,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lln.instruments import AttentionMap, entropy, spectral_gap
-from lln.lab.core.charts import Axis, lines, svg
+from lln.lab.core.charts import Axis, draw_lines
 from lln.lab.core.page import Chart, Section
 from lln.lab.core.palette import MATCHED
 from lln.lab.core.provenance import provenance
@@ -95,7 +95,7 @@ def section(result: dict[str, Any]) -> Section:
         charts=[
             Chart(
                 "entropy-against-temperature",
-                svg(lines(shown, STYLES, x, Axis("entropy", f"entropy (bits), {length} keys"), points=True)),
+                draw_lines(shown, STYLES, x, Axis("entropy", f"entropy (bits), {length} keys"), points=True),
                 f"Entropy against the temperature for head dim {dim}; paper, variance, entropy and unmatched are LLN "
                 "with that matching. What follows softmax cools down with it; a flat line does not feel the "
                 "temperature at all.",
@@ -103,7 +103,7 @@ def section(result: dict[str, Any]) -> Section:
             ),
             Chart(
                 "gap-against-temperature",
-                svg(lines(shown, STYLES, x, Axis("gap", "spectral gap"), points=True)),
+                draw_lines(shown, STYLES, x, Axis("gap", "spectral gap"), points=True),
                 said_of_gap(result),
                 rows=shown,
             ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lln.lab.core.charts import against_length, svg
+from lln.lab.core.charts import draw_against_length
 from lln.lab.core.page import Chart, Section
 from lln.lab.core.tables import show_number, show_timing
 
@@ -25,14 +25,14 @@ def section(result: dict[str, Any]) -> Section:
     charts = [
         Chart(
             "time-against-length",
-            svg(against_length(times, "ms", "forward + backward (ms)")),
+            draw_against_length(times, "ms", "forward + backward (ms)"),
             "Time of forward and backward against length, for softmax attention, LLN and LLN+Diag. "
             "Bars span the quartiles of the repeats.",
             rows=times,
         ),
         Chart(
             "memory-against-length",
-            svg(against_length(memory, "MiB", "peak extra memory (MiB)")),
+            draw_against_length(memory, "MiB", "peak extra memory (MiB)"),
             "Peak extra memory of forward and backward against length, for the same three.",
             rows=memory,
         ),

@@ -13,7 +13,7 @@ import torch
 
 from lln.checks import MATCHINGS
 from lln.lab.calibration import lln_entropy, softmax_entropy
-from lln.lab.core.charts import Axis, lines, svg
+from lln.lab.core.charts import Axis, draw_lines
 from lln.lab.core.page import Chart, Section
 from lln.lab.core.palette import CURVES, MATCHED
 from lln.lab.core.provenance import provenance
@@ -102,7 +102,7 @@ def section(result: dict[str, Any]) -> Section:
     charts = [
         Chart(
             "variance-curve",
-            svg(lines(variance_points(result), CURVES, s2, variance, shaded=holds)),
+            draw_lines(variance_points(result), CURVES, s2, variance, shaded=holds),
             f"Variance of log P within a row of LLN attention against s2, measured for head dims "
             f"{join_words(HEAD_DIMS)} (standard errors of at most {100 * error:.1g} % are thinner than the "
             f"curves), and the paper's straight line, shaded where it is within {100 * TOLERANCE:.0f} % "
@@ -111,14 +111,14 @@ def section(result: dict[str, Any]) -> Section:
         ),
         Chart(
             "alpha-against-sigma",
-            svg(lines(result["alpha"], MATCHED, sigma, alpha)),
+            draw_lines(result["alpha"], MATCHED, sigma, alpha),
             f"Alpha, equal to beta here, against the standard deviation sigma of queries and keys, as set by paper, "
             f"variance and entropy matching for head dim {HEAD_DIM} and {keys} keys.",
             rows=result["alpha"],
         ),
         Chart(
             "entropy-against-sigma",
-            svg(lines(result["entropy"], MATCHED, sigma, entropy, points=True)),
+            draw_lines(result["entropy"], MATCHED, sigma, entropy, points=True),
             "Mean entropy of the rows of P against sigma, for softmax attention and for LLN with each matching and "
             f"with none (alpha = beta = 1); bars span a standard deviation either side over {seeds} sets of draws.",
             rows=result["entropy"],

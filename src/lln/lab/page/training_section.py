@@ -7,15 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lln.lab.bench.kernel_charts import ticks
-from lln.lab.core.charts import Axis, lines, svg
+from lln.lab.core.charts import Axis, choose_ticks, draw_lines
 from lln.lab.core.page import Chart, Section
-from lln.lab.core.palette import BLUE, GREEN, ORANGE, Style
+from lln.lab.core.palette import ATTENTIONS as LOOKS
+from lln.lab.core.palette import Style
 from lln.lab.core.timing import one_thread
 
 ATTENTIONS = {"softmax": "softmax", "lln": "LLN", "lln_diag": "LLN+Diag"}  # by the names that recipes know
-COLOURS = {"softmax": ORANGE, "LLN": BLUE, "LLN+Diag": GREEN}
-SHAPES = {"softmax": "circle", "LLN": "square", "LLN+Diag": "triangle-up"}
 DASHES = ((1, 0), (6, 3), (2, 2), (10, 3, 2, 3))  # by layer
 PANELS = {
     "temperature": (
@@ -108,7 +106,7 @@ def styles(rows: list[dict[str, Any]]) -> dict[str, Style]:
     for series in dict.fromkeys(row["series"] for row in rows):
         name, _, layer = series.partition(", layer ")
         dash = DASHES[(int(layer) - 1) % len(DASHES)] if layer else (1, 0)
-        found[series] = Style(COLOURS[name], dash, SHAPES[name], 2.5)
+        found[series] = dataclasses.replace(LOOKS[name], dash=dash, width=2.5)
     return found
 
 
@@ -118,8 +116,8 @@ def section(result: dict[str, Any]) -> Section:
     drawn = [
         Chart(
             "training-loss",
-            svg(
-                lines(curves, styles(curves), Axis("step", "step"), Axis("loss", "loss on held-out text"), points=True)
+            draw_lines(
+                curves, styles(curves), Axis("step", "step"), Axis("loss", "loss on held-out text"), points=True
             ),
             "Loss on held-out text while training, for the three attentions; lower is better.",
             rows=curves,
@@ -130,9 +128,9 @@ def section(result: dict[str, Any]) -> Section:
             values = [row["value"] for row in rows]
             vertical = Axis("value", title)
             if quantity == "temperature":  # it falls by orders of magnitude
-                vertical = Axis("value", title, True, ticks(min(values), max(values)))
-            chart = lines(rows, styles(rows), Axis("step", "step", from_zero=True), vertical)
-            drawn.append(Chart(f"training-{quantity.replace('_', '-')}", svg(chart), caption, rows=rows))
+                vertical = Axis("value", title, True, choose_ticks(min(values), max(values)))
+            chart = draw_lines(rows, styles(rows), Axis("step", "step", from_zero=True), vertical)
+            drawn.append(Chart(f"training-{quantity.replace('_', '-')}", chart, caption, rows=rows))
     return Section(
         name="training",
         title="Temperature, entropy and gap while a model learns",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lln.lab.core.charts import Axis, lines, svg
+from lln.lab.core.charts import Axis, draw_lines
 from lln.lab.core.palette import AMBER, BLUE, GREEN, ORANGE, PINK, Style
 
 STYLES = {
@@ -31,8 +31,8 @@ def charts_of(result: dict[str, Any]) -> dict[str, str]:
     ]
     memory = [{"series": row["attention"], "length": row["length"], "MiB": row["bytes"] / MIB} for row in found]
     return {
-        "-time": svg(lines(times, STYLES, x, axis("ms", "a training step (ms)", times), points=True)),
-        "-memory": svg(lines(memory, STYLES, x, axis("MiB", "peak memory (MiB)", memory), points=True)),
+        "-time": draw_lines(times, STYLES, x, axis("ms", "a training step (ms)", times), points=True),
+        "-memory": draw_lines(memory, STYLES, x, axis("MiB", "peak memory (MiB)", memory), points=True),
     }
 
 

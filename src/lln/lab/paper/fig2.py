@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lln.instruments import entropy, spectral_gap
-from lln.lab.core.charts import Axis, lines, svg
+from lln.lab.core.charts import Axis, draw_lines
 from lln.lab.core.palette import GREY, MATCHED, OLIVE, SKY, Style
 from lln.lab.paper.analysis import LLN, Draws, Figure, Progress, Rows, Verdict, make_maps, read_curve, summarize
 from lln.peers.simple_kernels import FEATURES
@@ -92,7 +92,7 @@ def judge_indifference(rows: Rows, kernel: str) -> Verdict:
 def draw(draws: Draws, rows: Rows) -> dict[str, str]:
     x = Axis("temperature", "temperature 1 / (sigma_q sigma_k)", True, (0.25, 0.5, 1, 2, 4))
     titles = {"entropy": f"entropy (bits), {draws.length} keys", "gap": "spectral gap"}
-    return {f"-{name}": svg(lines(rows, STYLES, x, Axis(name, title), points=True)) for name, title in titles.items()}
+    return {f"-{name}": draw_lines(rows, STYLES, x, Axis(name, title), points=True) for name, title in titles.items()}
 
 
 FIG2 = Figure(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lln.instruments import log_moments, lognormal_fit
-from lln.lab.core.charts import Axis, lines, svg
+from lln.lab.core.charts import Axis, draw_lines
 from lln.lab.core.palette import BLUE, GREEN, LONG, MATCHED, ORANGE, SHORT, SOLID, Style
 from lln.lab.paper.analysis import LLN, Draws, Figure, Progress, Rows, Verdict, make_maps, read_curve, summarize
 
@@ -74,7 +74,7 @@ def judge_5a(draws: Draws, rows: Rows) -> list[Verdict]:
 def draw_5a(draws: Draws, rows: Rows) -> dict[str, str]:
     x = Axis("t", "t = sigma_q² sigma_k²")
     return {
-        f"-{name}": svg(lines(rows, THEORY, x, Axis(name, f"{name} of log P"), points=True))
+        f"-{name}": draw_lines(rows, THEORY, x, Axis(name, f"{name} of log P"), points=True)
         for name in ("variance", "mean")
     }
 
@@ -123,7 +123,7 @@ def judge_5b(draws: Draws, rows: Rows) -> list[Verdict]:
 
 def draw_5b(draws: Draws, rows: Rows) -> dict[str, str]:
     y = Axis("variance", "variance of log P", logarithmic=True)
-    return {"": svg(lines(rows, MATCHED, Axis("sigma", "sigma of queries and keys"), y, points=True))}
+    return {"": draw_lines(rows, MATCHED, Axis("sigma", "sigma of queries and keys"), y, points=True)}
 
 
 def measure_7(draws: Draws, seed: int, progress: Progress) -> Rows:
@@ -202,7 +202,7 @@ def judge_7(draws: Draws, rows: Rows) -> list[Verdict]:
 
 def draw_7(draws: Draws, rows: Rows) -> dict[str, str]:
     drawn = [row for row in rows if row["kind"] == "density"]
-    return {"": svg(lines(drawn, MATCHED, Axis("log_p", "log P"), Axis("density", "density")))}
+    return {"": draw_lines(drawn, MATCHED, Axis("log_p", "log P"), Axis("density", "density"))}
 
 
 FIG5A = Figure("fig5a", "Variance and mean of log P, softmax", len(SIGMAS), measure_5a, judge_5a, draw_5a)

@@ -7,7 +7,7 @@ import math
 import torch
 
 from lln.lab.calibration import within_row_variance
-from lln.lab.core.charts import Axis, lines, svg
+from lln.lab.core.charts import Axis, draw_lines
 from lln.lab.core.palette import AMBER, GREEN, SKY, SOLID, Style
 from lln.lab.core.seeds import normal
 from lln.lab.paper.analysis import CPU, Draws, Figure, Progress, Rows, Verdict, read_curve
@@ -129,7 +129,7 @@ def draw(draws: Draws, rows: Rows) -> dict[str, str]:
     """Of Fig. 6a without the rows of LLN, which have no style."""
     drawn = [row for row in rows if row["series"] in STYLES]
     y = Axis("variance", "variance of ln of the sum")
-    return {"": svg(lines(drawn, STYLES, Axis("s2", "s2 of each variable"), y))}
+    return {"": draw_lines(drawn, STYLES, Axis("s2", "s2 of each variable"), y)}
 
 
 FIG6A = Figure(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from lln.lab.bench.kernel_charts import ticks
-from lln.lab.core.charts import Axis, lines, svg
+from lln.lab.core.charts import Axis, choose_ticks, draw_lines
 from lln.lab.core.palette import AMBER, BLUE, GREEN, GREY, ORANGE, PINK, RAMP, SKY, Style
 
 Rows = list[dict[str, Any]]
@@ -49,24 +48,22 @@ def charts_of(result: dict[str, Any]) -> dict[str, str]:
 def draw(chart: str, rows: Rows) -> str:
     step = Axis("step", "step", from_zero=True)
     if chart == "a-accuracy":
-        return svg(
-            lines(
-                rows, accuracy_styles(rows), Axis("alpha", "alpha = beta"), Axis("value", "accuracy (%)"), points=True
-            )
+        return draw_lines(
+            rows, accuracy_styles(rows), Axis("alpha", "alpha = beta"), Axis("value", "accuracy (%)"), points=True
         )
     if chart == "accuracy-against-length":
         x = Axis("length", "length (tokens)", True, tuple(sorted({row["length"] for row in rows})))
-        return svg(lines(rows, styles(rows), x, Axis("value", "accuracy (%)", ticks=PERCENT), points=True))
+        return draw_lines(rows, styles(rows), x, Axis("value", "accuracy (%)", ticks=PERCENT), points=True)
     if chart.startswith("b-loss-scale"):
-        return svg(lines(rows, styles(rows), step, Axis("power", "1 / loss scale, as a power of 2")))
+        return draw_lines(rows, styles(rows), step, Axis("power", "1 / loss scale, as a power of 2"))
     if chart.startswith("a-"):
-        return svg(lines(rows, styles(rows), step, Axis("value", f"{chart.removeprefix('a-')} loss")))
+        return draw_lines(rows, styles(rows), step, Axis("value", f"{chart.removeprefix('a-')} loss"))
     quantity = chart.partition("-")[0]
     y = Axis("value", TITLES[quantity])
     values = [row["value"] for row in rows]
     if quantity == "temperature" and min(values) > 0:  # it falls by orders of magnitude
-        y = Axis("value", TITLES[quantity], True, ticks(min(values), max(values)))
-    return svg(lines(rows, layer_styles(rows), step, y))
+        y = Axis("value", TITLES[quantity], True, choose_ticks(min(values), max(values)))
+    return draw_lines(rows, layer_styles(rows), step, y)
 
 
 def names(rows: Rows) -> list[str]:
