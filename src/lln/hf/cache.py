@@ -174,6 +174,18 @@ class LLNCache(Cache):
             the first step that it may compile; otherwise they are made as they come.
         static: write every step into the same memory, for compiled decoding; `cache_implementation="static"` in
             generate does it.
+
+    Example:
+        >>> import torch, transformers, lln.hf
+        >>> shape = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
+        >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, num_key_value_heads=2))
+        >>> model = lln.hf.convert(model, "lln", statistics="fixed").eval()
+        >>> cache, tokens = lln.hf.LLNCache(), torch.arange(8)[None]
+        >>> first = model(tokens[:, :5], past_key_values=cache).logits
+        >>> size = cache.nbytes
+        >>> later = model(tokens[:, 5:], past_key_values=cache).logits
+        >>> torch.allclose(later, model(tokens).logits[:, 5:], atol=1e-5), cache.nbytes == size
+        (True, True)
     """
 
     def __init__(self, layers: int = 0, *, static: bool = False) -> None:

@@ -78,6 +78,15 @@ def convert(
 
     Raises:
         ValueError or TypeError: it names the argument. The model is as it was then.
+
+    Example:
+        >>> import torch, transformers, lln.hf
+        >>> shape = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
+        >>> model = transformers.BertModel(transformers.BertConfig(**shape))
+        >>> batch = {"input_ids": torch.arange(8)[None]}
+        >>> model = lln.hf.convert(model, "lln_diag", block_size=4, matching="data", batches=[batch])
+        >>> model.config.lln["matching"], model(**batch).last_hidden_state.shape
+        ('data', torch.Size([1, 8, 16]))
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers model; got {type(model).__name__}.")

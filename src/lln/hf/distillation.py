@@ -176,6 +176,18 @@ def distill(
     Raises:
         ValueError or TypeError: it names the argument.
         NotFinite: a loss that is NaN or infinite.
+
+    Example:
+        >>> import torch, transformers, lln.hf
+        >>> _ = torch.manual_seed(0)
+        >>> shape = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
+        >>> model = transformers.BertModel(transformers.BertConfig(**shape, initializer_range=1.0))
+        >>> batches = [{"input_ids": torch.randint(9, (2, 12))} for _ in range(3)]
+        >>> model = lln.hf.convert(model, "lln", matching="data", batches=batches, learnable="channel")
+        >>> losses = []
+        >>> _ = lln.hf.distill(model, batches, steps=12, progress=lambda done, loss: losses.append(loss))
+        >>> losses[-1] < losses[0]
+        True
     """
     check_batches(batches)
     if not runs_lln(model.config):
@@ -225,6 +237,20 @@ def fine_tune(
 
     Returns:
         The model.
+
+    Raises:
+        ValueError, TypeError or NotFinite, as `distill`.
+
+    Example:
+        >>> import copy, torch, transformers, lln.hf
+        >>> _ = torch.manual_seed(0)
+        >>> shape = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
+        >>> softmax = transformers.BertModel(transformers.BertConfig(**shape, initializer_range=1.0))
+        >>> model = lln.hf.convert(copy.deepcopy(softmax), "lln")
+        >>> losses, batches = [], [{"input_ids": torch.randint(9, (2, 12))}]
+        >>> _ = lln.hf.fine_tune(model, softmax, batches, steps=12, progress=lambda done, loss: losses.append(loss))
+        >>> losses[-1] < losses[0]
+        True
     """
     check_batches(batches)
     if model is teacher or any(a is b for a, b in zip(model.parameters(), teacher.parameters(), strict=False)):

@@ -59,6 +59,13 @@ class Options:
         mechanisms: of the other implementations, by name: {"performer": {"features": 64}}. What a mechanism takes is in
             `lln.mechanisms()[name].options`; kernel mechanisms also take block_size and mix, as `lln.attention` does:
             {"elu": {"block_size": 64}} is ELU+Diag.
+
+    Example:
+        >>> Options(implementation="lln", statistics="running").statistics_of("decoder")
+        'running'
+        >>> Options(mix=2)
+        Traceback (most recent call last):
+        ValueError: mix must lie between 0 and 1; got 2.
     """
 
     implementation: str = "lln_diag"

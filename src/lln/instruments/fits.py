@@ -21,7 +21,11 @@ NULL_DRAWS = 999
 
 
 class LognormalFit(NamedTuple):
-    """How far log P is from Gaussian, [batch, heads] each."""
+    """How far log P is from Gaussian, [batch, heads] each.
+
+    >>> LognormalFit._fields
+    ('distance', 'qq_r2', 'skewness', 'p_value')
+    """
 
     distance: Tensor  # Kolmogorov-Smirnov, from the Gaussian with the mean and variance of log P
     qq_r2: Tensor  # squared correlation of the Q-Q plot
@@ -30,7 +34,11 @@ class LognormalFit(NamedTuple):
 
 
 class GaussianFit(NamedTuple):
-    """How far the elements of a head are from one Gaussian, [batch, heads] each."""
+    """How far the elements of a head are from one Gaussian, [batch, heads] each.
+
+    >>> GaussianFit._fields
+    ('mean', 'std', 'distance', 'anderson_darling', 'qq_r2', 'skewness')
+    """
 
     mean: Tensor
     std: Tensor
@@ -41,6 +49,13 @@ class GaussianFit(NamedTuple):
 
 
 class QueryKeyFit(NamedTuple):
+    """What `gaussian_fit` gives.
+
+    >>> found = gaussian_fit(torch.randn(2, 4, 16, 8), torch.randn(2, 1, 16, 8))
+    >>> found.query.std.shape, found.key.std.shape
+    (torch.Size([2, 4]), torch.Size([2, 1]))
+    """
+
     query: GaussianFit  # [batch, heads]
     key: GaussianFit  # [batch, key heads]
 
@@ -92,6 +107,13 @@ def lognormal_fit(p: AttentionMap, *, entries: int = 2**20, seed: int = 0) -> Lo
         entries: the effect sizes take all entries of a head, or where it has more than this a random sample of about so
             many, spread over 2,048 rows.
         seed: of the samples.
+
+    Example: softmax of Gaussian scores is log-normal.
+        >>> from lln.instruments import softmax_map
+        >>> q, k = torch.randn(2, 1, 1, 64, 64, generator=torch.Generator().manual_seed(0))
+        >>> fit = lognormal_fit(softmax_map(q, k))
+        >>> fit.distance.item() < 0.05, fit.qq_r2.item() > 0.99
+        (True, True)
     """
     check_count("entries", entries, 2)
     found = []
@@ -164,6 +186,12 @@ def gaussian_fit(
 
     Raises:
         ValueError or TypeError: it names the argument.
+
+    Example:
+        >>> q = torch.randn(1, 2, 64, 16, generator=torch.Generator().manual_seed(0))
+        >>> found = gaussian_fit(q, q.exp())
+        >>> found.query.distance.max().item() < 0.05, found.key.distance.min().item() > 0.05
+        (True, True)
     """
     check_pair(q, k, ("q", "k"), key_mask, query_mask)
     if query_mask is None and q.shape[2] == k.shape[2]:

@@ -25,7 +25,12 @@ from lln.nn.overlap import window
 
 
 class AttentionMap(abc.ABC):
-    """The attention matrices P [rows, keys] of a batch of heads, from softmax_map, lln_map, kernel_map or dense_map."""
+    """The attention matrices P [rows, keys] of a batch of heads, from softmax_map, lln_map, kernel_map or dense_map.
+
+    >>> p = lln_map(torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8, 4), 1.0, 1.0)
+    >>> p.shape, torch.allclose(p.dense().sum(-1), torch.ones(1, 2, 8, dtype=torch.float64))
+    ((1, 2, 8, 8), True)
+    """
 
     factored = False  # whether P = A B^T with thin A and B
 
@@ -203,6 +208,11 @@ def softmax_map(
 
     Raises:
         ValueError or TypeError: it names the argument.
+
+    Example:
+        >>> p = softmax_map(torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), is_causal=True)
+        >>> p, p.dense().shape
+        (SoftmaxMap(shape=(2, 4, 8, 8), is_causal=True), torch.Size([2, 4, 8, 8]))
     """
     check_pair(q, k, ("q", "k"), key_mask, query_mask, is_causal)
     scale = q.shape[-1] ** -0.5 if scale is None else check_number("scale", scale)
@@ -236,6 +246,13 @@ def lln_map(
 
     Raises:
         ValueError or TypeError: it names the argument.
+
+    Example:
+        >>> import lln
+        >>> q, k, v = torch.randn(3, 1, 2, 8, 4, dtype=torch.float64)
+        >>> p = lln_map(q, k, 1.5, 1.2, block_size=4)
+        >>> torch.allclose(p.dense() @ v, lln.lln_attention(q, k, v, 1.5, 1.2, block_size=4))
+        True
     """
     check_pair(q, k, ("q", "k"), key_mask, query_mask, is_causal)
     check_block_size(block_size, is_causal, q.shape[2] != k.shape[2], False)
@@ -266,6 +283,12 @@ def kernel_map(
 
     Raises:
         ValueError or TypeError: it names the argument; for values that make no weights, when the map is measured.
+
+    Example:
+        >>> p = kernel_map(torch.rand(1, 2, 8, 3), torch.rand(1, 2, 8, 3))
+        >>> a, b = p.factors()
+        >>> torch.allclose(a @ b.transpose(2, 3), p.dense())
+        True
     """
     check_pair(fq, fk, ("fq", "fk"), key_mask, query_mask, is_causal)
     return KernelMap(fq, fk, is_causal, query_mask, key_mask)
@@ -284,6 +307,10 @@ def dense_map(
 
     Raises:
         ValueError or TypeError: it names the argument.
+
+    Example:
+        >>> dense_map(torch.eye(3))
+        DenseMap(shape=(1, 1, 3, 3), is_causal=False)
     """
     p = check_dense(p)
     row = p[:, :, :1].transpose(2, 3)  # [batch, heads, keys, 1], as keys are

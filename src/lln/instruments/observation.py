@@ -25,7 +25,15 @@ TOLERANCE = 1e-6  # of |lambda_2| where it takes an iteration
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """The queries and keys of one call of an attention layer, without gradients, and how it attends."""
+    """The queries and keys of one call of an attention layer, without gradients, and how it attends.
+
+    Example: what LLN attention would make of the queries and keys of softmax attention.
+        >>> q, k = torch.randn(2, 1, 2, 8, 4)
+        >>> seen = Observation("layer", "softmax", q, k, scale=0.5)
+        >>> one = torch.ones(1, 1, 1)
+        >>> seen.map(), seen.lln_map(one, one)
+        (SoftmaxMap(shape=(1, 2, 8, 8), is_causal=False), LLNMap(shape=(1, 2, 8, 8), is_causal=False))
+    """
 
     layer: str  # its name in the model
     attention: str  # "softmax", "lln" or "lln_diag"

@@ -60,6 +60,13 @@ def record(
         ValueError or TypeError: it names the argument; on entering, ValueError for a model in which nothing can be
             observed; in a recorded step, ValueError for a layer that attends in a way that the instruments do not
             know.
+
+    Example:
+        >>> attention, x = nn.MultiheadAttention(16, 2, batch_first=True), torch.zeros(1, 8, 16)
+        >>> with record(attention, instruments=["entropy"]) as rec:
+        ...     _ = attention(x, x, x)
+        >>> [(row["head"], round(row["entropy"], 6)) for row in rec.rows()]
+        [(0, 3.0), (1, 3.0)]
     """
     return Recorder(model, every, samples, keep, instruments)
 
@@ -70,6 +77,15 @@ class Recorder:
     Attributes:
         step: the number of the next step; set it to number steps otherwise.
         observations: with keep, a list of (step, call, Observation).
+
+    Example:
+        >>> attention, x = nn.MultiheadAttention(16, 2), torch.randn(8, 1, 16)
+        >>> rec = record(attention, every=2, keep=True, instruments=[])
+        >>> with rec:
+        ...     for _ in range(3):
+        ...         _ = attention(x, x, x)
+        >>> rec.step, [step for step, _, _ in rec.observations]
+        (3, [0, 2])
     """
 
     def __init__(self, model: nn.Module, every: int, samples: int | None, keep: bool, instruments: Any) -> None:
