@@ -21,7 +21,7 @@ from lln.lab.core.errors import DataError, Refused
 from lln.lab.core.provenance import provenance
 from lln.lab.core.tables import write_csv
 from lln.lab.data.glue import tasks as glue_tasks
-from lln.lab.data.sources import splits
+from lln.lab.data.sources import list_splits
 from lln.lab.paper import needle_lengths as lengths
 from lln.lab.paper import render
 from lln.lab.paper import run_figures as curves
@@ -150,7 +150,7 @@ def check_data(jobs: list[Job], data_root: Path | None) -> None:
         place = data_of(job.config)
         if place is not None and place not in seen:
             seen.add(place)
-            known = splits(place[0], config=place[1], data_root=data_root)
+            known = list_splits(place[0], config=place[1], data_root=data_root)
             if known and "train" not in known:
                 raise DataError(
                     f"{' '.join(filter(None, place))} has no split 'train' here (it has {', '.join(known)}); another "

@@ -4,6 +4,7 @@
     embedded/topics   sentence, label           which of four chapters 24 words come from (a new 24 every 8 words)
     embedded/halves   text1, text2, label       the same, with the 24 words cut in two
     embedded/pairs    text1, text2, label       1: the second has three quarters of the first's words, mixed
+    embedded/passages text1, text2, label       the same, with 128 words: about 800 bytes
     embedded/digits   image, label              8 x 8 grey digits
 
 Every set has the splits train, validation and test.
@@ -26,14 +27,19 @@ NOTES = {
     "embedded/topics": "Made from this Python's help texts: 24 words each, the label is the chapter. Not GLUE.",
     "embedded/halves": "Made from this Python's help texts: 24 words in halves, the label is the chapter. Not GLUE.",
     "embedded/pairs": "Made from this Python's help texts: 24 words each, label 1 = the same words, mixed. Not GLUE.",
+    "embedded/passages": (
+        "Made from this Python's help texts: 128 words each, label 1 = the same words, mixed. It stands in for pairs "
+        "of documents and is not Long Range Arena's retrieval."
+    ),
     "embedded/digits": "scikit-learn's load_digits: 1,797 images of 8 x 8 pixels, the levels 0-16 stretched to 0-255.",
 }
 CLASSES, WORDS, STRIDE = 4, 24, 8
+PASSAGE = 128  # words
 PAIRS = {"train": 4000, "validation": 500, "test": 500}
 RUN = 8  # consecutive paragraphs stay in one split, so that a sequence reads on
 
 
-def columns(name: str, split: str) -> dict[str, list[Any]]:
+def make_columns(name: str, split: str) -> dict[str, list[Any]]:
     if name not in NOTES:
         raise DataError(f"There is no embedded set {name!r}; there are: {', '.join(sorted(NOTES))}.")
     if split not in SPLITS:
@@ -44,8 +50,8 @@ def columns(name: str, split: str) -> dict[str, list[Any]]:
         return _topics(split)
     if name == "embedded/halves":
         return _halves(split)
-    if name == "embedded/pairs":
-        return _pairs(split)
+    if name in ("embedded/pairs", "embedded/passages"):
+        return _pairs(name, split, WORDS if name == "embedded/pairs" else PASSAGE)
     return {"text": [text for i, (_, text) in enumerate(_paragraphs()) if _split_of(i) == split]}
 
 
@@ -90,15 +96,14 @@ def _runs(split: str) -> list[tuple[str, list[str]]]:
     return runs
 
 
-def _cut(words: list[str], stride: int) -> list[str]:
-    return [" ".join(words[at : at + WORDS]) for at in range(0, len(words) - WORDS + 1, stride)]
+def _cut(words: list[str], length: int, stride: int) -> list[str]:
+    return [" ".join(words[at : at + length]) for at in range(0, len(words) - length + 1, stride)]
 
 
 def _topics(split: str) -> dict[str, list[Any]]:
     names = chapters()
-    found = [
-        (text, names.index(topic)) for topic, words in _runs(split) if topic in names for text in _cut(words, STRIDE)
-    ]
+    runs = [(names.index(topic), words) for topic, words in _runs(split) if topic in names]
+    found = [(text, label) for label, words in runs for text in _cut(words, WORDS, STRIDE)]
     order = permutation(len(found), "embedded/topics", split)
     return {"sentence": [found[i][0] for i in order], "label": [found[i][1] for i in order]}
 
@@ -110,15 +115,15 @@ def _halves(split: str) -> dict[str, list[Any]]:
     return {"text1": first, "text2": second, "label": found["label"]}
 
 
-def _pairs(split: str) -> dict[str, list[Any]]:
-    draw = generator("embedded/pairs", split)
-    passages = [text for _, words in _runs(split) for text in _cut(words, WORDS)]
+def _pairs(name: str, split: str, length: int) -> dict[str, list[Any]]:
+    draw = generator(name, split)
+    passages = [text for _, words in _runs(split) for text in _cut(words, length, length)]
     found: dict[str, list[Any]] = {"text1": [], "text2": [], "label": []}
     for number in range(PAIRS[split]):
         first = int(draw.integers(len(passages)))
         other = (first + 1 + int(draw.integers(len(passages) - 1))) % len(passages)
         words = passages[first if number % 2 else other].split()
-        kept = draw.permutation(WORDS)[: WORDS * 3 // 4]
+        kept = draw.permutation(length)[: length * 3 // 4]
         found["text1"].append(passages[first])
         found["text2"].append(" ".join(words[i] for i in kept))
         found["label"].append(number % 2)

@@ -9,8 +9,7 @@ from pathlib import Path
 from lln.lab.data import embedded
 from lln.lab.data.cache import build_once
 from lln.lab.data.examples import Sequences, flatten, id_type, load_array, save_arrays
-from lln.lab.data.penn import has_capitals, is_penn, penn
-from lln.lab.data.sources import Rows, read, splits
+from lln.lab.data.sources import read
 from lln.lab.data.tokenizer import TextTokenizer
 
 GLUE = "nyu-mll/glue"
@@ -73,16 +72,9 @@ def load_glue(
     kept = chosen.hidden and split in chosen.test and set(rows.column("label")) == {-1}
     labels = None if kept else rows.labels("label", len(chosen.labels))
     identity = {"rows": rows.identity, "task": task, "tokenizer": tokenizer.identity, "length": length}
-    notes, alike = rows.notes, split != "train" and lacks_form(rows, name, chosen, data_root)
-    if alike:
-        identity["text"] = "penn"
-        note = f"{rows.title}: lower-cased and tokenised as its training split is (Penn Treebank), so not as published."
-        notes = [note, *notes]
 
     def build(folder: Path) -> None:
         columns = [rows.strings(column) for column in chosen.columns]
-        if alike:
-            columns = [[penn(text) for text in column] for column in columns]
         encoded = list(tokenizer.encode_examples(columns, length))
         ids, offsets = flatten(encoded, id_type(tokenizer.vocab_size))
         save_arrays(folder, ids=ids, offsets=offsets)
@@ -96,15 +88,5 @@ def load_glue(
         length=length,
         label_names=chosen.labels,
         identity=identity,
-        notes=notes,
+        notes=rows.notes,
     )
-
-
-def lacks_form(rows: Rows, name: str | None, task: Task, data_root: str | os.PathLike[str] | None) -> bool:
-    """Whether the training split is lower-cased Penn Treebank text and these rows are not."""
-    there = name or task.name
-    if "train" not in splits(there, config=task.config, data_root=data_root):
-        return False
-    train = read(there, "train", config=task.config, data_root=data_root)
-    before, here = ([text for column in task.columns for text in r.strings(column)] for r in (train, rows))
-    return is_penn(before) and any(map(has_capitals, here))

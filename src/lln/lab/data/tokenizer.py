@@ -17,8 +17,7 @@ from lln.files import write_text
 from lln.lab.core.errors import DataError, first_line, need
 from lln.lab.core.progress import busy, track
 from lln.lab.data.cache import build_once
-from lln.lab.data.hub import resolve_root
-from lln.lab.data.sources import Rows
+from lln.lab.data.sources import Rows, resolve_root
 
 FILE = "tokenizer.json"
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")  # ids 0 to 4, the first four as in RoBERTa

@@ -19,7 +19,7 @@ from lln.lab.data.lra import load_byte_text, load_pixels, load_retrieval
 from lln.lab.data.masking import Masking
 from lln.lab.data.needles import Needles, Planting, load_needles
 from lln.lab.data.pathfinder import DIFFICULTY, Scene, load_pathfinder
-from lln.lab.data.sources import read, splits
+from lln.lab.data.sources import list_splits, read
 from lln.lab.data.text import load_text
 from lln.lab.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from lln.lab.train.config import Config
@@ -67,7 +67,7 @@ def limits(config: Config) -> dict[str, int | None]:
 
 def pieces(name: str, subset: str | None, data_root: Place) -> tuple[str, float]:
     """(the split that is evaluated on, the share of `train` that is held out where there is none)"""
-    known = splits(name, config=subset, data_root=data_root)
+    known = list_splits(name, config=subset, data_root=data_root)
     for split in ("validation", "test"):
         if split in known:
             return split, 0.0
@@ -79,7 +79,7 @@ def tokenizer_of(config: Config, name: str, subset: str | None, data_root: Place
     if config.model.start:
         saved(config.model.start)
         return load_tokenizer(config.model.start)
-    known = splits(name, config=subset, data_root=data_root)
+    known = list_splits(name, config=subset, data_root=data_root)
     source = read(name, "train" if "train" in known else known[0], config=subset, data_root=data_root)
     column = next(c for c in ("text", "sentence", *source.columns) if c in source.columns)
     return train_tokenizer(source, column, vocab_size=config.data.vocabulary, cache_dir=cache_dir)
@@ -135,7 +135,7 @@ def glue(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
         )  # fmt: skip
 
     train = part("train")
-    known = splits(task.name, config=task.config, data_root=data_root)  # a mirror may have one of MNLI's two
+    known = list_splits(task.name, config=task.config, data_root=data_root)  # a mirror may have one of MNLI's two
     evaluations = {w: part(w) for w in task.validation if w in known or w == task.validation[0]}
     sizes = Sizes(vocabulary=tokenizer.vocab_size, labels=train.num_labels, padding=tokenizer.pad_id)
     first = next(iter(evaluations.values()))

@@ -248,7 +248,7 @@ from lln.lab.data.masking import Masking
 from lln.lab.data.sources import read
 from lln.lab.data.text import load_text
 from lln.lab.data.tokenizer import train_tokenizer
-from test_training_text import summary
+from test_data_text import summary
 
 tokenizer = train_tokenizer(read("embedded/prose", "validation"), vocab_size=700, cache_dir=sys.argv[1])
 text = load_text("embedded/prose", "validation", tokenizer, length=65, masking=Masking(), seed=3, cache_dir=sys.argv[1])

@@ -14,7 +14,7 @@ from helpers.mirror import write_card, write_set, write_split
 from lln.lab.core.errors import DataError, need
 from lln.lab.core.seeds import fingerprint, generator, permutation
 from lln.lab.data import embedded
-from lln.lab.data.sources import PUBLISHED, read, splits
+from lln.lab.data.sources import AAN, PUBLISHED, list_splits, read
 
 
 def sentences(n: int, start: int = 0) -> dict[str, list]:
@@ -34,7 +34,7 @@ def test_rows_come_in_order_from_all_pieces_of_a_split(root: Path) -> None:
     assert rows.labels("label", 2).tolist() == sentences(50)["label"]
     assert read("some/set", "test", data_root=root).strings("sentence")[0] == "sentence 100"  # the only configuration
     assert "A few rows, made for a test." in rows.notes[-1]
-    assert splits("some/set", data_root=root) == ["test", "train"]
+    assert list_splits("some/set", data_root=root) == ["test", "train"]
 
 
 @pytest.mark.parametrize("inner", ["", "data/", "plain/"])
@@ -126,6 +126,19 @@ def test_what_is_missing_is_named(root: Path) -> None:
     fails("no split 'dev'; there are: train, validation, test", "embedded/prose", "dev")
 
 
+def test_what_is_on_no_hub_is_not_asked_for_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LLN_DATA_ROOT", raising=False)
+    with mock.patch("huggingface_hub.snapshot_download") as hub:
+        for data_root in (None, root):
+            with pytest.raises(
+                DataError, match=r"aan is not here: .* not on the Hub; .* text1, text2 .*--set data.name="
+            ):
+                read(AAN, "train", data_root=data_root)
+        assert not hub.called
+    write_set(root, AAN, "default", {"train": {"text1": ["a"], "text2": ["b"], "label": [1]}})
+    assert len(read(AAN, "train", data_root=root)) == 1
+
+
 def test_columns_and_labels_are_checked(root: Path) -> None:
     rows = read("some/set", "train", data_root=root)
     with pytest.raises(DataError, match="no column 'text'; there are: sentence, label"):
@@ -212,12 +225,13 @@ def test_embedded_sets_need_nothing_and_their_splits_share_nothing(name: str) ->
         assert np.bincount(labels).max() <= 0.5 * len(labels)
 
 
-def test_embedded_pairs_share_their_words_as_labelled() -> None:
-    rows = read("embedded/pairs", "train")
+@pytest.mark.parametrize(("name", "words"), [("embedded/pairs", 18), ("embedded/passages", 96)])
+def test_embedded_pairs_share_their_words_as_labelled(name: str, words: int) -> None:
+    rows = read(name, "train")
     for one, two, label in zip(*(rows.column(c) for c in ("text1", "text2", "label")), strict=True):
         missing = Counter(two.split()) - Counter(one.split())
         assert bool(missing) != bool(label)
-        assert len(two.split()) == 18
+        assert len(two.split()) == words
 
 
 def test_the_identity_of_an_embedded_set_follows_its_content() -> None:
