@@ -27,11 +27,12 @@ def need(module: str) -> Any:
         ) from None
 
 
-def first_line(error: BaseException) -> str:
-    """What an error says, without the pages that some libraries add.
+def first_line(error: BaseException, strip: str = ".:") -> str:
+    """What an error says, without the pages that some libraries add. strip: marks that are left off at its end, for a
+    place inside another sentence; "" for the line as it is.
 
     >>> first_line(ValueError("It is too long:\\nmore"))
     'It is too long'
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".:") if lines else type(error).__name__
+    return lines[0].rstrip(strip) if lines else type(error).__name__

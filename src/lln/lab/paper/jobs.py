@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from lln.files import write_json
+from lln.hf.distillation import NotFinite
 from lln.lab.core.errors import DataError, first_line
 from lln.lab.core.provenance import provenance
 from lln.lab.recipes import NAMES, PRESETS, recipe
@@ -235,8 +236,8 @@ def run_one(
                 say=lambda text: hooks.say(f"{job.folder}: {text}"), progress=functools.partial(hooks.step, job),
             )  # fmt: skip
         return "finished"
-    except (ValueError, TypeError, DataError, RuntimeError) as error:  # RuntimeError: also NaN, and out of memory
-        sentence = "out of memory" if isinstance(error, torch.OutOfMemoryError) else first_line(error)
+    except (ValueError, TypeError, DataError, NotFinite, RuntimeError) as error:  # RuntimeError: also out of memory
+        sentence = "out of memory" if isinstance(error, torch.OutOfMemoryError) else first_line(error, strip="")
         found = {"error": type(error).__name__, "sentence": sentence, "provenance": provenance(job.config.seed, where)}
         if not (path / CONFIG).exists():  # refused before the run began
             write_json(path / CONFIG, job.config.to_dict())
