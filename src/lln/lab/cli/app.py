@@ -1,4 +1,7 @@
-"""The command line: one file in `commands` for each command. Heavy imports wait until a command needs them."""
+"""The command line: one file beside this one for each command.
+
+At the top of these files stand typer and the standard library alone: `lln --help` waits for no torch.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +60,8 @@ def main() -> None:
     debug = len(arguments) < len(sys.argv) - 1 or os.environ.get("LLN_DEBUG", "0") not in ("", "0")
     try:
         app(arguments)
+    except KeyboardInterrupt:  # before typer, which ends with the same code, has begun or after it has ended
+        sys.exit(130)
     except Exception as error:
         if debug:
             raise

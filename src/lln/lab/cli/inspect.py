@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from lln.lab.cli.common import need, need_folder, parse_device
@@ -54,6 +53,7 @@ def run(
     bar: Bar,
 ) -> None:  # fmt: skip
     """Measure, print the table (or JSON), write inspect.json and the page. Refused for what cannot be inspected."""
+    import torch
     from rich.console import Console
 
     from lln.lab.core.pretrained import load, shorten_name
