@@ -10,9 +10,17 @@ HEAD = """# Mechanisms
 
 Made by `make pages` from what the mechanisms declare; a test compares.
 
-    lln.attention(name, query, key, value, **options)  # as lln.lln_attention: is_causal, key_mask, cu_seqlens, ...
-    lln.mechanism(name, num_heads=..., head_dim=..., max_length=..., **options)  # any of them as a module
-    lln.mechanisms()  # name -> what it says about itself
+| name | is | alpha and beta of LLN |
+|---|---|---|
+| `lln.lln_attention(query, key, value, alpha, beta)` | LLN and LLN+Diag, a function | are given |
+| `lln.LLNAttention(heads, dim)` | the same as a module on query, key, value | follow from query and \
+key, or are learned |
+| `lln.MultiheadAttention(embed_dim, heads)` | that with projections, in the place of torch's | likewise |
+| `lln.attention(name, query, key, value, **options)` | any mechanism without parameters, a function with the \
+arguments of `lln_attention` (`is_causal`, `key_mask`, `cu_seqlens`, ...) | follow from query and key, or are given |
+| `lln.mechanism(name, num_heads=..., head_dim=..., max_length=..., **options)` | any mechanism as a module | follow \
+from query and key, or are learned |
+| `lln.mechanisms()` | name -> what the mechanism says about itself; runs nothing | |
 
 *Kernel* mechanisms take `block_size`, which adds softmax attention inside blocks (ELU+Diag, Performer+Diag, ...).
 Mechanisms on q, k, v are functions, or modules where they always learn something. *Mixers* are modules on hidden

@@ -46,6 +46,16 @@ def match_data(
 
     Raises:
         ValueError or TypeError: it names the argument.
+
+    Examples:
+        >>> import lln, torch
+        >>> _ = torch.manual_seed(0)
+        >>> query, key = torch.randn(1, 4, 100, 16), torch.randn(1, 2, 100, 16)
+        >>> alpha, beta = lln.match_data(query, key)
+        >>> alpha.shape, beta.shape
+        (torch.Size([1, 4]), torch.Size([1, 2]))
+        >>> lln.lln_attention(query, key, key, alpha.float(), beta.float()).shape
+        torch.Size([1, 4, 100, 16])
     """
     if target not in ("entropy", "variance"):
         raise ValueError(f"target must be 'entropy' or 'variance'; got {target!r}.")

@@ -56,6 +56,16 @@ def match_moments(
 
     Raises:
         ValueError: for a number that is not positive, an unknown matching, or a head_dim the curves do not cover.
+
+    Examples:
+        >>> import lln, torch
+        >>> alpha, beta = lln.match_moments(1.0, 1.0, head_dim=64)
+        >>> print(f"{alpha:.4f} {beta:.4f}")
+        2.1355 2.1355
+        >>> sigma = torch.tensor([0.5, 1.0, 2.0])
+        >>> alpha, beta = lln.match_moments(sigma, sigma, head_dim=64, matching="entropy", length=256)
+        >>> alpha.shape
+        torch.Size([3])
     """
     if matching not in MATCHINGS:
         raise ValueError(f"matching must be 'paper', 'variance' or 'entropy'; got {matching!r}.")

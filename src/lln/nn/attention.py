@@ -60,6 +60,25 @@ class LLNAttention(MomentMatcher):
 
     Statistics stay in float32 whatever .half() or .to(dtype) make of the parameters. A state goes with "running" or
     "fixed" statistics, whose beta does not change from call to call.
+
+    Shape:
+        - query: [batch, num_heads, length, head_dim]
+        - key: [batch, num_key_heads, key length, head_dim]
+        - value: [batch, num_key_heads, key length, value dim]
+        - output: [batch, num_heads, length, value dim]
+
+    Examples:
+        >>> import lln, torch
+        >>> _ = torch.manual_seed(0)
+        >>> query, key, value = (torch.randn(2, 4, 50, 16) for _ in range(3))
+        >>> attention = lln.LLNAttention(num_heads=4, head_dim=16, block_size=8)
+        >>> attention(query, key, value).shape
+        torch.Size([2, 4, 50, 16])
+        >>> causal = lln.LLNAttention(num_heads=4, head_dim=16, statistics="running").eval()
+        >>> out, state = causal(query, key, value, is_causal=True, return_state=True)
+        >>> token = torch.randn(2, 4, 1, 16)
+        >>> causal(token, token, token, is_causal=True, state=state).shape
+        torch.Size([2, 4, 1, 16])
     """
 
     mix_logit: nn.Parameter

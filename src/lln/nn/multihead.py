@@ -18,9 +18,9 @@ from lln.nn.weights import check_weights, dense_weights
 class MultiheadAttention(torch.nn.MultiheadAttention):
     """Drop-in for torch.nn.MultiheadAttention, in time and memory linear in the length.
 
-    Arguments up to dtype are torch's; those after it go to `lln.LLNAttention`, which explains them. Parameters carry
-    torch's names and shapes, so a state_dict loads either way; only statistics="running" and a learnable alpha, beta
-    or mix add entries, under `attention.`.
+    Arguments up to dtype are torch's. Parameters carry torch's names and shapes, so a state_dict loads either way; only
+    statistics="running", alpha and beta given as tensors, and a learnable alpha, beta or mix add entries, under
+    `attention.`.
 
     Inside torch.nn.TransformerEncoderLayer and its kin it runs in eval as in training: it declares itself unfit for
     torch's fused softmax path, which is why torch.nn.TransformerEncoder(enable_nested_tensor=True) warns that it does
@@ -31,10 +31,48 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         dropout: on the softmax over channels and on the blocks' P (see `lln.lln_attention`), in training only.
         add_bias_kv: append a learned key and value that padding never hides. Not with block_size, nor causal.
         add_zero_attn: append a key and a value of zeros, likewise. A zero key weighs exp(0) in each channel.
+        matching: how alpha and beta follow from the spread of queries and keys: "paper" (eq. (10)), "variance" or
+            "entropy", see `lln.match_moments`.
+        statistics: where that spread comes from: "sample" (each sample and head for itself), "batch" (one number for
+            the whole tensor), "running" (a moving average for each head, frozen in eval) or "fixed" (none: alpha and
+            beta as given, or those of a spread of 1). Causal attention needs "running" or "fixed".
+        block_size: LLN+Diag: adds softmax attention inside consecutive blocks of so many tokens. None: LLN alone.
+        mix: of the linear part and the blocks: a number (0 to 1, the share of the linear part); "ratio" learns one
+            number a head; "scales" learns two factors a head and value channel. Needs block_size.
+        alpha: with "fixed": factor of the queries, a positive number or a tensor [num_heads] or [num_heads, head_dim].
+            Larger means more concentrated attention.
+        beta: with "fixed": factor of the keys, likewise.
+        learnable: with "fixed": "head" or "channel" makes alpha and beta parameters, one number a head or a channel,
+            that start from the given values.
+        decoder: the queries belong to a causal decoder that attends to an encoder's memory, so statistics must not look
+            at all of them.
+        length: number of keys that "entropy" matching assumes with "running" and "fixed" statistics.
+        momentum: weight of a new batch in the "running" averages.
+        backend: "eager" (any device), "triton", or "auto" for the fastest that can run the call.
 
     Raises:
         ValueError: embed_dim or num_heads is not positive, num_heads does not divide embed_dim, or block_size comes
             with add_bias_kv or add_zero_attn.
+
+    Shape:
+        - query: [L, batch, embed_dim], or [batch, L, embed_dim] with batch_first, or [L, embed_dim]
+        - key: [S, batch, kdim], [batch, S, kdim] or [S, kdim]; value likewise with vdim
+        - output: the shape of query, and P [batch, L, S] or None
+
+    Examples:
+        >>> import lln, torch
+        >>> _ = torch.manual_seed(0)
+        >>> attention = lln.MultiheadAttention(embed_dim=32, num_heads=4, batch_first=True)
+        >>> x = torch.randn(2, 50, 32)
+        >>> out, weights = attention(x, x, x)
+        >>> out.shape, weights.shape
+        (torch.Size([2, 50, 32]), torch.Size([2, 50, 50]))
+        >>> torch.allclose(weights.sum(-1), torch.ones(2, 50))
+        True
+        >>> out, _ = attention(x, x, x, need_weights=False)  # in time linear in the length
+        >>> softmax = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+        >>> softmax.load_state_dict(attention.state_dict())
+        <All keys matched successfully>
     """
 
     def __init__(

@@ -52,6 +52,15 @@ def attention(
 
     Raises:
         ValueError or TypeError: in one sentence, also for what the mechanism does not support.
+
+    Examples:
+        >>> import lln, torch
+        >>> query, key, value = (torch.randn(2, 4, 50, 16) for _ in range(3))
+        >>> lln.attention("performer", query, key, value, features=32, is_causal=True).shape
+        torch.Size([2, 4, 50, 16])
+        >>> lln.attention("skyformer", query, key, value, is_causal=True)
+        Traceback (most recent call last):
+        ValueError: skyformer does not support is_causal=True: landmarks are drawn from the whole sequence.
     """
     entry = find(name)
     if entry.function is None:
@@ -72,6 +81,13 @@ def attention_matrix(name: str, query: Tensor, key: Tensor, **arguments: Any) ->
 
     Raises:
         ValueError: for mechanisms whose output is not P v with a P that v has no part in.
+
+    Examples:
+        >>> import torch
+        >>> from lln.peers import attention_matrix
+        >>> p = attention_matrix("softmax", torch.randn(1, 2, 5, 8), torch.randn(1, 2, 7, 8))
+        >>> p.shape, torch.allclose(p.sum(-1), torch.ones(1, 2, 5))
+        (torch.Size([1, 2, 5, 7]), True)
     """
     if not find(name).matrix:
         raise ValueError(f"{name} has no attention matrix: its output is not a P of query and key, times value.")

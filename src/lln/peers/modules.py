@@ -165,8 +165,24 @@ def mechanism(
         options: dropout, scale, num_key_heads, block_size and mix (those on q, k, v), and the mechanism's own:
             `lln.mechanisms()[name].module_options`.
 
+    Shape:
+        - query: [batch, num_heads, length, head_dim]
+        - key: [batch, num_key_heads, key length, head_dim]; value: [batch, num_key_heads, key length, value dim]
+        - output: [batch, num_heads, length, value dim]
+        - hidden and output of a mixer: [batch, length, num_heads * head_dim]
+
     Raises:
         ValueError or TypeError: in one sentence.
+
+    Examples:
+        >>> import lln, torch
+        >>> linformer = lln.mechanism("linformer", num_heads=4, head_dim=16, max_length=64, rank=8)
+        >>> query, key, value = (torch.randn(2, 4, 50, 16) for _ in range(3))
+        >>> linformer(query, key, value).shape
+        torch.Size([2, 4, 50, 16])
+        >>> mixer = lln.mechanism("tnn", num_heads=4, head_dim=16)
+        >>> mixer(torch.randn(2, 50, 64), is_causal=True).shape
+        torch.Size([2, 50, 64])
     """
     entry = find(name)
     if entry.module is not None:

@@ -36,6 +36,16 @@ class Mechanism:
     module on hidden states that replaces the whole attention block).
     parameters: whether it has to be built with `lln.mechanism` because there is always something to learn.
     refuses: what of FEATURES it cannot do, and why.
+
+    Examples:
+        >>> import lln
+        >>> linformer = lln.mechanisms()["linformer"]
+        >>> linformer.title, linformer.kind, linformer.parameters
+        ('Linformer', 'attention', True)
+        >>> linformer.module_options
+        {'rank': 256, 'share': False}
+        >>> linformer.supports("causal"), linformer.refuses["causal"]
+        (False, 'each projected key mixes all positions, later ones too')
     """
 
     name: str
@@ -121,7 +131,13 @@ def register(name: str, title: str, **declared: Any) -> Mechanism:
 
 
 def mechanisms() -> Mapping[str, Mechanism]:
-    """Every mechanism by name, with what it says about itself: `for name, m in lln.mechanisms().items()`."""
+    """Every mechanism by name, with what it says about itself.
+
+    Examples:
+        >>> import lln
+        >>> [name for name, m in lln.mechanisms().items() if m.kind == "mixer"]
+        ['flash', 'tnn']
+    """
     return MappingProxyType(REGISTRY)
 
 

@@ -1,0 +1,68 @@
+"""Every example in a docstring of the package runs, and every public name has one."""
+
+import doctest
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+import lln
+
+SOURCE = Path(lln.__file__).parent
+# Public names without an example yet, as "package.name".
+MISSING = {
+    *(f"lln.{name}" for name in ("LLNState", "lln_attention")),
+    *(f"lln.hf.{name}" for name in ("LLNCache", "Options", "convert", "distill", "fine_tune")),
+    *(f"lln.instruments.{name}" for name in lln.instruments.__all__),
+}
+PUBLIC = ("lln", "lln.instruments", "lln.hf", "lln.naive")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def load(name: str) -> object:
+    """The module, or a skip where what it needs is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "lln":
+            raise
+        pytest.skip(f"{name} needs {error.name}")
+
+
+@pytest.mark.parametrize(
+    "name", [module_name(path) for path in sorted(SOURCE.rglob("*.py")) if ">>> " in path.read_text(encoding="utf-8")]
+)
+def test_the_examples_of_a_module_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = load(name)
+    monkeypatch.chdir(tmp_path)
+    told: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    examples = doctest.DocTestFinder(exclude_empty=True).find(module, name)
+    with torch.random.fork_rng(devices=[]):
+        for example in examples:
+            runner.run(example, out=told.append)
+    assert not runner.failures, "".join(told)
+    assert runner.tries, f"{name} has >>> in its source and no example in a docstring"
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_every_public_name_has_an_example(package: str) -> None:
+    if package == "lln.naive" and not any(SOURCE.glob("naive*")):
+        pytest.skip("there is none")
+    found = load(package)
+    names = getattr(found, "__all__", None) or [
+        name for name, value in vars(found).items() if inspect.isfunction(value) and value.__module__ == package
+    ]
+    shown = {name: getattr(found, name) for name in names}
+    bare = {
+        f"{package}.{name}"
+        for name, value in shown.items()
+        if (inspect.isroutine(value) or inspect.isclass(value)) and ">>> " not in (value.__doc__ or "")
+    }
+    assert bare <= MISSING, f"no example: {', '.join(sorted(bare - MISSING))}"
