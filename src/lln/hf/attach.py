@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from lln.hf.attached import ModelAttention, Peer
-from lln.hf.find import check_model, own_modules, uses_interface
+from lln.hf.find import attention_modules, check_model, configs, list_parts, own_modules, uses_interface
 from lln.hf.options import Options, read, runs_lln, runs_ours, write
 
 
@@ -20,9 +21,7 @@ def attach(model: PreTrainedModel, *, fresh: bool) -> None:
     fresh: the model is just being made or converted, so values among the weights are still to come. Otherwise
     ValueError where the config says that there are some and they are not there."""
     guessed = False
-    for part in model.modules():
-        if not isinstance(part, PreTrainedModel):
-            continue
+    for part in list_parts(model):
         options, implementation = read(part.config), part.config._attn_implementation
         if runs_ours(part.config):
             check_model(part, implementation)
@@ -55,6 +54,24 @@ def attach(model: PreTrainedModel, *, fresh: bool) -> None:
             "batches=...) measures it; statistics='fixed' says that this is meant.",
             stacklevel=2,
         )
+
+
+@contextlib.contextmanager
+def undo_refused(model: PreTrainedModel) -> Iterator[None]:
+    """After a refusal all is as it was: what configs say, and what runs."""
+    before = [(config, getattr(config, "lln", None), config._attn_implementation) for config in configs(model)]
+    old = [(module, getattr(module, "lln", None)) for _, module in attention_modules(model)]
+    try:
+        yield
+    except (ValueError, TypeError):
+        for config, _, implementation in before:
+            config._attn_implementation_internal = implementation
+        for holder, was in (*((config, options) for config, options, _ in before), *old):
+            if was is not None:
+                holder.lln = was
+            elif hasattr(holder, "lln"):
+                del holder.lln
+        raise
 
 
 def find_peer(host: Any, name: str, implementation: str, options: Mapping[str, Any]) -> Peer:
@@ -110,8 +127,8 @@ def attach_one(module: Any, name: str, options: Options, fresh: bool) -> bool:
 
 def check_saved(model: PreTrainedModel) -> None:
     """ValueError where config.lln no longer says what runs, so that a saved model would come back as another one."""
-    for part in model.modules():
-        if not isinstance(part, PreTrainedModel) or not runs_lln(part.config):
+    for part in list_parts(model):
+        if not runs_lln(part.config):
             continue
         options = read(part.config)
         for name, module in own_modules(part):

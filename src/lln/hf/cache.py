@@ -52,9 +52,9 @@ class StateLayer(CacheLayerMixin):
                 "attn_implementation='lln' or 'lln_diag', and with models that hand a cache's keys on as they are."
             )
         self.waits = True
-        return self.tagged(key_states), value_states
+        return self.tag(key_states), value_states
 
-    def tagged(self, key: Tensor) -> Tensor:
+    def tag(self, key: Tensor) -> Tensor:
         setattr(key, TAG, self)
         return key
 
@@ -82,19 +82,19 @@ class StateLayer(CacheLayerMixin):
             mine.copy_(new)
 
     # An encoder's sequence is asked for again in every step: there is nothing left of it but the state.
+    def nothing(self, side: int) -> Tensor | None:
+        """No keys (2) or values (3) [B, key heads, 0, D or E], as the state's are."""
+        mean = None if self.state is None else self.state.mean_value  # [B, key heads, D, E]
+        return None if mean is None else mean.new_empty(*mean.shape[:2], 0, mean.shape[side], dtype=self.dtype)
+
     @property
     def keys(self) -> Tensor | None:
-        if self.state is None:
-            return None
-        mean = self.state.mean_value
-        return self.tagged(mean.new_empty(*mean.shape[:2], 0, mean.shape[2], dtype=self.dtype))
+        key = self.nothing(2)
+        return None if key is None else self.tag(key)
 
     @property
     def values(self) -> Tensor | None:
-        if self.state is None:
-            return None
-        mean = self.state.mean_value
-        return mean.new_empty(*mean.shape[:2], 0, mean.shape[3], dtype=self.dtype)
+        return self.nothing(3)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
         """(keys that an attention function is given, keys before them)"""
@@ -125,8 +125,7 @@ class StateLayer(CacheLayerMixin):
         else:
             self.state = chosen
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.select(beam_idx)
+    reorder_cache = select
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.select(torch.as_tensor(indices))

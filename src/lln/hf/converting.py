@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lln.hf.attach import attach
+from lln.hf.attach import attach, undo_refused
 from lln.hf.attached import ModelAttention
-from lln.hf.find import attention_modules, check_model, configs
+from lln.hf.find import attention_modules, check_model, list_parts
 from lln.hf.options import IMPLEMENTATIONS, KINDS, LLN, Options, read, write
 from lln.hf.watch import SoftmaxCall, show_softmax
 from lln.matching.data import match_data
@@ -20,6 +20,7 @@ from lln.matching.moments import both_moments, sigma
 from lln.nn.statistics import Where
 
 ROWS = 64  # of a sample's queries that data matching looks at; there are many samples
+OF_PEERS = ("block_size", "mix", "convolution")  # what other mechanisms than LLN take, too
 Coefficients = float | Tensor | Mapping[str, float | Tensor]
 
 
@@ -90,47 +91,37 @@ def convert(
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers model; got {type(model).__name__}.")
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    parts = list_parts(model)
     held = next((one for part in parts if (one := read(part.config)) is not None), None)
     if implementation is None:
-        runs = held is not None and held.implementation in IMPLEMENTATIONS
-        implementation = held.implementation if held is not None and runs else "lln_diag"
+        implementation = held.implementation if held is not None else "lln_diag"
+        implementation = implementation if implementation in IMPLEMENTATIONS else "lln_diag"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}; got {implementation!r}.")
-    if implementation not in LLN:
-        of_lln = {
-            "matching": matching, "statistics": statistics, "learnable": learnable, "feature_map": feature_map,
-            "alpha": alpha, "beta": beta, "length": length, "momentum": momentum, "batches": batches,
-            "overlap": overlap,
-        }  # fmt: skip
-        if foreign := [name for name, value in of_lln.items() if value is not None]:
-            raise ValueError(f"{foreign[0]} goes with 'lln' and 'lln_diag'; got implementation={implementation!r}.")
-        shared = {"block_size": block_size, "mix": mix, "convolution": convolution}
-        options |= {name: value for name, value in shared.items() if value is not None}
-        base = held or Options()
-        mine = base.mechanisms.get(implementation, {}) | options
-        changed: dict[str, Any] = {"implementation": implementation}
-        changed["mechanisms"] = base.mechanisms | {implementation: mine}
-        change(model, parts, [dataclasses.replace(read(part.config) or Options(), **changed) for part in parts])
-        return model
-    if options:
-        raise TypeError(f"{implementation} has no option {next(iter(options))!r}; see the arguments of lln.hf.convert.")
-    if implementation == "lln" and block_size is not None:
-        raise ValueError(f"block_size goes with implementation='lln_diag'; got {block_size!r}.")
-    if implementation == "lln" and mix not in (None, 0.5):
-        raise ValueError(f"mix goes with implementation='lln_diag'; got {mix!r}.")
-    if implementation == "lln" and overlap:
-        raise ValueError(f"overlap goes with implementation='lln_diag'; got {overlap!r}.")
-    if (alpha is None) != (beta is None):
-        raise ValueError("alpha and beta go together; give both or neither.")
-    if matching == "data" and alpha is None and batches is None:
-        raise ValueError("matching='data' needs batches to find alpha and beta on, or alpha and beta themselves.")
     asked = {
         "matching": matching, "statistics": statistics, "block_size": block_size, "mix": mix, "learnable": learnable,
         "feature_map": feature_map, "convolution": convolution, "overlap": overlap, "length": length,
         "momentum": momentum,
     }  # fmt: skip
     changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    if implementation not in LLN:
+        measured = {"alpha": alpha, "beta": beta, "batches": batches}
+        for name in (*changes, *(name for name, value in measured.items() if value is not None)):
+            if name not in OF_PEERS:
+                raise ValueError(f"{name} goes with 'lln' and 'lln_diag'; got implementation={implementation!r}.")
+        mechanisms = (held or Options()).mechanisms
+        mechanisms = mechanisms | {implementation: mechanisms.get(implementation, {}) | options | changes}
+        change(model, parts, {"implementation": implementation, "mechanisms": mechanisms})
+        return model
+    if options:
+        raise TypeError(f"{implementation} has no option {next(iter(options))!r}; see the arguments of lln.hf.convert.")
+    for name, usual in (("block_size", None), ("mix", 0.5), ("overlap", False)):
+        if implementation == "lln" and changes.get(name, usual) != usual:
+            raise ValueError(f"{name} goes with implementation='lln_diag'; got {changes[name]!r}.")
+    if (alpha is None) != (beta is None):
+        raise ValueError("alpha and beta go together; give both or neither.")
+    if matching == "data" and alpha is None and batches is None:
+        raise ValueError("matching='data' needs batches to find alpha and beta on, or alpha and beta themselves.")
     fixes = alpha is not None or learnable is not None or feature_map is not None
     if statistics is None and (matching == "data" or fixes):
         changes["statistics"] = "fixed"
@@ -147,9 +138,8 @@ def convert(
             changes["matching"] = "paper"
     for part in parts:
         check_model(part, implementation)
-    chosen = [
-        dataclasses.replace(read(part.config) or Options(), implementation=implementation, **changes) for part in parts
-    ]
+    changes["implementation"] = implementation
+    chosen = [dataclasses.replace(read(part.config) or Options(), **changes) for part in parts]
     data = matching == "data" and alpha is None
     if batches is not None and not data and not any("running" in map(o.statistics_of, KINDS) for o in chosen):
         raise ValueError("batches: there is nothing to measure; it goes with statistics='running' or matching='data'.")
@@ -159,41 +149,25 @@ def convert(
             raise ValueError(f"{what}: {unknown[0]!r} is no attention module in model.named_modules().")
     found = None if batches is None else measure(model, batches, data)
 
-    def give(name: str, attention: ModelAttention) -> None:
-        if alpha is not None and beta is not None and attention.statistics == "fixed":
-            attention.set_coefficients(*(named(what, c, name) for what, c in (("alpha", alpha), ("beta", beta))))
-        if found is not None:
-            found[name].give(attention)
-
-    change(model, parts, chosen, give)
+    with undo_refused(model):
+        change(model, parts, changes)
+        for name, module in modules.items():
+            attention: ModelAttention = module.lln
+            if alpha is not None and beta is not None and attention.statistics == "fixed":
+                attention.set_coefficients(*(pick(what, c, name) for what, c in (("alpha", alpha), ("beta", beta))))
+            if found is not None:
+                found[name].give(attention)
     return model
 
 
-def change(
-    model: PreTrainedModel,
-    parts: list[PreTrainedModel],
-    chosen: list[Options],
-    give: Callable[[str, ModelAttention], None] | None = None,
-) -> None:
+def change(model: PreTrainedModel, parts: list[PreTrainedModel], changes: dict[str, Any]) -> None:
     """Bring the options into the parts' configs and attach what they ask for; after a refusal all is as it was."""
-    before = [(config, getattr(config, "lln", None), config._attn_implementation) for config in configs(model)]
-    modules = dict(attention_modules(model))
-    old = {name: getattr(module, "lln", None) for name, module in modules.items()}
-    try:
+    chosen = [dataclasses.replace(read(part.config) or Options(), **changes) for part in parts]
+    with undo_refused(model):
         for part, options in zip(parts, chosen, strict=True):
             write(part.config, options)
             part.config._attn_implementation_internal = options.implementation
         attach(model, fresh=True)
-        if give is not None:
-            for name, module in modules.items():
-                assert isinstance(module.lln, ModelAttention)
-                give(name, module.lln)
-    except (ValueError, TypeError):
-        for config, was, running in before:
-            config.lln, config._attn_implementation_internal = was, running
-        for name, module in modules.items():
-            module.lln = old[name]
-        raise
 
 
 def per_channel(given: Coefficients | None) -> bool:
@@ -201,7 +175,7 @@ def per_channel(given: Coefficients | None) -> bool:
     return any(isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] > 1 for value in values)
 
 
-def named(what: str, given: Coefficients, name: str) -> float | Tensor:
+def pick(what: str, given: Coefficients, name: str) -> float | Tensor:
     if not isinstance(given, Mapping):
         return given
     if name not in given:

@@ -81,6 +81,11 @@ def own_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from own_modules(child, f"{prefix}{name}.")
 
 
+def list_parts(model: nn.Module) -> list[PreTrainedModel]:
+    """The model and the models inside it."""
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+
+
 def configs(model: PreTrainedModel) -> list[Any]:
     """Every config object that says which attention runs somewhere in the model. An attention module may hold another
     one than the model around it: EncoderDecoderModel gives the models inside it new ones."""

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import EncoderDecoderCache, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationMode
 
-from lln.hf.attach import attach, check_saved
+from lln.hf.attach import attach, check_saved, undo_refused
 from lln.hf.attached import Attached, ModelAttention
 from lln.hf.cache import LLNCache
 from lln.hf.card import write_card
-from lln.hf.find import attention_modules, check_class, check_model, configs
+from lln.hf.find import attention_modules, check_class, check_model, list_parts
 from lln.hf.options import IMPLEMENTATIONS, read, runs_lln, runs_ours, write
 
 
@@ -71,18 +71,12 @@ def after_init(original: Any, model: PreTrainedModel, *args: Any, **kwargs: Any)
 
 def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
     """A model that cannot switch to ours is left as it was: transformers itself would warn and go on with softmax."""
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     if attn_implementation in IMPLEMENTATIONS:
-        for part in parts:
+        for part in list_parts(model):
             check_model(part, attn_implementation)
-    before = [(config, config._attn_implementation) for config in configs(model)]
-    result = original(model, attn_implementation, *args, **kwargs)
-    try:
+    with undo_refused(model):
+        result = original(model, attn_implementation, *args, **kwargs)
         attach(model, fresh=False)
-    except (ValueError, TypeError):
-        for config, name in before:  # a refusal leaves the model as it was
-            config._attn_implementation_internal = name
-        raise
     return result
 
 
@@ -124,8 +118,7 @@ def upload(
 
 
 def explain(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    if os.path.isdir(folder) and any(runs_ours(part.config) for part in parts):
+    if os.path.isdir(folder) and any(runs_ours(part.config) for part in list_parts(model)):
         write_card(folder)
 
 
