@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 
 from lln import LLNAttention
 from lln.lab.bench import replay
-from lln.lab.bench.attentions import ATTENTIONS, Case, Shape
-from lln.lab.bench.kernel_plan import choose, make_plan
-from lln.lab.bench.kernel_times import Plan, measure, sentence, too_much, works
+from lln.lab.bench.attentions import ATTENTIONS
+from lln.lab.bench.calls import Case, Shape, describe_failure
+from lln.lab.bench.kernel_plan import Plan, choose_attentions, make_plan
+from lln.lab.bench.kernel_times import build_works, measure, too_much
 from lln.lab.bench.ratios import derive
 from lln.lab.cli.app import app
 
@@ -197,9 +198,11 @@ def test_what_fails_is_a_row_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatc
 
 
 def test_errors_become_short_sentences() -> None:
-    assert sentence(RuntimeError("No available kernel. Aborting execution.")).startswith("torch has no such back end")
-    assert sentence(ValueError()) == "ValueError"
-    assert len(sentence(ValueError("long " * 100))) <= 160
+    assert describe_failure(RuntimeError("No available kernel. Aborting execution.")).startswith(
+        "torch has no such back end"
+    )
+    assert describe_failure(ValueError()) == "ValueError"
+    assert len(describe_failure(ValueError("long " * 100))) <= 160
 
 
 def test_quadratic_attentions_are_skipped_where_they_would_take_too_long() -> None:
@@ -331,10 +334,7 @@ def test_help_teaches() -> None:
 
 
 def plan_of(**options: Any) -> Plan:
-    defaults: dict[str, Any] = dict.fromkeys(
-        ("lengths", "heads", "dim", "batch", "tokens", "shapes", "dtype", "causal", "only", "peers", "repeats")
-    )
-    return make_plan(**{**defaults, "device": CPU, "seed": 0, "quick": False, **options})
+    return make_plan(**{"device": CPU, **options})
 
 
 def test_tokens_set_the_batch_and_shapes_replace_the_grid() -> None:
@@ -345,11 +345,11 @@ def test_tokens_set_the_batch_and_shapes_replace_the_grid() -> None:
 def test_a_gpu_has_more_attentions_and_peers_make_a_run_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda")
     ours = [name for name in ATTENTIONS if not name.startswith("fla-")]
-    assert choose(None, None, [False, True], cuda) == ours
+    assert choose_attentions(None, None, [False, True], cuda) == ours
     monkeypatch.setattr("importlib.util.find_spec", lambda name: types.SimpleNamespace())
     beside = ["flash", "cudnn", "LLN", "LLN+Diag"]
-    assert choose(None, "fla", [True], cuda) == [*beside, "fla-linear", "fla-gla"]
-    assert choose("fla-gla", "fla", [True], cuda) == ["fla-gla"]
+    assert choose_attentions(None, "fla", [True], cuda) == [*beside, "fla-linear", "fla-gla"]
+    assert choose_attentions("fla-gla", "fla", [True], cuda) == ["fla-gla"]
     plan = plan_of(peers="fla", device=cuda, quick=True)
     assert (plan.causality, plan.dtype) == ([True], torch.bfloat16)
 
@@ -365,7 +365,7 @@ def test_dropout_is_timed_where_there_is_one_and_checked_without(tmp_path: Path)
     assert "dropout 0.5" in (tmp_path / "bench.md").read_text()
     plan = plan_of(dropout=0.5, shapes="1x2x64x8")
     for name in ("math", *VARIANTS):
-        forward = works(plan, ATTENTIONS[name], plan.shapes[0], False)["forward"]
+        forward = build_works(plan, ATTENTIONS[name], plan.shapes[0], False)["forward"]
         assert not torch.equal(forward(), forward()), name
 
 
@@ -405,7 +405,7 @@ def test_fla_gets_its_own_layout_and_no_normalisation(monkeypatch: pytest.Monkey
     shape = Shape(2, 3, 16, 8)
     plan = Plan([shape], ["fla-linear", "fla-gla"], [True], torch.float32, CPU, 1, 0)
     for name in plan.names:
-        calls = works(plan, ATTENTIONS[name], shape, True)
+        calls = build_works(plan, ATTENTIONS[name], shape, True)
         assert [gradient.shape for gradient in calls["training"]()] == 3 * [(2, 16, 3, 8)]
     assert seen == 2 * [((2, 16, 3, 8), True)]
 
@@ -473,7 +473,7 @@ def test_device_time_replays_a_graph_or_says_that_it_could_not(
 ) -> None:
     fake = FakeCuda(capture_fails)
     monkeypatch.setattr(torch, "cuda", fake)
-    timing, graph = replay.device_time(fake.work, repeats=7, device=torch.device("cuda"))
+    timing, graph = replay.time_device(fake.work, repeats=7, device=torch.device("cuda"))
     assert graph is not capture_fails
     assert (timing.low, timing.median, timing.high, timing.repeats) == (ms, ms, ms, 7)
 

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 import lln
 from lln.instruments import entropy, record, softmax_map, spectral_gap
 from lln.lab.bench import comparison as measuring
-from lln.lab.bench.comparison import build, concentrations, costs, measure
-from lln.lab.bench.comparison_plan import Plan, sigma_of
+from lln.lab.bench.comparison import Plan, build, find_sigma, measure, measure_concentrations, measure_costs
 from lln.lab.bench.comparison_tables import columns, markdown
 from lln.lab.cli.app import app
 from lln.lab.core.pretrained import load
@@ -49,7 +48,7 @@ def test_every_mechanism_has_a_cell_at_every_length_and_temperature(result: dict
 def test_softmax_is_the_measure_of_the_others(result: dict[str, Any]) -> None:
     plan = Plan(names=("softmax",), **SMALL)
     for row in rows(result, "concentration", "softmax"):
-        q, k, _, _ = (t.double() for t in plan.inputs(65, sigma_of(row["temperature"])))
+        q, k, _, _ = (t.double() for t in plan.draw_inputs(65, find_sigma(row["temperature"])))
         p = softmax_map(q, k)
         assert row["error"] < 1e-12
         assert row["entropy"] == pytest.approx(entropy(p).mean().item(), abs=1e-9)
@@ -59,7 +58,7 @@ def test_softmax_is_the_measure_of_the_others(result: dict[str, Any]) -> None:
 
 
 def test_errors_are_those_of_the_outputs(result: dict[str, Any]) -> None:
-    q, k, v, _ = (t.double() for t in Plan(**SMALL).inputs(65, sigma_of(2.0)))
+    q, k, v, _ = (t.double() for t in Plan(**SMALL).draw_inputs(65, find_sigma(2.0)))
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     off = (lln.attention("elu", q, k, v) - exact).norm() / exact.norm()
     assert rows(result, "concentration", "elu")[2]["error"] == pytest.approx(off.item(), rel=1e-9)
@@ -70,10 +69,10 @@ def test_what_cannot_be_measured_says_why(result: dict[str, Any]) -> None:
     assert {row["note"] for row in rows(result, "concentration", "skyformer")} == {"not stochastic"}
     assert all(row["error"] > 0 for row in rows(result, "concentration", "skyformer"))
     causal = Plan(names=("linformer",), causal=True, **SMALL)
-    for row in costs(causal, "linformer", lambda text: None):
+    for row in measure_costs(causal, "linformer", lambda text: None):
         assert row["note"] == "unsupported"
         assert "linformer does not support is_causal=True" in row["reason"]
-    headings, cells = columns({**result, "costs": costs(causal, "linformer", lambda text: None)}, [48], 1.0)
+    headings, cells = columns({**result, "costs": measure_costs(causal, "linformer", lambda text: None)}, [48], 1.0)
     assert dict(zip(headings, cells[3], strict=True))["ms @48"] == "no"
 
 
@@ -83,28 +82,31 @@ def test_out_of_memory_and_too_slow_are_cells(monkeypatch: pytest.MonkeyPatch) -
             return {"training_ms": {"median": 1e9}}
         raise AssertionError("a slow mechanism must not be tried at a longer length")
 
-    monkeypatch.setattr(measuring, "cost", fail)
-    assert [row["note"] for row in costs(Plan(**SMALL), "lln", lambda text: None)] == [None, "too slow"]
+    monkeypatch.setattr(measuring, "measure_cost", fail)
+    assert [row["note"] for row in measure_costs(Plan(**SMALL), "lln", lambda text: None)] == [None, "too slow"]
 
     def full(plan: Plan, name: str, length: int) -> dict[str, Any]:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(measuring, "cost", full)
-    assert [row["note"] for row in costs(Plan(**SMALL), "lln", lambda text: None)] == ["out of memory", "too slow"]
+    monkeypatch.setattr(measuring, "measure_cost", full)
+    assert [row["note"] for row in measure_costs(Plan(**SMALL), "lln", lambda text: None)] == [
+        "out of memory",
+        "too slow",
+    ]
 
     def broken(plan: Plan, name: str, length: int) -> dict[str, Any]:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(measuring, "cost", broken)
+    monkeypatch.setattr(measuring, "measure_cost", broken)
     with pytest.raises(RuntimeError, match="a bug"):
-        costs(Plan(**SMALL), "lln", lambda text: None)
+        measure_costs(Plan(**SMALL), "lln", lambda text: None)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_mechanism_can_be_built_or_refuses(causal: bool) -> None:
     plan = Plan(names=tuple(mechanisms()), causal=causal, **SMALL)
     for name, entry in mechanisms().items():
-        q, k, v, _ = plan.inputs(48)
+        q, k, v, _ = plan.draw_inputs(48)
         if causal and not entry.supports("causal"):
             with pytest.raises(ValueError, match=name):
                 build(plan, name, 48)(q, k, v)
@@ -113,10 +115,10 @@ def test_every_mechanism_can_be_built_or_refuses(causal: bool) -> None:
 
 
 def test_inputs_are_the_same_for_all_and_follow_the_seed() -> None:
-    first, again, other = (Plan(seed=s, **SMALL).inputs(48) for s in (0, 0, 1))
+    first, again, other = (Plan(seed=s, **SMALL).draw_inputs(48) for s in (0, 0, 1))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0], other[0])
-    q, _, _, _ = Plan(lengths=(2048,), heads=4).inputs(2048, sigma_of(0.25))
+    q, _, _, _ = Plan(lengths=(2048,), heads=4).draw_inputs(2048, find_sigma(0.25))
     assert q.std().item() == pytest.approx(2.0, rel=0.02)
 
 
@@ -152,8 +154,8 @@ def test_wrong_options_are_one_line_and_exit_code_2(args: tuple[str, ...], messa
 
 def test_concentrations_of_a_causal_map() -> None:
     plan = Plan(names=("softmax",), causal=True, **SMALL)
-    q, k, _, _ = (t.double() for t in plan.inputs(65))
-    row = concentrations(plan, "softmax", lambda text: None)[1]
+    q, k, _, _ = (t.double() for t in plan.draw_inputs(65))
+    row = measure_concentrations(plan, "softmax", lambda text: None)[1]
     assert row["entropy"] == pytest.approx(entropy(softmax_map(q, k, is_causal=True)).mean().item(), abs=1e-9)
 
 

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,41 +14,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout, logsigmoid, scaled_dot_product_attention
 
 from lln.functional import Backend, lln_attention
-from lln.lab.bench.length_times import ALPHA, BETA
+from lln.lab.bench.calls import Attend, Build, Case
 from lln.nn.attention import LLNAttention
 
+ALPHA = BETA = 2.1354772  # eq. (10) of the paper with its constants, for queries and keys of unit variance
 BLOCK_SIZE = 64
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class Shape(NamedTuple):
-    batch: int
-    heads: int
-    length: int
-    dim: int
-
-    def __str__(self) -> str:
-        return f"{self.batch} x {self.heads} x {self.length:,} x {self.dim}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """What an attention is built for."""
-
-    shape: Shape
-    causal: bool
-    dtype: torch.dtype
-    device: torch.device
-    dropout: float = 0.0
-
-
-Build = Callable[[Case], Attend]
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
     build: Build
-    reference: Build | None = None  # the same attention on the eager back end, for the check in float64
+    reference: Build | None = None  # the same attention in another way, for the check in float64
     softmax: bool = False  # softmax attention: quadratic in the length, and what speed-ups are counted from
     matrix: bool = False  # keeps the matrix P
     floor: tuple[int, int] | None = None  # N D elements a head that forward, forward + backward must move
@@ -95,18 +70,39 @@ def usual_form(case: Case) -> Attend:
     return attend
 
 
-def lln(block_size: int | None, sample: bool, backend: Backend) -> Build:
+def eq8(block_size: int | None) -> Build:
+    """Eq. (8) written out, for LLN+Diag averaged with softmax attention inside blocks."""
+
     def build(case: Case) -> Attend:
-        if sample:
-            return LLNAttention(
-                case.shape.heads, case.shape.dim, statistics="sample", block_size=block_size, backend=backend,
-                dropout=case.dropout,
-            )  # fmt: skip
-        return lambda q, k, v: lln_attention(
-            q, k, v, ALPHA, BETA, block_size=block_size, is_causal=case.causal, dropout_p=case.dropout, backend=backend
-        )
+        place = torch.arange(case.shape.length, device=case.device)
+        seen = place <= place[:, None] if case.causal else place >= 0  # [N, N] or [N]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            p = (ALPHA * q).exp() @ (BETA * k).exp().transpose(-1, -2) * seen
+            out: Tensor = p @ v / p.sum(-1, keepdim=True)
+            if block_size is None:
+                return out
+            inside = seen & (place // block_size == place[:, None] // block_size)
+            return (out + scaled_dot_product_attention(q, k, v, attn_mask=inside)) / 2
+
+        return attend
 
     return build
+
+
+def lln(block_size: int | None, backend: Backend) -> Build:
+    return lambda case: functools.partial(
+        lln_attention, alpha=ALPHA, beta=BETA, block_size=block_size, is_causal=case.causal, dropout_p=case.dropout,
+        backend=backend,
+    )  # fmt: skip
+
+
+def lln_sample(block_size: int | None, backend: Backend) -> Build:
+    """With the statistics of each sample."""
+    return lambda case: LLNAttention(
+        case.shape.heads, case.shape.dim, statistics="sample", block_size=block_size, backend=backend,
+        dropout=case.dropout,
+    )  # fmt: skip
 
 
 def lln_variant(block_size: int | None = None, *, sample: bool = False, backend: Backend = "auto") -> Attention:
@@ -115,8 +111,8 @@ def lln_variant(block_size: int | None = None, *, sample: bool = False, backend:
     forward, training = (4, 11) if block_size is None else (6, 15)
     statistics = 2 if sample else 0  # one more look at q and k
     return Attention(
-        lln(block_size, sample, backend),
-        reference=lln(block_size, sample, "eager"),
+        (lln_sample if sample else lln)(block_size, backend),
+        reference=lln_sample(block_size, "eager") if sample else eq8(block_size),
         floor=(forward + statistics, training + statistics),
         causality=(False,) if sample else (False, True),
         devices=("cuda",) if backend == "eager" else ("cpu", "cuda"),  # on a CPU "auto" is the eager back end
@@ -129,24 +125,14 @@ def torch_backend(which: SDPBackend, *devices: str) -> Attention:
 
 def fla_linear(case: Case) -> Attend:
     linear = importlib.import_module("fla.ops.linear_attn").chunk_linear_attn
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = linear(q, k, v, normalize=False)[0]
-        return out
-
-    return attend
+    return lambda q, k, v: linear(q, k, v, normalize=False)[0]
 
 
 def fla_gated(case: Case) -> Attend:
     gated = importlib.import_module("fla.ops.gla").chunk_gla
     batch, heads, length, dim = case.shape
     gates = logsigmoid(torch.randn(batch, length, heads, dim, dtype=case.dtype, device=case.device)) / 16
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = gated(q, k, v, gates)[0]
-        return out
-
-    return attend
+    return lambda q, k, v: gated(q, k, v, gates)[0]
 
 
 def fla(build: Build) -> Attention:

@@ -1,10 +1,12 @@
-"""The cells of a comparison. A cell that cannot be filled says why, in a word or two."""
+"""`lln compare`: what it measures, and its cells. A cell that cannot be filled says why, in a word or two."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,14 +14,65 @@ from torch import Tensor
 
 import lln
 from lln.instruments import dense_map, entropy, spectral_gap
-from lln.lab.bench.comparison_plan import SLOWEST_MS, Plan, sigma_of
+from lln.lab.bench.calls import Attend, Inputs, Progress, is_out_of_memory, make_works
 from lln.lab.core.provenance import provenance
+from lln.lab.core.seeds import normal
 from lln.lab.core.timing import peak_memory, time_calls
 from lln.peers import attention_matrix, mechanisms
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-Progress = Callable[[str], None]
+Rows = list[dict[str, Any]]
 Store = Callable[[dict[str, Any]], None]
+CPU = torch.device("cpu")
+DEFAULT = ("softmax", "lln", "lln_diag", "elu", "performer", "cosformer", "nystromformer", "linformer")
+TEMPERATURES = (0.5, 1.0, 2.0)
+MATRIX_LENGTH = 512  # longest sequence whose P is formed
+SLOWEST_MS = 20_000.0  # of one call; longer lengths of that mechanism are left out
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    names: tuple[str, ...] = DEFAULT
+    lengths: tuple[int, ...] = (512, 2048)
+    temperatures: tuple[float, ...] = TEMPERATURES
+    batch: int = 1
+    heads: int = 4
+    dim: int = 64
+    causal: bool = False
+    dtype: torch.dtype = torch.float32
+    device: torch.device = CPU
+    repeats: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.names if name not in mechanisms()]
+        if unknown:
+            raise ValueError(f"there is no mechanism {unknown[0]!r}; there are: {', '.join(mechanisms())}.")
+        if not self.names or not self.lengths:
+            raise ValueError("at least one mechanism and one length are needed.")
+
+    @property
+    def matrix_length(self) -> int:
+        return min(max(self.lengths), MATRIX_LENGTH)
+
+    def steps(self) -> int:
+        return len(self.names) * (len(self.lengths) + len(self.temperatures))
+
+    def draw_inputs(self, length: int, sigma: float = 1.0) -> Inputs:
+        """q and k of this spread, v and a gradient, [batch, heads, length, dim]: the same for every mechanism."""
+        shape = self.batch * self.heads * length, self.dim
+        q, k, v, g = (
+            normal((self.seed, self.dim, length, 0, side), *shape, device=CPU)
+            .view(self.batch, self.heads, length, self.dim)
+            .mul(scale)
+            .to(self.device, self.dtype)
+            for side, scale in enumerate((sigma, sigma, 1.0, 1.0))
+        )
+        return q, k, v, g
+
+
+def find_sigma(temperature: float) -> float:
+    """sigma_q = sigma_k of Gaussian queries and keys at this temperature, eq. (5): tau = 1 / (sigma_q sigma_k)."""
+    return 1.0 / math.sqrt(temperature)
 
 
 def measure(
@@ -28,28 +81,24 @@ def measure(
     """The result, ready for JSON; `store` gets it after each mechanism."""
     result: dict[str, Any] = {
         "what": "time and peak extra memory of attention, its entropy and spectral gap, and its distance from softmax",
-        "settings": settings(plan),
+        "settings": asdict(plan)
+        | {
+            "dtype": str(plan.dtype).removeprefix("torch."),
+            "device": str(plan.device),
+            "matrix_length": plan.matrix_length,
+        },
         "provenance": provenance(plan.seed, plan.device),
         "finished": False,
         "costs": [],
         "concentration": [],
     }
     for name in plan.names:
-        result["costs"] += costs(plan, name, progress)
-        result["concentration"] += concentrations(plan, name, progress)
+        result["costs"] += measure_costs(plan, name, progress)
+        result["concentration"] += measure_concentrations(plan, name, progress)
         store(result)
     result["finished"] = True
     store(result)
     return result
-
-
-def settings(plan: Plan) -> dict[str, Any]:
-    found = dataclasses.asdict(plan)
-    return found | {
-        "dtype": str(plan.dtype).removeprefix("torch."),
-        "device": str(plan.device),
-        "matrix_length": plan.matrix_length,
-    }
 
 
 def build(plan: Plan, name: str, length: int) -> Attend:
@@ -73,8 +122,9 @@ def build(plan: Plan, name: str, length: int) -> Attend:
     return mix
 
 
-def costs(plan: Plan, name: str, progress: Progress) -> list[dict[str, Any]]:
-    rows = []
+def measure_costs(plan: Plan, name: str, progress: Progress) -> Rows:
+    """A row for each length. What cannot be measured has a note; longer than what took too long is not tried."""
+    rows: Rows = []
     last = 0.0
     for length in sorted(plan.lengths):
         progress(f"{name}: {length}")
@@ -85,53 +135,39 @@ def costs(plan: Plan, name: str, progress: Progress) -> list[dict[str, Any]]:
             row["note"] = "too slow"
             continue
         try:
-            row |= cost(plan, name, length)
+            row |= measure_cost(plan, name, length)
             last = row["training_ms"]["median"]
-        except torch.OutOfMemoryError:
-            row["note"] = "out of memory"
-            last = float("inf")
         except ValueError as error:
-            row["note"] = "unsupported"
-            row["reason"] = str(error)
-        except RuntimeError as error:  # a CPU's allocator says it in words
-            if "allocate memory" not in str(error):
+            row |= {"note": "unsupported", "reason": str(error)}
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
                 raise
             row["note"] = "out of memory"
             last = float("inf")
     return rows
 
 
-def cost(plan: Plan, name: str, length: int) -> dict[str, Any]:
-    attend = build(plan, name, length)
-    q, k, v, g = plan.inputs(length)
-    leaves = [t.requires_grad_() for t in (q, k, v)]
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return attend(q, k, v)
-
-    def training() -> None:
-        torch.autograd.grad(attend(q, k, v), leaves, g, allow_unused=True)
-
-    found = time_calls({"forward": forward, "training": training}, repeats=plan.repeats, device=plan.device)
-    return {
-        "forward_ms": dataclasses.asdict(found["forward"]),
-        "training_ms": dataclasses.asdict(found["training"]),
-        "training_bytes": peak_memory(training, plan.device),
-    }
+def measure_cost(plan: Plan, name: str, length: int) -> dict[str, Any]:
+    q, k, v, g = plan.draw_inputs(length)
+    inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), g
+    works = make_works(build(plan, name, length), inputs)
+    found = {f"{part}_ms": asdict(x) for part, x in time_calls(works, repeats=plan.repeats, device=plan.device).items()}
+    return found | {"training_bytes": peak_memory(works["training"], plan.device)}
 
 
-def concentrations(plan: Plan, name: str, progress: Progress) -> list[dict[str, Any]]:
+def measure_concentrations(plan: Plan, name: str, progress: Progress) -> Rows:
     """At each temperature, on Gaussian queries and keys."""
-    rows = []
+    rows: Rows = []
     for temperature in plan.temperatures:
         progress(f"{name}: temperature {temperature:g}")
-        q, k, v, _ = plan.inputs(plan.matrix_length, sigma_of(temperature))
-        rows.append({"mechanism": name, "temperature": temperature, **concentration(name, q, k, v, plan.causal)})
+        q, k, v, _ = plan.draw_inputs(plan.matrix_length, find_sigma(temperature))
+        rows.append(
+            {"mechanism": name, "temperature": temperature, **measure_concentration(name, q, k, v, plan.causal)}
+        )
     return rows
 
 
-def concentration(
+def measure_concentration(
     name: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None = None
 ) -> dict[str, Any]:
     """Entropy and gap of P where there is one, and how far the output is from softmax's; in float64."""
@@ -155,14 +191,14 @@ def concentration(
     return found | {"entropy": float(entropy(p).mean()), "gap": float(spectral_gap(p).mean())}
 
 
-def on_model(
+def measure_on_model(
     plan: Plan, model: Any, tokenizer: Any, progress: Progress = lambda text: None, texts: Sequence[str] | None = None
-) -> list[dict[str, Any]]:
+) -> Rows:
     """The same on the queries and keys of a pretrained model's layers, a text at a time; values are Gaussian. Layers
     that attend to another sequence or with a bias of single pairs are left out."""
     from lln.lab.inspect.inspection import TEXTS, encode, run
 
-    rows = []
+    rows: Rows = []
     for number, batch in enumerate(encode(model, tokenizer, list(texts or TEXTS), plan.matrix_length, 1)):
         seen = [one for _, one in run(model, batch) if not one.cross and one.bias is None]
         for name in plan.names:
@@ -172,5 +208,5 @@ def on_model(
                 shape = (*one.key.shape[:3], one.query.shape[3])
                 v = torch.randn(shape, dtype=torch.float64, generator=generator).to(one.key.device)
                 place = {"mechanism": name, "text": number, "layer": one.layer}
-                rows.append(place | concentration(name, one.query, one.key, v, one.is_causal, one.scale))
+                rows.append(place | measure_concentration(name, one.query, one.key, v, one.is_causal, one.scale))
     return rows

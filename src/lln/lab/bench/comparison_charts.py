@@ -8,7 +8,7 @@ from lln.lab.core.charts import Axis, draw_lines, length_axis, time_point
 from lln.lab.core.palette import choose_styles
 
 
-def charts_of(result: dict[str, Any]) -> dict[str, str]:
+def draw_charts(result: dict[str, Any]) -> dict[str, str]:
     """SVG texts by the name of their file."""
     look = choose_styles(result["settings"]["names"])
     drawn: dict[str, str] = {}

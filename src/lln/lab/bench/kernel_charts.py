@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from lln.lab.bench.attentions import ATTENTIONS, Shape
+from lln.lab.bench.attentions import ATTENTIONS
+from lln.lab.bench.calls import Shape
 from lln.lab.bench.kernel_tables import direction
 from lln.lab.core.charts import Axis, choose_ticks, draw_bars, draw_lines, length_axis, time_point
 from lln.lab.core.palette import ATTENTIONS as STYLES
@@ -13,7 +14,7 @@ from lln.lab.core.palette import ATTENTIONS as STYLES
 Rows = list[dict[str, Any]]
 
 
-def charts_of(result: dict[str, Any]) -> dict[str, str]:
+def draw_charts(result: dict[str, Any]) -> dict[str, str]:
     """SVG texts by the name of their file. Time and speed-up against length where lengths of one size were measured,
     speed-up as bars for other shapes, and the share of the floor as bars."""
     measured = [row for row in result["rows"] if row["device_ms"] is not None]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import re
 
 import torch
-import typer
 
-from lln.lab.bench.attentions import ATTENTIONS, Shape
-from lln.lab.bench.kernel_times import Plan
+from lln.lab.bench.attentions import ATTENTIONS
+from lln.lab.bench.calls import Shape
+from lln.lab.core.errors import WrongOption
 
 LENGTHS = {"cpu": [2**i for i in range(9, 13)], "cuda": [2**i for i in range(9, 17)]}
 QUICK_LENGTHS = {"cpu": [256, 512, 1024], "cuda": [1024, 4096]}
@@ -19,16 +20,35 @@ PEERS = {"fla": "flash-linear-attention"}  # module and what pip calls it
 BESIDE_PEERS = "flash", "cudnn", "LLN", "LLN+Diag"
 
 
-def refuse(option: str, why: str) -> typer.BadParameter:
-    return typer.BadParameter(why, param_hint=f"--{option}")
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    shapes: list[Shape]
+    names: list[str]  # of ATTENTIONS
+    causality: list[bool]
+    dtype: torch.dtype
+    device: torch.device
+    repeats: int
+    seed: int
+    tokens: int | None = None  # a batch, where the batch follows from the length
+    dropout: float = 0.0  # in what is timed; what is checked has none
+
+    def choose(self, causal: bool) -> list[str]:
+        return [name for name in self.names if causal in ATTENTIONS[name].causality]
+
+    def steps(self) -> int:
+        """How often `measure` reports progress."""
+        turns = 1 if self.device.type == "cpu" else 0
+        return 2 + len(self.shapes) * sum(
+            len(self.choose(causal)) + turns for causal in self.causality if self.choose(causal)
+        )
 
 
 def parse_shapes(text: str) -> list[Shape]:
     shapes = []
     for part in text.split(","):
         if not re.fullmatch(r"\s*[1-9]\d*(x[1-9]\d*){3}\s*", part):
-            raise refuse(
-                "shapes", f"must be batch x heads x length x dim, like 16x12x4096x64,1x12x16384x64; got {part!r}"
+            raise WrongOption(
+                "--shapes", f"must be batch x heads x length x dim, like 16x12x4096x64,1x12x16384x64; got {part!r}"
             )
         shapes.append(Shape(*map(int, part.split("x"))))
     return list(dict.fromkeys(shapes))
@@ -36,21 +56,23 @@ def parse_shapes(text: str) -> list[Shape]:
 
 def grid(lengths: list[int], heads: int, dim: int, batch: int | None, tokens: int | None) -> list[Shape]:
     if batch is not None and tokens is not None:
-        raise refuse("tokens", "already sets the batch at each length; leave out --batch or --tokens")
+        raise WrongOption("--tokens", "already sets the batch at each length; leave out --batch or --tokens")
     return [Shape(max(1, tokens // n) if tokens else batch or 1, heads, n, dim) for n in lengths]
 
 
-def choose(
+def choose_attentions(
     only: str | None, peers: str | None, causality: list[bool], device: torch.device, drops: bool = False
 ) -> list[str]:
     """The names of the attentions to measure."""
     if peers is not None:
         if peers not in PEERS:
-            raise refuse("peers", f"must be {' or '.join(PEERS)}; got {peers!r}")
+            raise WrongOption("--peers", f"must be {' or '.join(PEERS)}; got {peers!r}")
         if device.type != "cuda":
-            raise refuse("peers", f"{peers} runs on CUDA devices only, and this run is on {device}; leave it out")
+            raise WrongOption(
+                "--peers", f"{peers} runs on CUDA devices only, and this run is on {device}; leave it out"
+            )
         if importlib.util.find_spec(peers) is None:
-            raise refuse("peers", f"{peers} is not installed; install it with: pip install {PEERS[peers]}")
+            raise WrongOption("--peers", f"{peers} is not installed; install it with: pip install {PEERS[peers]}")
     here = [
         name
         for name, attention in ATTENTIONS.items()
@@ -61,41 +83,41 @@ def choose(
         by_lower = {name.lower(): name for name in here}
         wanted = [part.strip().lower() for part in only.split(",")]
         if unknown := [part for part in wanted if part not in by_lower]:
-            raise refuse("only", f"{unknown[0]!r} is not among those that run here: {', '.join(here)}")
+            raise WrongOption("--only", f"{unknown[0]!r} is not among those that run here: {', '.join(here)}")
         names = [name for name in here if name.lower() in wanted]
     if drops:
         if only is not None and (without := [name for name in names if not ATTENTIONS[name].drops]):
-            raise refuse("dropout", f"{without[0]} has none; leave one of them out")
+            raise WrongOption("--dropout", f"{without[0]} has none; leave one of them out")
         names = [name for name in names if ATTENTIONS[name].drops]
     if not any(causal in ATTENTIONS[name].causality for name in names for causal in causality):
-        raise refuse("causal", f"nothing is left to measure: {', '.join(names)} cannot do that")
+        raise WrongOption("--causal", f"nothing is left to measure: {', '.join(names)} cannot do that")
     return names
 
 
 def make_plan(
     *,
-    lengths: list[int] | None,
-    heads: int | None,
-    dim: int | None,
-    batch: int | None,
-    tokens: int | None,
-    shapes: str | None,
-    dtype: str | None,
-    causal: str | None,
-    only: str | None,
-    peers: str | None,
-    repeats: int | None,
     device: torch.device,
-    seed: int,
-    quick: bool,
+    seed: int = 0,
+    lengths: list[int] | None = None,
+    heads: int | None = None,
+    dim: int | None = None,
+    batch: int | None = None,
+    tokens: int | None = None,
+    shapes: str | None = None,
+    dtype: str | None = None,
+    causal: str | None = None,
+    only: str | None = None,
+    peers: str | None = None,
+    repeats: int | None = None,
     dropout: float = 0.0,
+    quick: bool = False,
 ) -> Plan:
     if device.type not in REPEATS:
-        raise refuse("device", f"times are taken on cpu and cuda; got {str(device)!r}")
+        raise WrongOption("--device", f"times are taken on cpu and cuda; got {str(device)!r}")
     if shapes is not None:
         replaced = {"lengths": lengths, "heads": heads, "dim": dim, "batch": batch, "tokens": tokens}
         if given := [name for name, value in replaced.items() if value is not None]:
-            raise refuse("shapes", f"names whole shapes, so leave out --{given[0]}")
+            raise WrongOption("--shapes", f"names whole shapes, so leave out --{given[0]}")
         chosen = parse_shapes(shapes)
     else:
         usual = (QUICK_LENGTHS if quick else LENGTHS)[device.type]
@@ -103,7 +125,7 @@ def make_plan(
     causality = {"no": [False], "yes": [True], "both": [False, True]}[causal or ("yes" if peers else "both")]
     return Plan(
         shapes=chosen,
-        names=choose(only, peers, causality, device, dropout > 0),
+        names=choose_attentions(only, peers, causality, device, dropout > 0),
         causality=causality,
         dtype=getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32")),
         device=device,

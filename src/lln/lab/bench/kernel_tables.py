@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from lln.lab.bench.attentions import Shape
+from lln.lab.bench.calls import Shape
 from lln.lab.bench.ratios import place
+from lln.lab.core.errors import WrongOption
 from lln.lab.core.tables import markdown_table, show_number, show_timing, terminal_table
 
 MIB = 2**20
@@ -20,6 +23,18 @@ NOTES = (
     "% of floor: the time that a copy takes for the bytes LLN must move, as a share of its time, forward / forward + "
     "backward. Host ms: host time to issue forward + backward. *: plain calls, since no CUDA graph could be captured."
 )
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A stored result. WrongOption for what is none."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
+        raise WrongOption("--render", f"cannot read {path}: {reason}.") from None
+    if not isinstance(result, dict) or not {"rows", "scaling", "checks", "copy_bytes_per_second"} <= result.keys():
+        raise WrongOption("--render", f"{path} is not a result of lln bench; name a bench.json that it wrote.")
+    return result
 
 
 def rich_table(result: dict[str, Any]) -> Table:

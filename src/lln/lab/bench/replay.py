@@ -30,17 +30,17 @@ HOST_CALLS, HOST_ROUNDS, HOST_LIMIT_MS = 20, 5, 5.0
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 
 
-def device_time(work: Work, *, repeats: int, device: torch.device) -> tuple[Timing, bool]:
+def time_device(work: Work, *, repeats: int, device: torch.device) -> tuple[Timing, bool]:
     """Milliseconds a call on a CUDA device, and whether a CUDA graph was replayed."""
-    graph = captured(work, device)
+    graph = capture(work, device)
     call = work if graph is None else graph.replay
-    estimate = batches(call, 1, 3, device)[0]
+    estimate = time_batches(call, 1, 3, device)[0]
     inner = max(1, min(100, math.ceil(BATCH_MS / max(estimate, 1e-3))))
     repeats = max(3, min(repeats, int(LONGEST_MS / (inner * estimate))))
-    return summarize(batches(call, repeats, inner, device)), graph is not None
+    return summarize(time_batches(call, repeats, inner, device)), graph is not None
 
 
-def batches(call: Work, count: int, inner: int, device: torch.device) -> list[float]:
+def time_batches(call: Work, count: int, inner: int, device: torch.device) -> list[float]:
     """Milliseconds a call in each of `count` batches of `inner` calls, after one batch that does not count."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     for event in (None, *events[:-1]):
@@ -53,7 +53,7 @@ def batches(call: Work, count: int, inner: int, device: torch.device) -> list[fl
     return [first.elapsed_time(second) / inner for first, second in itertools.pairwise(events)]
 
 
-def captured(work: Work, device: torch.device) -> torch.cuda.CUDAGraph | None:
+def capture(work: Work, device: torch.device) -> torch.cuda.CUDAGraph | None:
     """The call as a CUDA graph, or None where it cannot be captured."""
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
@@ -71,7 +71,7 @@ def captured(work: Work, device: torch.device) -> torch.cuda.CUDAGraph | None:
     return graph
 
 
-def host_time(work: Work, device: torch.device) -> Timing | None:
+def time_host(work: Work, device: torch.device) -> Timing | None:
     """Milliseconds of host time a call. None where a call takes so long that the host is of no concern."""
     start = time.perf_counter()
     work()
@@ -88,7 +88,7 @@ def host_time(work: Work, device: torch.device) -> Timing | None:
     return summarize(values)
 
 
-def copy_bandwidth(device: torch.device) -> float:
+def measure_bandwidth(device: torch.device) -> float:
     """Bytes a second, read plus written, of one large copy: what memory gives on this machine today."""
     size = COPY_BYTES[device.type]
     if device.type == "cuda":
@@ -99,7 +99,7 @@ def copy_bandwidth(device: torch.device) -> float:
         target.copy_(source)
 
     if device.type == "cuda":
-        timing = summarize(batches(copy, 20, 2, device))  # as a plain call: in a graph it is a slower copy engine
+        timing = summarize(time_batches(copy, 20, 2, device))  # as a plain call: in a graph it is a slower copy engine
     else:
         timing = time_calls({"copy": copy}, repeats=5, device=device)["copy"]
     return 2 * size / (1e-3 * timing.median)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.common import missing, need_folder, parse_device, parse_lengths
+from lln.lab.cli.common import explain_options, need_folder, parse_device, parse_lengths, publish
 from lln.lab.core.progress import progress_bar
 
 EPILOG = (
@@ -83,9 +83,11 @@ def bench(
     import torch
 
     from lln.files import write_json
-    from lln.lab.bench.kernel_output import publish, read
+    from lln.lab.bench.calls import CheckFailed
     from lln.lab.bench.kernel_plan import make_plan
-    from lln.lab.bench.kernel_times import CheckFailed, measure
+    from lln.lab.bench.kernel_tables import growth, markdown, read_result, rich_table
+    from lln.lab.bench.kernel_times import measure
+    from lln.lab.core.tables import print_wide
 
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if tune:
@@ -98,18 +100,28 @@ def bench(
             raise typer.BadParameter(str(error)) from None
         typer.echo(f"The settings are in {path}; they take effect as src/lln/data/launch.json.")
         return
-    if render is not None:
-        result = read(render)
-    else:
-        plan = make_plan(
-            lengths=None if lengths is None else parse_lengths(lengths), heads=heads, dim=dim, batch=batch,
-            tokens=tokens, shapes=shapes, causal=causal, dtype=dtype, only=only, peers=peers, repeats=repeats,
-            quick=quick, device=where, seed=seed, dropout=dropout,
-        )  # fmt: skip
-        try:
-            with progress_bar(plan.steps()) as step:
-                result = measure(plan, store=lambda found: write_json(out / "bench.json", found), progress=step)
-        except CheckFailed as error:
-            typer.echo(str(error), err=True)
-            raise typer.Exit(1) from None
-    publish(result, out, as_json=as_json, charts=not missing("report"))
+    with explain_options():
+        if render is not None:
+            result = read_result(render)
+        else:
+            plan = make_plan(
+                lengths=None if lengths is None else parse_lengths(lengths), heads=heads, dim=dim, batch=batch,
+                tokens=tokens, shapes=shapes, causal=causal, dtype=dtype, only=only, peers=peers, repeats=repeats,
+                quick=quick, device=where, seed=seed, dropout=dropout,
+            )  # fmt: skip
+            try:
+                with progress_bar(plan.steps()) as step:
+                    result = measure(plan, store=lambda found: write_json(out / "bench.json", found), progress=step)
+            except CheckFailed as error:
+                typer.echo(str(error), err=True)
+                raise typer.Exit(1) from None
+
+    def charts() -> dict[str, str]:
+        from lln.lab.bench.kernel_charts import draw_charts
+
+        return draw_charts(result)
+
+    def show() -> None:
+        print_wide(rich_table(result), *growth(result))
+
+    publish(result, out, "bench", markdown=markdown(result), charts=charts, show=show, as_json=as_json)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import typer
 
-from lln.lab.core.errors import first_line
+from lln.files import write_text
+from lln.lab.core.errors import WrongOption, first_line
 
 # What each extra of the package brings, by the module that shows it is there.
 EXTRAS = {
@@ -60,3 +65,31 @@ def parse_device(text: str | None) -> str | None:
         reason = first_line(error)
         raise typer.BadParameter(f"torch cannot use {text!r} here: {reason}") from None
     return text
+
+
+@contextlib.contextmanager
+def explain_options() -> Iterator[None]:
+    """Says what is wrong with an option as typer does."""
+    try:
+        yield
+    except WrongOption as error:
+        raise typer.BadParameter(str(error), param_hint=error.option) from None
+
+
+def publish(
+    result: dict[str, Any], out: Path, name: str, *, markdown: str, charts: Callable[[], dict[str, str]],
+    show: Callable[[], None], as_json: bool,
+) -> None:  # fmt: skip
+    """Writes OUT/NAME.md and, where altair is there to draw them, the charts; prints the result, or shows it."""
+    write_text(out / f"{name}.md", markdown)
+    said = f"Table and result are in {out}; charts need: pip install 'lln-attention[report]'"
+    if not missing("report"):
+        drawn = charts()
+        for chart, text in drawn.items():
+            write_text(out / f"{chart}.svg", text)
+        said = f"Table, result and {len(drawn)} charts are in {out}."
+    if as_json:
+        typer.echo(json.dumps(result, indent=1))
+    else:
+        show()
+    typer.echo(said, err=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lln.lab.cli.common import missing, need, need_folder, parse_device, parse_lengths
+from lln.lab.cli.common import need, need_folder, parse_device, parse_lengths, publish
 from lln.lab.core.progress import progress_bar
 
 EPILOG = (
@@ -42,9 +41,8 @@ def compare(
     """Mechanisms side by side on the same inputs: time, memory, entropy, spectral gap, distance from softmax."""
     import torch
 
-    from lln.files import write_json, write_text
-    from lln.lab.bench.comparison import measure, on_model
-    from lln.lab.bench.comparison_plan import DEFAULT, Plan
+    from lln.files import write_json
+    from lln.lab.bench.comparison import DEFAULT, Plan, measure, measure_on_model
     from lln.lab.bench.comparison_tables import markdown, rich_table
     from lln.lab.core.tables import print_wide
     from lln.peers import mechanisms
@@ -77,22 +75,18 @@ def compare(
     with progress_bar(plan.steps() if loaded is None else None) as step:
         result = measure(plan, store=lambda found: write_json(out / "compare.json", found), progress=step)
         if loaded is not None:
-            result |= {"model": Path(str(model)).name, "recorded": on_model(plan, *loaded, step)}
+            result |= {"model": Path(str(model)).name, "recorded": measure_on_model(plan, *loaded, step)}
             write_json(out / "compare.json", result)
-    write_text(out / "compare.md", markdown(result))
-    said = f"Table and result are in {out}; charts need: pip install 'lln-attention[report]'"
-    if not missing("report"):
-        from lln.lab.bench.comparison_charts import charts_of
 
-        drawn = charts_of(result)
-        for name, text in drawn.items():
-            write_text(out / f"{name}.svg", text)
-        said = f"Table, result and {len(drawn)} charts are in {out}."
-    if as_json:
-        typer.echo(json.dumps(result, indent=1))
-    else:
+    def charts() -> dict[str, str]:
+        from lln.lab.bench.comparison_charts import draw_charts
+
+        return draw_charts(result)
+
+    def show() -> None:
         print_wide(rich_table(result))
-    typer.echo(said, err=True)
+
+    publish(result, out, "compare", markdown=markdown(result), charts=charts, show=show, as_json=as_json)
 
 
 def parse_temperatures(text: str) -> tuple[float, ...]:

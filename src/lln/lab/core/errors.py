@@ -10,6 +10,18 @@ class Refused(Exception):
     """What the user asked for cannot be. The message is one sentence for the user, as it is."""
 
 
+class WrongOption(Refused):
+    """An option of a command that cannot be, and why.
+
+    >>> WrongOption("--lengths", "must be positive").option
+    '--lengths'
+    """
+
+    def __init__(self, option: str, why: str) -> None:
+        super().__init__(why)
+        self.option = option
+
+
 class DataError(Exception):
     """Data that is not there, is incomplete, or is not what its name promises. The message is for the user as it is."""
 

@@ -97,10 +97,7 @@ def part(name: str, options: Options) -> Part:
         given = {"lengths": options.lengths, "repeats": options.repeats}
         measure = partial(measure_lengths, **given, seed=seed, device=where)  # type: ignore[arg-type]
         return Part(name, 2 * len(options.lengths), settings | given, measure, lengths.section)
-    plan = make_plan(
-        lengths=KERNEL_LENGTHS[:3] if quick else KERNEL_LENGTHS, heads=None, dim=None, batch=None, tokens=None,
-        shapes=None, causal=None, dtype=None, only=None, peers=None, repeats=None, quick=quick, device=where, seed=seed,
-    )  # fmt: skip
+    plan = make_plan(lengths=KERNEL_LENGTHS[:3] if quick else KERNEL_LENGTHS, quick=quick, device=where, seed=seed)
     measure = partial(measure_kernels, plan, store=lambda found: None)
     return Part(name, plan.steps(), settings | {"quick": quick}, measure, kernels.section)
 

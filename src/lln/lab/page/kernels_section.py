@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lln.lab.bench.kernel_charts import charts_of
+from lln.lab.bench.kernel_charts import draw_charts
 from lln.lab.bench.kernel_tables import growth
 from lln.lab.core.page import Chart, Section
 
@@ -26,7 +26,7 @@ def section(result: dict[str, Any]) -> Section:
         sentences=sentences(result, rows),
         charts=[
             Chart(name, drawn, CAPTIONS[name.split("-")[0]], rows=[flat(row) for row in rows])
-            for name, drawn in charts_of(result).items()
+            for name, drawn in draw_charts(result).items()
         ],
         header=[
             "shape",
