@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from lln import lln_attention, match_data, match_moments
+from lln.kernels.common import PAPER_A, PAPER_B
 from lln.lab.calibration import Plan, entropy_curve, lln_entropy, measure, softmax_entropy, within_row_variance
 from lln.lab.core.seeds import number_key
 from lln.matching.curves import pchip, read_curves
-from lln.matching.moments import PAPER_A, PAPER_B, moments, sigma
+from lln.matching.moments import moments, sigma
 
 CPU = torch.device("cpu")
 N, D, SEEDS = 1024, 64, 8

@@ -10,7 +10,7 @@ from torch import Tensor
 import lln.hf
 from helpers.hf_models import ALL, CAUSAL, ENCODERS, IMAGES, build, inputs, output, recorded, tokens
 from helpers.reference import lln_reference, relative_error
-from lln.matching.moments import PAPER_A, PAPER_B
+from lln.kernels.common import PAPER_A, PAPER_B
 
 SIGMA_ONE = math.sqrt((1 - PAPER_B) / (2 * PAPER_A))  # alpha = beta of eq. (10) at sigma = 1
 

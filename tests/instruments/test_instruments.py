@@ -32,7 +32,7 @@ from lln.instruments import (
     temperature,
     variance,
 )
-from lln.matching.moments import PAPER_A, PAPER_B
+from lln.kernels.common import PAPER_A, PAPER_B
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 BATCH, HEADS, KEY_HEADS, LENGTH, DIM = 2, 4, 2, 37, 11

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from lln.kernels.common import PAPER_A, PAPER_B
 from lln.lab.core.page import Section, write_page
 from lln.lab.core.palette import CURVES, MATCHED
 from lln.lab.page import moments_section as moments
 from lln.matching.curves import read_curves
-from lln.matching.moments import PAPER_A, PAPER_B, match_moments
+from lln.matching.moments import match_moments
 
 SMALL = moments.Plan(sigmas=(0.25, 1.0, 1.5), seeds=3, rows=16)
 SIGMAS = (0.5, 1.0, 1.5)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lln import LLNAttention, match_moments
+from lln.kernels.common import SIGMA_FLOOR
 from lln.kernels.triton import moments as gpu
-from lln.matching.moments import SIGMA_FLOOR, both_moments, has_kernels, kernel, moments, sigma
+from lln.matching.moments import both_moments, find_kernel, has_kernels, moments, sigma
 from lln.nn.statistics import Where
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,7 +67,7 @@ def check(query: Tensor, key: Tensor, heads: int, *where: Tensor | None) -> None
         scale = 3e-7 * (mean.abs() + spread)
         assert ((total / count.clamp_min(1) - mean).abs() <= scale).all()
         torch.testing.assert_close(sigma(count, total, squares), spread.clamp_min(SIGMA_FLOOR), rtol=2e-6, atol=1e-9)
-    alpha, beta = kernel("paper_coefficients")(query, key, heads, *masks, *packing, 1.7)
+    alpha, beta = find_kernel("paper_coefficients")(query, key, heads, *masks, *packing, 1.7)
     spreads = [spread.clamp_min(SIGMA_FLOOR) for _, _, spread in wanted]
     dim = query.shape[-1]
     for got, want in zip((alpha, beta), match_moments(*spreads, dim, scale=(1.7 / dim) ** 0.5), strict=True):
@@ -157,7 +158,7 @@ def test_what_is_not_finite_shows() -> None:
         found = both_moments(query, query, 2, backend="triton")
         assert not found[:, 2, 0, 1].isfinite().any()
         assert found[:, :, 0, 0].isfinite().all()
-        alpha, _ = kernel("paper_coefficients")(query, query, 2, None, None, None, None, 1.0)
+        alpha, _ = find_kernel("paper_coefficients")(query, query, 2, None, None, None, None, 1.0)
         assert alpha[0, :, 0].isfinite().tolist() == [True, False]
 
 

@@ -13,7 +13,7 @@ from lln.instruments.arguments import check_count
 from lln.instruments.estimates import Estimate, draw_rows, estimate_entropy
 from lln.instruments.heads import Heads, Rows, SoftmaxHeads, take
 from lln.instruments.maps import AttentionMap, LLNMap, SoftmaxMap, lln_map, softmax_map
-from lln.matching.moments import PAPER_A, PAPER_B
+from lln.kernels.common import PAPER_A, PAPER_B
 
 
 @overload

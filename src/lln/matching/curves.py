@@ -28,18 +28,18 @@ def interpolate(x: Tensor, y: Tensor, slope: Tensor, at: Tensor) -> Tensor:
     """y(at) by monotone cubic Hermite interpolation; straight lines beyond the ends. y and slope may be of several
     curves over one x: [*curves, n], and the result is [*curves, *at.shape]."""
 
-    low, high = ends(x, at)
+    low, high = take_ends(x, at)
     inside = torch.minimum(torch.maximum(at, low), high)
-    i = interval(x, inside)
+    i = find_interval(x, inside)
     (x0, y0, m0), (x1, y1, m1) = ([pick(t, j) for t in (x, y, slope)] for j in (i, i + 1))
     step, rise = x1 - x0, y1 - y0
     u, m0, m1 = (inside - x0) / step, m0 * step, m1 * step
     found = y0 + u * (m0 + u * (3 * rise - 2 * m0 - m1 + u * (m0 + m1 - 2 * rise)))
-    first, last = ends(slope, at)
+    first, last = take_ends(slope, at)
     return found + (at - inside) * torch.where(at < low, first, last)
 
 
-def interval(x: Tensor, at: Tensor) -> Tensor:
+def find_interval(x: Tensor, at: Tensor) -> Tensor:
     """i with x[i] < at <= x[i + 1]; beyond the ends the first or the last. Counted, since torch.bucketize, compiled for
     a GPU, takes no part of a constant (torch 2.11)."""
     return (x[1:-1] < at.unsqueeze(-1)).sum(-1)
@@ -50,7 +50,7 @@ def pick(t: Tensor, i: Tensor) -> Tensor:
     return t.index_select(-1, i.flatten()).reshape(t.shape[:-1] + i.shape)
 
 
-def ends(t: Tensor, at: Tensor) -> list[Tensor]:
+def take_ends(t: Tensor, at: Tensor) -> list[Tensor]:
     """The first and the last along the last dimension of t, ready to meet `at`. Slices: of a constant, torch.compile
     cannot take a single element."""
     return [part.reshape(t.shape[:-1] + (1,) * at.ndim) for part in (t[..., :1], t[..., -1:])]
@@ -101,7 +101,7 @@ def logarithms(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device="cpu").log()
 
 
-def across_dims(per_dim: list[list[float]], head_dim: int) -> Tensor:
+def interpolate_dims(per_dim: list[list[float]], head_dim: int) -> Tensor:
     """The logarithms [n] of values at this head dim, from the values at the measured ones."""
     dims = logarithms(read_curves()["head_dims"])
     at = torch.tensor([math.log(head_dim)], dtype=torch.float64, device="cpu")
@@ -121,7 +121,7 @@ def variance_inverse(head_dim: int, device: torch.device) -> Tensor:
         check_head_dim(head_dim, "variance")
         curves = read_curves()
         per_dim = [curves["variance"][str(dim)]["value"] for dim in curves["head_dims"]]
-        points = pchip(across_dims(per_dim, head_dim), logarithms(curves["s2"])).points()
+        points = pchip(interpolate_dims(per_dim, head_dim), logarithms(curves["s2"])).points()
         return points.to(wide_dtype(device)).to(device)
 
     return kept(MADE, ("variance", head_dim, str(device)), make)
@@ -139,7 +139,7 @@ def entropy_curves(head_dim: int, device: torch.device) -> Tensor:
         made = []
         for length in curves["lengths"]:
             per_dim = [curves["entropy"][str(dim)][str(length)]["s2"] for dim in curves["head_dims"]]
-            made.append(pchip(log_t, across_dims(per_dim, head_dim)).points())
+            made.append(pchip(log_t, interpolate_dims(per_dim, head_dim)).points())
         both = torch.cat([torch.stack(made), log_n[:, None, None].expand(-1, 1, len(log_t))], 1)
         return both.to(wide_dtype(device)).to(device)
 
@@ -159,9 +159,9 @@ def s2_for_entropy(t: Tensor, head_dim: int, length: Tensor) -> Tensor:
     known = curves[:, 3, 0].contiguous()
     values = interpolate(curves[0, 0], curves[:, 1], curves[:, 2], t.log())  # [lengths, *t.shape]
     at = length.to(values.dtype).log().expand(t.shape)
-    shortest, longest = ends(known, at)
+    shortest, longest = take_ends(known, at)
     at = torch.minimum(torch.maximum(at, shortest), longest)
-    i = interval(known, at)
+    i = find_interval(known, at)
     shorter, longer = pick(known, i), pick(known, i + 1)
     u = (at - shorter) / (longer - shorter)
     low, high = (values.gather(0, j.unsqueeze(0)).squeeze(0) for j in (i, i + 1))

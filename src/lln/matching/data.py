@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lln.checks import check_key_mask, check_tensors
-from lln.kernels.common import wide_dtype
-from lln.matching.moments import PAPER_A, PAPER_B, SIGMA_FLOOR, both_moments, score_factor, sigma
+from lln.kernels.common import PAPER_A, PAPER_B, SIGMA_FLOOR, wide_dtype
+from lln.matching.moments import both_moments, score_factor, sigma
 
 MAX_SCORES = 2**20  # that are looked at together
 

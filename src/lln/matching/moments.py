@@ -19,10 +19,7 @@ from torch import Tensor, nn
 
 from lln.checks import MATCHINGS, Matching
 from lln.kernels.carry import owners
-from lln.kernels.common import PAPER_A as PAPER_A
-from lln.kernels.common import PAPER_B as PAPER_B
-from lln.kernels.common import SIGMA_FLOOR as SIGMA_FLOOR
-from lln.kernels.common import spans, wide_dtype
+from lln.kernels.common import PAPER_A, PAPER_B, SIGMA_FLOOR, spans, wide_dtype
 from lln.kernels.triton.support import refusal
 from lln.matching.curves import s2_for_entropy, s2_for_variance
 
@@ -120,14 +117,14 @@ def has_kernels(query: Tensor, key: Tensor, backend: str) -> bool:
     if backend == "eager" or (backend == "auto" and not query.is_cuda) or refusal(query) is not None:
         return False
     # What has no memory of its own, a subclass or a tensor inside torch.func, is for torch. A compiler traces an op.
-    return torch.compiler.is_compiling() or (plain(query) and plain(key))
+    return torch.compiler.is_compiling() or (is_plain(query) and is_plain(key))
 
 
-def plain(t: Tensor) -> bool:
+def is_plain(t: Tensor) -> bool:
     return type(t) in (Tensor, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(t)
 
 
-def kernel(name: str) -> Callable[..., Any]:
+def find_kernel(name: str) -> Callable[..., Any]:
     """A function of kernels/triton/moments.py; for torch.compile the op of that name, which eager calls can spare."""
     from lln.kernels.triton import moments as gpu  # on demand: `import lln` does without triton
 
@@ -149,7 +146,7 @@ def both_moments(
 
     Neither may require grad."""
     if has_kernels(query, key, backend):
-        found: Tensor = kernel("both_moments")(query, key, key_heads, query_mask, key_mask, cu_query, cu_key)
+        found: Tensor = find_kernel("both_moments")(query, key, key_heads, query_mask, key_mask, cu_query, cu_key)
         return found
     of_query, of_key = moments(query, key_heads, query_mask, cu_query), moments(key, key_heads, key_mask, cu_key)
     return torch.stack([torch.stack(of_query), torch.stack(of_key)])

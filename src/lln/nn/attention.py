@@ -232,7 +232,7 @@ class LLNAttention(MomentMatcher):
         query, key = self._map(query, key)
         p = self.dropout if dropout is None else dropout
         inputs = Inputs(*autocast(query, key, value), checked.key_mask, checked.cu_query, checked.cu_key, checked.cross)
-        result: Tensor | tuple[Tensor, LLNState] = self.attend(
+        result: Tensor | tuple[Tensor, LLNState] = self.run_op(
             inputs, alpha, beta, is_causal=is_causal, dropout_p=p if self.training else 0.0, state=state,
             return_state=return_state,
         )  # fmt: skip
@@ -240,7 +240,7 @@ class LLNAttention(MomentMatcher):
             self.pending.copy_(new)  # only now: a call that failed has not been seen
         return result
 
-    def attend(self, inputs: Inputs, alpha: Tensor, beta: Tensor, **call: Any) -> Any:
+    def run_op(self, inputs: Inputs, alpha: Tensor, beta: Tensor, **call: Any) -> Any:
         """The op with this module's blocks, on `features` and with `coefficients`. call: further arguments of it."""
         if self.block_size is not None:
             call |= {"block_size": self.block_size, "mix": self.mix_weights(), "scale": self.scale}

@@ -36,7 +36,7 @@ def convolve(
     return out
 
 
-def neighbours(x: Tensor, shift: int) -> tuple[slice, slice]:
+def shift_rows(x: Tensor, shift: int) -> tuple[slice, slice]:
     """Rows i, and their neighbours i + shift, that are both there."""
     length = x.shape[2]
     reach = min(abs(shift), length)
@@ -44,7 +44,7 @@ def neighbours(x: Tensor, shift: int) -> tuple[slice, slice]:
     return (ends, starts) if shift >= 0 else (starts, ends)
 
 
-def together(sequence: Tensor, rows: slice, others: slice, like: Tensor) -> Tensor:
+def mark_together(sequence: Tensor, rows: slice, others: slice, like: Tensor) -> Tensor:
     """[rows, 1]: 1 where a row and its neighbour are of one packed sequence."""
     return (sequence[rows] == sequence[others]).to(like.dtype).unsqueeze(-1)
 
@@ -62,8 +62,8 @@ class Convolve(Function):
         for at, tap in enumerate(taps):
             if at == left:
                 continue
-            rows, others = neighbours(x, sign * (at - left))
-            factor = tap if sequence is None else tap * together(sequence, rows, others, tap)
+            rows, others = shift_rows(x, sign * (at - left))
+            factor = tap if sequence is None else tap * mark_together(sequence, rows, others, tap)
             out[:, :, rows].addcmul_(x[:, :, others], factor)
         return out
 
@@ -82,10 +82,10 @@ class Convolve(Function):
             wide = torch.promote_types(x.dtype, torch.float32)
             taps = []
             for at in range(kernel.shape[-1]):
-                rows, others = neighbours(x, ctx.sign * (at - ctx.left))
+                rows, others = shift_rows(x, ctx.sign * (at - ctx.left))
                 product = g[:, :, rows] * x[:, :, others]
                 if sequence is not None:
-                    product = product * together(sequence, rows, others, product)
+                    product = product * mark_together(sequence, rows, others, product)
                 taps.append(product.sum((0, 2), dtype=wide))  # [H, D]
             dkernel = torch.stack(taps, -1).to(kernel.dtype)
         return dx, dkernel, None, None, None

@@ -9,17 +9,8 @@ from torch import Tensor, nn
 
 from lln.checks import Matching, Statistics, coefficient
 from lln.functional import Backend, Coefficient, CuSeqlens
-from lln.kernels.common import compute_dtype, wide_dtype
-from lln.matching.moments import (
-    SIGMA_FLOOR,
-    Data,
-    both_moments,
-    has_kernels,
-    kernel,
-    match_moments,
-    score_factor,
-    sigma,
-)
+from lln.kernels.common import SIGMA_FLOOR, compute_dtype, wide_dtype
+from lln.matching.moments import Data, both_moments, find_kernel, has_kernels, match_moments, score_factor, sigma
 
 
 class Where(NamedTuple):
@@ -104,13 +95,13 @@ class MomentMatcher(nn.Module):
         if self.statistics == "running":
             variances = self.running_variance_q, self.running_variance_k
             if fused and variances[0].device == query.device:
-                alpha, beta = kernel("paper_match")(*variances, self.num_heads, factor)
+                alpha, beta = find_kernel("paper_match")(*variances, self.num_heads, factor)
                 return alpha, beta
             sigma_q, sigma_k = (v.to(wide_dtype(v.device)).clamp_min(SIGMA_FLOOR**2).sqrt()[None] for v in variances)
         else:
             data = self._data(query, key, where)
             if fused and self.statistics == "sample":
-                alpha, beta = kernel("paper_coefficients")(*data, factor)
+                alpha, beta = find_kernel("paper_coefficients")(*data, factor)
                 return alpha, beta
             found = both_moments(*data, self.backend)
             if self.matching == "entropy":

@@ -43,5 +43,5 @@ def dense_weights(attention: LLNAttention, query: Tensor, key: Tensor, **where: 
     for start in range(0, key.shape[2], width):
         identity = (at[:, None] == at[start : start + width]).to(key.dtype).expand(*key.shape[:2], -1, -1)
         inputs = check_inputs(*autocast(query, key, identity), key_mask=key_mask, cu_seqlens=cu_seqlens)
-        columns.append(attention.attend(inputs, alpha, beta, is_causal=is_causal))
+        columns.append(attention.run_op(inputs, alpha, beta, is_causal=is_causal))
     return torch.cat(columns, -1)

@@ -11,9 +11,9 @@ from torch import Tensor
 from lln.checks import check_positive_int, describe
 from lln.kernels.blocks import gather_rows
 from lln.kernels.call import Call
-from lln.peers.pieces import average, grouped, scores
+from lln.peers.pieces import average, group_heads, scores
 from lln.peers.registry import register
-from lln.peers.windows import align, blocked, joint_attention, lengths, neighbours, visible_blocks, whole_blocks
+from lln.peers.windows import align, cut_blocks, find_lengths, joint_attention, neighbours, visible_blocks, whole_blocks
 
 
 def bigbird(
@@ -54,12 +54,12 @@ def draw(heads: int, blocks: int, last: Tensor, count: int, seed: int) -> tuple[
 
 
 def block_sparse(call: Call, mask: Tensor, *, block: int, drawn: int, seed: int, plan: Tensor | None) -> Tensor:
-    q, k, v = grouped(call)
+    q, k, v = group_heads(call)
     batch, key_heads, groups, length, _ = q.shape
     size = min(block, length)
-    kb, vb, seen = blocked(k, size), blocked(v, size), visible_blocks(mask, size)
+    kb, vb, seen = cut_blocks(k, size), cut_blocks(v, size), visible_blocks(mask, size)
     count = kb.shape[3]
-    last = (lengths(mask) - 1).clamp_min(0) // size  # [B]
+    last = (find_lengths(mask) - 1).clamp_min(0) // size  # [B]
     if plan is None:
         chosen, none = draw(key_heads * groups, count, last, drawn, seed)
         none = none.unflatten(1, (key_heads, groups))
@@ -75,7 +75,7 @@ def block_sparse(call: Call, mask: Tensor, *, block: int, drawn: int, seed: int,
 
     row = torch.arange(count, device=q.device)
     ends = last[:, None, None, None]  # [B, 1, 1, 1]
-    queries = blocked(q, size)
+    queries = cut_blocks(q, size)
     number = row.expand(batch, count)[:, None, None, :, None, None].expand(*seen.shape)
     inner = seen & (number != 0) & (number != ends[..., None, None])  # the ends have columns of their own
     window = neighbours(inner, size, size)

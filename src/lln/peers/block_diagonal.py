@@ -8,12 +8,12 @@ from torch import Tensor
 
 from lln.kernels.call import Call
 from lln.kernels.eager import blocks_of
-from lln.peers.calls import one_by_one
+from lln.peers.calls import run_each
 from lln.peers.registry import register
 
 
 def block_diagonal(call: Call) -> Tensor:
-    return one_by_one(blocks_of, dataclasses.replace(call, block_weight=None))
+    return run_each(blocks_of, dataclasses.replace(call, block_weight=None))
 
 
 register(

@@ -114,7 +114,7 @@ def run(
     with narrow:
         if entry.whole:
             return attend(call).to(query.dtype)
-        return one_by_one(lambda sequence: with_blocks(attend, sequence), call).to(query.dtype)
+        return run_each(lambda sequence: add_blocks(attend, sequence), call).to(query.dtype)
 
 
 def check_blocks(entry: Mechanism, block_size: int | None, mix: Mix) -> int | None:
@@ -127,7 +127,7 @@ def check_blocks(entry: Mechanism, block_size: int | None, mix: Mix) -> int | No
     return entry.block_size if block_size is None else block_size
 
 
-def one_by_one(attend: Attend, call: Call) -> Tensor:
+def run_each(attend: Attend, call: Call) -> Tensor:
     """Packed sequences each for itself; where there is no query or no key, no mechanism is asked."""
 
     def part(sequence: Call) -> Tensor:
@@ -140,7 +140,7 @@ def one_by_one(attend: Attend, call: Call) -> Tensor:
     return outs[0] if len(outs) == 1 else torch.cat(outs, -2)
 
 
-def with_blocks(attend: Attend, call: Call) -> Tensor:
+def add_blocks(attend: Attend, call: Call) -> Tensor:
     out = attend(call)
     if call.block_size is None or call.lln_weight is None:
         return out

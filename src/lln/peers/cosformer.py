@@ -26,7 +26,7 @@ def cosformer(call: Call, *, max_length: int | None = None) -> Tensor:
         length = torch.full_like(length, max_length)
     length = length.clamp_min(1).unsqueeze(-1)
 
-    def with_angle(t: Tensor, position: Tensor) -> Tensor:
+    def add_angle(t: Tensor, position: Tensor) -> Tensor:
         """The angle rides along as a channel; padding, which may stand outside, counts as an end."""
         angle = position.clamp_min(0).minimum(length).to(dtype) / length * (math.pi / 2)
         return torch.cat([t.to(dtype), angle[:, None, :, None].expand(*t.shape[:3], 1)], -1)
@@ -35,7 +35,7 @@ def cosformer(call: Call, *, max_length: int | None = None) -> Tensor:
         positive, angle = functional.relu(x[..., :-1]), x[..., -1:]
         return torch.cat([positive * angle.cos(), positive * angle.sin()], -1)
 
-    call = dataclasses.replace(call, query=with_angle(call.query, query), key=with_angle(call.key, key))
+    call = dataclasses.replace(call, query=add_angle(call.query, query), key=add_angle(call.key, key))
     return feature_attention(call, phi)
 
 

@@ -16,7 +16,7 @@ from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype, drop
 from lln.peers.modules import MIXER_REFUSES, Mixer, apply_linear
 from lln.peers.registry import register
-from lln.peers.windows import align, blocked
+from lln.peers.windows import align, cut_blocks
 
 
 class Flash(Mixer):
@@ -45,17 +45,17 @@ class Flash(Mixer):
         u, v = functional.silu(apply_linear(self.to_uv, x)).to(dtype).chunk(2, -1)
         z = functional.silu(apply_linear(self.to_z, x)).to(dtype)
         q, k, far_q, far_k = (z * s + t for s, t in zip(self.scale.to(dtype), self.shift.to(dtype), strict=True))
-        v = blocked(v.masked_fill(~mask[:, None, :, None], 0.0), size)  # [B, 1, n, c, E]
+        v = cut_blocks(v.masked_fill(~mask[:, None, :, None], 0.0), size)  # [B, 1, n, c, E]
         row = torch.arange(size, device=x.device)
         b = self.bias.to(dtype)[row[:, None] - row + self.chunk - 1]
-        a = functional.relu(blocked(q, size) @ blocked(k, size).transpose(-1, -2) / self.chunk + b).square()
+        a = functional.relu(cut_blocks(q, size) @ cut_blocks(k, size).transpose(-1, -2) / self.chunk + b).square()
         near = drop(a.tril() if call.is_causal else a, call.dropout, 1)[0] @ v
-        state = blocked(far_k, size).transpose(-1, -2) @ v  # [B, 1, n, S, E]; a hidden token's v is 0
+        state = cut_blocks(far_k, size).transpose(-1, -2) @ v  # [B, 1, n, S, E]; a hidden token's v is 0
         if call.is_causal:
             state = (state.cumsum(2) - state) / self.chunk  # of the chunks before
         else:
             state = state.sum(2, keepdim=True) / mask.sum(-1).clamp_min(1)[:, None, None, None, None]
-        far = drop(blocked(far_q, size), call.dropout, 2)[0] @ state
+        far = drop(cut_blocks(far_q, size), call.dropout, 2)[0] @ state
         mixed = (near + far).flatten(2, 3)[:, :, :length]
         return apply_linear(self.to_out, u * mixed)
 

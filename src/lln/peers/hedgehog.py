@@ -28,9 +28,10 @@ class Hedgehog(AttentionModule):
         self.key_map = nn.Parameter(torch.eye(self.head_dim).repeat(self.num_key_heads, 1, 1))
 
     def attend(self, call: Call) -> Tensor:
-        return exponential_attention(call, self.logs(call.query, self.query_map), self.logs(call.key, self.key_map))
+        query, key = self.feature_logs(call.query, self.query_map), self.feature_logs(call.key, self.key_map)
+        return exponential_attention(call, query, key)
 
-    def logs(self, t: Tensor, weight: Tensor) -> Tensor:
+    def feature_logs(self, t: Tensor, weight: Tensor) -> Tensor:
         """Logarithms of the features of t [B, H, N, D]: [B, H, N, 2 D]."""
         dtype = compute_dtype(t.dtype)
         x = t.to(dtype) @ weight.to(dtype).transpose(-1, -2)

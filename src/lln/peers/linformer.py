@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lln.checks import check_positive_int
 from lln.kernels.call import Call
 from lln.peers.modules import AttentionModule
-from lln.peers.pieces import average, grouped, positions, scores
+from lln.peers.pieces import average, group_heads, positions, scores
 from lln.peers.registry import register
 
 
@@ -30,7 +30,7 @@ class Linformer(AttentionModule):
             self.value_projection = nn.Parameter(torch.empty(max_length, rank).uniform_(-bound, bound))
 
     def attend(self, call: Call) -> Tensor:
-        q, k, v = grouped(call)
+        q, k, v = group_heads(call)
         if k.shape[-2] > len(self.key_projection):
             raise ValueError(f"linformer was built for max_length={len(self.key_projection)}; got {k.shape[-2]} keys.")
         projections = []

@@ -8,9 +8,9 @@ from torch import Tensor
 from lln.checks import check_key_mask, check_positive_int
 from lln.kernels.blocks import gather_rows
 from lln.kernels.call import Call
-from lln.peers.pieces import average, grouped, scores, valid
+from lln.peers.pieces import average, find_valid, group_heads, scores
 from lln.peers.registry import register
-from lln.peers.windows import blocked, joint_attention, neighbours, visible_blocks
+from lln.peers.windows import cut_blocks, joint_attention, neighbours, visible_blocks
 
 
 def longformer(call: Call, *, window: int = 256, global_tokens: int = 1, global_mask: Tensor | None = None) -> Tensor:
@@ -19,7 +19,7 @@ def longformer(call: Call, *, window: int = 256, global_tokens: int = 1, global_
     check_positive_int("window", window)
     if not isinstance(global_tokens, int) or global_tokens < 0:
         raise ValueError(f"global_tokens must be an int of at least 0; got {global_tokens!r}.")
-    _, mask = valid(call)
+    _, mask = find_valid(call)
     if global_mask is None:
         return window_attention(call, mask, mask & (mask.cumsum(-1) <= global_tokens), global_tokens, window)
     check_key_mask(global_mask, call.key, "global_mask", "key")
@@ -29,7 +29,7 @@ def longformer(call: Call, *, window: int = 256, global_tokens: int = 1, global_
 
 def window_attention(call: Call, mask: Tensor, chosen: Tensor, count: int, window: int) -> Tensor:
     """mask [B, N]: the valid tokens; chosen [B, N]: the global ones, at most `count` a sample."""
-    q, k, v = grouped(call)
+    q, k, v = group_heads(call)
     length = call.key.shape[2]
     row = torch.arange(length, device=q.device)
     index = (~chosen).to(torch.uint8).argsort(stable=True, dim=-1)[:, :count]  # [B, g]
@@ -40,15 +40,15 @@ def window_attention(call: Call, mask: Tensor, chosen: Tensor, count: int, windo
     band = (key - query).abs() <= window  # [w, 3 w]
     if call.is_causal:
         band = band & (key <= query)
-    near = scores(blocked(q, size), neighbours(blocked(k, size), size, size), call.scale, ~visible)
+    near = scores(cut_blocks(q, size), neighbours(cut_blocks(k, size), size, size), call.scale, ~visible)
     near = near.masked_fill(~band, -torch.inf)
     global_k, global_v = gather_rows(k, index), gather_rows(v, index)
     far = scores(q, global_k, call.scale, ~present)  # [B, H, G, N, g]
     later = row[:, None] < index[:, None, None, None, :]  # [B, 1, 1, N, g]: the global token comes after the query
     if call.is_causal:
         far = far.masked_fill(later, -torch.inf)
-    far = blocked(far, size, -torch.inf)
-    parts = [(far, global_v.unsqueeze(3)), (near, neighbours(blocked(v, size), size, size))]
+    far = cut_blocks(far, size, -torch.inf)
+    parts = [(far, global_v.unsqueeze(3)), (near, neighbours(cut_blocks(v, size), size, size))]
     out = joint_attention(parts, call.dropout, 1).flatten(-3, -2)[..., :length, :]
     # Global queries see every key.
     whole = scores(gather_rows(q, index), k, call.scale, ~mask[:, None, None, :, None])

@@ -15,7 +15,7 @@ from lln.checks import check_positive_int
 from lln.kernels.call import Call
 from lln.kernels.common import drop, softmax_or_zero
 from lln.peers.modules import AttentionModule
-from lln.peers.pieces import average, grouped, iterative_inverse, scores, valid
+from lln.peers.pieces import average, find_valid, group_heads, iterative_inverse, scores
 from lln.peers.registry import register
 
 
@@ -33,8 +33,8 @@ def segment_means(t: Tensor, mask: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def nystromformer(call: Call, *, landmarks: int = 64, iterations: int = 6) -> Tensor:
     check_positive_int("landmarks", landmarks)
     check_positive_int("iterations", iterations)
-    q, k, v = grouped(call)
-    query_mask, key_mask = valid(call)
+    q, k, v = group_heads(call)
+    query_mask, key_mask = find_valid(call)
     q_means, no_query = segment_means(q, query_mask, landmarks)
     k_means, no_key = segment_means(k, key_mask, landmarks)
     middle = softmax_or_zero(scores(q_means, k_means, call.scale, no_key)).masked_fill(no_query, 0.0)

@@ -18,7 +18,7 @@ from lln.kernels.common import Dropout, compute_dtype, drop, softmax_or_zero
 from lln.kernels.features import FeatureAttention, FeatureMap, Maps
 
 
-def grouped(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def group_heads(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v in the layout and the dtype of computation."""
     dtype = compute_dtype(call.query.dtype)
     q = call.query.to(dtype).unflatten(1, (call.key.shape[1], -1))
@@ -82,7 +82,7 @@ def positions(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, length if n == m else length.clamp_min(n)
 
 
-def valid(call: Call) -> tuple[Tensor, Tensor]:
+def find_valid(call: Call) -> tuple[Tensor, Tensor]:
     """Which queries [B, N] and keys [B, M] are tokens; in self attention both are what key_mask says."""
     batch, n, m, device = call.key.shape[0], call.query.shape[2], call.key.shape[2], call.key.device
     keys = torch.ones(batch, m, dtype=torch.bool, device=device) if call.key_mask is None else call.key_mask

@@ -10,9 +10,9 @@ from lln.checks import check_positive_int, describe
 from lln.kernels.call import Call
 from lln.kernels.common import drop, finite, softmax_or_zero
 from lln.peers.draws import gaussian
-from lln.peers.pieces import grouped, valid
+from lln.peers.pieces import find_valid, group_heads
 from lln.peers.registry import register
-from lln.peers.windows import blocked, whole_blocks
+from lln.peers.windows import cut_blocks, whole_blocks
 
 SELF = -1e5  # a token attends to itself only where there is nobody else
 
@@ -26,8 +26,8 @@ def reformer(
     not read."""
     for name, number in (("chunk", chunk), ("rounds", rounds)):
         check_positive_int(name, number)
-    q, _, v = grouped(call)
-    mask = valid(call)[1]
+    q, _, v = group_heads(call)
+    mask = find_valid(call)[1]
     heads, dim, length = call.query.shape[1], q.shape[-1], q.shape[-2]
     size = min(chunk, length)
     if buckets is not None and check_positive_int("buckets", buckets) % 2:
@@ -47,41 +47,41 @@ def reformer(
     bucket = bucket.masked_fill(~mask[:, None, None, None], 2 * rotations.shape[-1])
     order = bucket.argsort(stable=True, dim=-1)
 
-    def arranged(t: Tensor) -> Tensor:
+    def arrange(t: Tensor) -> Tensor:
         """Rows of t [B, H, G, N, D] in the order of each round, as chunks of all rounds [B, H, G, R n, size, D]."""
         t = t.expand(*q.shape[:3], *t.shape[3:]).unsqueeze(3)
         index = order.unsqueeze(-1)
         rows = t.expand(*index.shape[:4], *t.shape[4:]).gather(-2, index.expand(*index.shape[:-1], t.shape[-1]))
-        return blocked(rows, size).flatten(3, 4)
+        return cut_blocks(rows, size).flatten(3, 4)
 
     row = torch.arange(length, device=q.device)[:, None].expand(*q.shape[:3], length, 1)
-    queries, values = arranged(q), arranged(v)
-    place, shown = arranged(row).squeeze(-1), arranged(mask[:, None, None, :, None]).squeeze(-1)
+    queries, values = arrange(q), arrange(v)
+    place, shown = arrange(row).squeeze(-1), arrange(mask[:, None, None, :, None]).squeeze(-1)
     # Where the last chunk is filled up the place is wrong, but nothing there is shown.
     keys = queries * (queries.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     before = chunk_before(mask, rotations.shape[-2], size)
 
-    def with_before(t: Tensor) -> Tensor:
+    def add_before(t: Tensor) -> Tensor:
         return torch.cat([whole_blocks(t, before), t], -2)
 
-    logits = call.scale * queries @ with_before(keys).transpose(-1, -2)
-    key_place, key_shown = (with_before(t.unsqueeze(-1)).squeeze(-1) for t in (place, shown))
+    logits = call.scale * queries @ add_before(keys).transpose(-1, -2)
+    key_place, key_shown = (add_before(t.unsqueeze(-1)).squeeze(-1) for t in (place, shown))
     logits = logits.masked_fill(place.unsqueeze(-1) == key_place.unsqueeze(-2), SELF)
     logits = logits.masked_fill(~key_shown.unsqueeze(-2), -torch.inf)
     top = finite(logits.detach().amax(-1, keepdim=True))
     p = (logits - top).exp()
     total = p.sum(-1, keepdim=True)
-    out = drop(p / total.clamp_min(1.0), call.dropout)[0] @ with_before(values)
+    out = drop(p / total.clamp_min(1.0), call.dropout)[0] @ add_before(values)
     weight = top + total.clamp_min(1.0).log()
     weight = weight.masked_fill(total == 0, -torch.inf)
 
-    def in_place(t: Tensor) -> Tensor:
+    def put_back(t: Tensor) -> Tensor:
         """Chunks back to rows of each round [B, H, G, R, N, D], where they came from."""
         rows: Tensor = t.unflatten(3, (order.shape[3], -1)).flatten(4, 5)[..., :length, :]
         return rows.gather(-2, order.argsort(-1).unsqueeze(-1).expand(*order.shape, t.shape[-1]))
 
-    share = softmax_or_zero(in_place(weight).transpose(3, -1)).transpose(3, -1)
-    return (share * in_place(out)).sum(3).flatten(1, 2)
+    share = softmax_or_zero(put_back(weight).transpose(3, -1)).transpose(3, -1)
+    return (share * put_back(out)).sum(3).flatten(1, 2)
 
 
 def random_rotations(heads: int, dim: int, rounds: int, half: int, seed: int, like: Tensor) -> Tensor:

@@ -13,11 +13,11 @@ from lln.checks import check_number, check_positive_int
 from lln.kernels.call import Call
 from lln.kernels.common import drop
 from lln.peers.draws import uniform
-from lln.peers.pieces import grouped, hidden_keys, iterative_inverse, positions, valid
+from lln.peers.pieces import find_valid, group_heads, hidden_keys, iterative_inverse, positions
 from lln.peers.registry import register
 
 
-def kernel(x: Tensor, y: Tensor) -> Tensor:
+def gaussian_kernel(x: Tensor, y: Tensor) -> Tensor:
     """exp(-|x_i - y_j|^2 / 2); the exponent is at most 0 but for rounding."""
     square = x.square().sum(-1, keepdim=True) + y.square().sum(-1).unsqueeze(-2) - 2 * x @ y.transpose(-1, -2)
     return (square.clamp_min(0.0) / -2).exp()
@@ -41,8 +41,8 @@ def skyformer(
         raise ValueError(f"landmarks must be at least 2, queries and keys; got {landmarks}.")
     if check_number("gamma", gamma) <= 0.0:
         raise ValueError(f"gamma must be positive; got {gamma}.")
-    q, k, v = (t * factor for t, factor in zip(grouped(call), (*[math.sqrt(call.scale)] * 2, 1.0), strict=True))
-    query_mask, key_mask = valid(call)
+    q, k, v = (t * factor for t, factor in zip(group_heads(call), (*[math.sqrt(call.scale)] * 2, 1.0), strict=True))
+    query_mask, key_mask = find_valid(call)
     query_position, key_position, _ = positions(call)
     k = k.expand(*q.shape[:3], *k.shape[3:])  # each query head has landmarks of its own
     parts = (
@@ -50,9 +50,9 @@ def skyformer(
         sample(k, key_position, key_mask, landmarks - landmarks // 2, seed + 1),
     )
     z, missing = (torch.cat(both, -2) for both in zip(*parts, strict=True))
-    middle = kernel(z, z).masked_fill(missing, 0.0).masked_fill(missing.transpose(-1, -2), 0.0)
+    middle = gaussian_kernel(z, z).masked_fill(missing, 0.0).masked_fill(missing.transpose(-1, -2), 0.0)
     middle = middle + gamma * torch.eye(z.shape[-2], dtype=z.dtype, device=z.device)
-    keys = kernel(z, k).masked_fill(missing, 0.0)  # [B, H, G, m, M]
+    keys = gaussian_kernel(z, k).masked_fill(missing, 0.0)  # [B, H, G, m, M]
     hidden = hidden_keys(call)
     if hidden is not None:
         keys = keys.masked_fill(hidden.transpose(-1, -2), 0.0)
@@ -65,7 +65,7 @@ def skyformer(
         check_positive_int("iterations", iterations)
         inverse = iterative_inverse(root * middle * root.transpose(-1, -2), iterations)
         read = root * (inverse @ (root * read))
-    queries = kernel(q, z).masked_fill(missing.transpose(-1, -2), 0.0)
+    queries = gaussian_kernel(q, z).masked_fill(missing.transpose(-1, -2), 0.0)
     return (drop(queries, call.dropout)[0] @ read).flatten(1, 2)
 
 

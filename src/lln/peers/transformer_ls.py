@@ -14,9 +14,9 @@ from lln.checks import check_positive_int
 from lln.kernels.call import Call
 from lln.kernels.common import softmax_or_zero
 from lln.peers.modules import AttentionModule
-from lln.peers.pieces import grouped, scores
+from lln.peers.pieces import group_heads, scores
 from lln.peers.registry import register
-from lln.peers.windows import align, blocked, joint_attention, neighbours, visible_blocks
+from lln.peers.windows import align, cut_blocks, joint_attention, neighbours, visible_blocks
 
 
 class TransformerLS(AttentionModule):
@@ -39,25 +39,25 @@ class TransformerLS(AttentionModule):
         return align(call, self.long_short)
 
     def long_short(self, call: Call, mask: Tensor) -> Tensor:
-        q, k, v = grouped(call)
+        q, k, v = group_heads(call)
         weight = softmax_or_zero(
             (k @ self.projection.to(k.dtype).unsqueeze(1))
             .masked_fill(~mask[:, None, None, :, None], -torch.inf)
             .transpose(-1, -2)
         )  # [B, H, 1, r, N]
-        k, v = normalised(k, self.local_norm), normalised(v, self.local_norm)
-        far_k, far_v = (normalised(weight @ t, self.global_norm) for t in (k, v))
+        k, v = normalise_heads(k, self.local_norm), normalise_heads(v, self.local_norm)
+        far_k, far_v = (normalise_heads(weight @ t, self.global_norm) for t in (k, v))
         alive = mask.any(-1)[:, None, None, None, None]
         size, beyond = self.window, max(self.window // 2, 1)
         visible = neighbours(visible_blocks(mask, size), beyond, beyond)
-        near = scores(blocked(q, size), neighbours(blocked(k, size), beyond, beyond), call.scale, ~visible)
-        far = blocked(scores(q, far_k, call.scale, ~alive.expand(-1, 1, 1, far_k.shape[-2], 1)), size)
-        parts = [(near, neighbours(blocked(v, size), beyond, beyond)), (far, far_v.unsqueeze(3))]
+        near = scores(cut_blocks(q, size), neighbours(cut_blocks(k, size), beyond, beyond), call.scale, ~visible)
+        far = cut_blocks(scores(q, far_k, call.scale, ~alive.expand(-1, 1, 1, far_k.shape[-2], 1)), size)
+        parts = [(near, neighbours(cut_blocks(v, size), beyond, beyond)), (far, far_v.unsqueeze(3))]
         out = joint_attention(parts, call.dropout).flatten(-3, -2)[..., : q.shape[-2], :]
         return out.flatten(1, 2)
 
 
-def normalised(t: Tensor, norm: nn.LayerNorm) -> Tensor:
+def normalise_heads(t: Tensor, norm: nn.LayerNorm) -> Tensor:
     """LayerNorm over all heads' channels of t [B, H, 1, N, D]."""
     weight, bias = (p.to(t.dtype).view(t.shape[1], 1, 1, t.shape[4]) for p in (norm.weight, norm.bias))
     variance, mean = torch.var_mean(t, (1, 4), correction=0, keepdim=True)

@@ -19,10 +19,10 @@ from lln.kernels.call import Call
 from lln.kernels.carry import block_start
 from lln.kernels.common import drop
 from lln.kernels.eager import blocks_of
-from lln.peers.pieces import feature_attention, grouped
+from lln.peers.pieces import feature_attention, group_heads
 from lln.peers.registry import register
 from lln.peers.simple_kernels import elu_plus_one
-from lln.peers.windows import align, blocked, visible_blocks
+from lln.peers.windows import align, cut_blocks, visible_blocks
 
 Part = Literal["norm", "diag"]
 
@@ -46,12 +46,12 @@ def t1(call: Call, *, part: Part = "norm", block: int = 64) -> Tensor:
         return rms_norm(feature_attention(call, functional.elu, normalise=False))
 
     def rectify(call: Call, mask: Tensor) -> Tensor:
-        q, k, v = grouped(call)
+        q, k, v = group_heads(call)
         size = min(block, k.shape[-2])
-        weight = functional.relu(blocked(q, size) * call.scale @ blocked(k, size).transpose(-1, -2))
+        weight = functional.relu(cut_blocks(q, size) * call.scale @ cut_blocks(k, size).transpose(-1, -2))
         weight = weight * visible_blocks(mask, size).transpose(-1, -2)
         weight = drop(weight.tril() if call.is_causal else weight, call.dropout)[0]
-        out = rms_norm(weight @ blocked(v, size))
+        out = rms_norm(weight @ cut_blocks(v, size))
         return out.flatten(-3, -2)[..., : q.shape[-2], :].flatten(1, 2)
 
     return align(call, rectify)

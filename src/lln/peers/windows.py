@@ -39,13 +39,13 @@ def align(call: Call, attend: Callable[[Call, Tensor], Tensor]) -> Tensor:
     return move(out, target).masked_fill((target < 0)[:, None, :, None], 0.0)
 
 
-def lengths(mask: Tensor) -> Tensor:
+def find_lengths(mask: Tensor) -> Tensor:
     """[B]: rows up to the last valid one."""
     row = torch.arange(1, mask.shape[-1] + 1, device=mask.device)
     return (row * mask).amax(-1)
 
 
-def blocked(t: Tensor, size: int, value: float = 0.0) -> Tensor:
+def cut_blocks(t: Tensor, size: int, value: float = 0.0) -> Tensor:
     """Rows [..., N, D] as blocks [..., n, size, D], the last one filled up with `value`."""
     missing = -t.shape[-2] % size
     filled = functional.pad(t, (0, 0, 0, missing), value=value) if missing else t
@@ -55,7 +55,7 @@ def blocked(t: Tensor, size: int, value: float = 0.0) -> Tensor:
 
 def visible_blocks(mask: Tensor, size: int) -> Tensor:
     """The key mask [B, N] as blocks [B, 1, 1, n, size, 1]; what fills the last one up is not visible."""
-    return blocked(mask[:, None, None, :, None], size)
+    return cut_blocks(mask[:, None, None, :, None], size)
 
 
 def neighbours(t: Tensor, before: int, after: int) -> Tensor:

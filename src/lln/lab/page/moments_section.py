@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lln.checks import MATCHINGS
+from lln.kernels.common import PAPER_A, PAPER_B
 from lln.lab.calibration import lln_entropy, softmax_entropy
 from lln.lab.core.charts import Axis, draw_lines
 from lln.lab.core.page import Chart, Section
@@ -22,7 +23,6 @@ from lln.lab.core.tables import join_words, show_number
 from lln.lab.core.timing import one_thread
 from lln.lab.paper.analysis import match_alpha
 from lln.matching.curves import pchip, read_curves
-from lln.matching.moments import PAPER_A, PAPER_B
 
 CPU = torch.device("cpu")
 HEAD_DIMS = (16, 64, 128)  # of the variance curves that are drawn
