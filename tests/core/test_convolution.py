@@ -19,7 +19,7 @@ from lln.instruments import entropy, record
 from lln.lab.paper.jobs import configure, label
 from lln.lab.recipes import recipe
 from lln.lab.train.config import change
-from lln.lab.train.loop import RunTrainer
+from lln.lab.train.loop import find_decaying
 from lln.lab.train.run import train
 from lln.nn.convolution import convolve
 from lln.nn.weights import dense_weights
@@ -466,8 +466,7 @@ def test_gains_do_not_decay_and_weights_do(tmp_path: Path, cache: Path) -> None:
     fresh = lln.LLNAttention(2, 16, statistics="fixed", learnable="head")
     assert torch.allclose(held["lln.log_alpha"], fresh.log_alpha, atol=1e-5)
     assert float(held["query.weight"].std()) < 0.8 * model.config.initializer_range
-    trainer = RunTrainer.__new__(RunTrainer)
-    decaying = {n.split(".")[-1] for n in trainer.get_decay_parameter_names(model) if ".lln." in n}
+    decaying = {n.split(".")[-1] for n in find_decaying(model) if ".lln." in n}
     assert decaying == {"map_q", "map_k", "conv_q", "conv_k", "conv_v"}
 
 

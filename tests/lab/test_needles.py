@@ -27,9 +27,10 @@ from lln.lab.recipes import recipe
 from lln.lab.recipes.needles import at_length
 from lln.lab.train.config import Config, change
 from lln.lab.train.graph import Feed
-from lln.lab.train.guesses import Guesses
+from lln.lab.train.loop import Pace
 from lln.lab.train.models import Sizes, build
-from lln.lab.train.run import Pace, train
+from lln.lab.train.objective import Guesses
+from lln.lab.train.run import train
 from lln.lab.train.tasks import load
 
 TEXT = np.arange(10, 90, dtype=np.uint16)  # no token twice, so that a place in the text can be told
@@ -340,21 +341,14 @@ def test_the_splits_differ_in_text_and_needles(cache: Path) -> None:
 
 def test_a_pace_leaves_out_what_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 30.0, 32.0, 60.0, 63.0])
-    monkeypatch.setattr("lln.lab.train.run.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("lln.lab.train.loop.time.perf_counter", lambda: next(clock))
     pace = Pace()
-    state = type("State", (), {})()
-
-    def log(step: int) -> None:
-        state.global_step = step
-        pace.on_log(None, state, None, {"loss": 1.0})
-
-    log(10)
-    log(20)  # 2 s a step: the first stretch, left out
-    log(30)  # 0.2 s a step
-    pace.on_log(None, state, None, {"eval_loss": 1.0})
-    pace.on_evaluate()
-    log(40)
-    log(50)  # 0.3 s a step
+    pace.look(10)
+    pace.look(20)  # 2 s a step: the first stretch, left out
+    pace.look(30)  # 0.2 s a step
+    pace.pause()
+    pace.look(40)
+    pace.look(50)  # 0.3 s a step
     assert pace.median() == pytest.approx(0.25)
     assert Pace().median() is None
 

@@ -127,6 +127,15 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, cache:
     assert metrics(folder) == metrics(whole)
 
 
+def test_the_checkpoints_of_the_last_steps_are_kept_whatever_the_clock_says(tmp_path: Path, cache: Path) -> None:
+    def set_back(step: int, values: dict[str, float]) -> None:
+        for folder in tmp_path.glob("run/checkpoint-*"):  # older ones seem to be newer
+            os.utime(folder, (2**32 - step, 2**32 - step))
+
+    train(config(), tmp_path / "run", cache_dir=cache, progress=set_back)
+    assert {p.name for p in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-8", "checkpoint-12"}
+
+
 def test_a_finished_run_is_not_run_again(whole: Path, cache: Path) -> None:
     before = sorted((p, p.stat().st_mtime_ns) for p in whole.rglob("*") if p.name != "config.json")
     said: list[str] = []

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from typer.testing import CliRunner
 
 from lln.lab.cli.app import app
 from lln.lab.recipes import recipe
-from lln.lab.train import loop as trainer
-from lln.lab.train.config import Config, change
+from lln.lab.train import loop
+from lln.lab.train.config import Config, Optimisation, change
 from lln.lab.train.models import Sizes, build
 from lln.lab.train.run import train
 
@@ -36,12 +37,8 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 def test_a_compiled_model_trains_alike_and_goes_on(
     attention: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = trainer.TrainingArguments
-
-    def quick(**given: Any) -> Any:  # without code generation, which takes a minute on a CPU and is torch's own affair
-        return arguments(**given, torch_compile_backend="aot_eager" if given["torch_compile"] else None)
-
-    monkeypatch.setattr(trainer, "TrainingArguments", quick)
+    # Without code generation, which takes a minute on a CPU and is torch's own affair.
+    monkeypatch.setattr(loop, "COMPILER", "aot_eager")
     counters = torch._dynamo.utils.counters["stats"]
     plain = train(config(attention), tmp_path / "plain", cache_dir=cache)
     before = counters["unique_graphs"]
@@ -143,6 +140,29 @@ def test_a_gpu_that_is_not_there_is_refused_not_replaced(tmp_path: Path, monkeyp
     assert "there is no CUDA device here" in found.output
 
 
+def test_what_the_device_or_the_processes_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="precision: float16 needs a GPU"):
+        train(config(precision="float16"), tmp_path / "run")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="batch must be a multiple of accumulation times processes; got 4 for 1 x 3"):
+        train(config(), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "name"), [("linear", "linear"), ("cosine", "cosine"), ("constant", "constant_with_warmup")]
+)
+@pytest.mark.parametrize(("steps", "warmup"), [(13, 0), (40, 7), (5, 5)])
+def test_learning_rates_are_those_of_transformers(schedule: str, name: str, steps: int, warmup: int) -> None:
+    o = Optimisation(steps=steps, batch=1, rate=3e-4, warmup=warmup, schedule=schedule)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=o.rate)
+    wanted = transformers.get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
+    for step in range(steps):
+        assert loop.find_rate(o, step) == wanted.get_last_lr()[0]  # to the last bit
+        optimizer.step()
+        wanted.step()
+
+
 @pytest.mark.parametrize(("task", "usual"), [("mlm", 0.02), ("glue", 0.02), ("lra", 64**-0.5), ("image", 0.02)])
 def test_the_spread_of_first_weights_can_be_set(task: str, usual: float) -> None:
     config = recipe(task, "tiny", "softmax")
@@ -160,7 +180,7 @@ def test_matrices_decay_whatever_their_module_is_called(task: str, pre_norm: boo
     config = recipe(task, "tiny", "lln_diag")
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, pre_norm=pre_norm))
     model = build(config, Sizes(vocabulary=300, padding=1, labels=2, channels=1))
-    decaying = set(trainer.RunTrainer.get_decay_parameter_names(None, model))
+    decaying = set(loop.find_decaying(model))
     norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.LayerNorm)}
     biases = {name for name, _ in model.named_parameters() if name.endswith("bias")}
     assert norms

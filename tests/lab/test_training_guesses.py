@@ -11,9 +11,8 @@ from lln.lab.core.seeds import draws, stream_key
 from lln.lab.data.examples import IGNORE
 from lln.lab.data.masking import Masking
 from lln.lab.recipes import recipe
-from lln.lab.train.guesses import Guesses
-from lln.lab.train.loop import mean_over_tokens
 from lln.lab.train.models import Sizes, build
+from lln.lab.train.objective import Guesses, token_losses
 
 
 def model_of(length: int) -> Any:
@@ -32,7 +31,7 @@ def test_loss_and_gradients_are_those_of_all_tokens(length: int, counts: list[in
         places = torch.randperm(length, generator=torch.Generator().manual_seed(row))[:count]
         labels[row, places] = ids[row, places]
     number = sum(counts)
-    wanted = mean_over_tokens(plain(input_ids=ids), labels, number)
+    wanted = token_losses(plain(input_ids=ids).logits, labels).sum() / number
     wanted.backward()
 
     quick = copy.deepcopy(plain)
@@ -41,7 +40,9 @@ def test_loss_and_gradients_are_those_of_all_tokens(length: int, counts: list[in
     with guesses.only(labels) as chosen:
         out = quick(input_ids=ids)
         assert out.logits.shape[1] == chosen.shape[1] <= min(length, -(-15 * length // 100) + 1)
-        found = mean_over_tokens(out, chosen, number)
+    batch = {"input_ids": ids, "labels": labels}
+    assert guesses.divide_by([batch]) == number
+    found = guesses.loss(quick, batch) / guesses.divide_by([batch])
     found.backward()
     assert found.item() == pytest.approx(wanted.item(), rel=1e-6)  # the loss is float32
     for (name, p), q in zip(plain.named_parameters(), quick.parameters(), strict=True):

@@ -22,22 +22,22 @@ SMALL = {
     "attention.options.block_size": "8", "attention.options.statistics": "running",
 }  # fmt: skip
 PROGRAM = """
-import json, sys, torch
+import json, os, sys, torch
 torch.set_num_threads(1)
 from pathlib import Path
 from lln.lab.recipes import recipe
-from lln.lab.train import shard
+from lln.lab.train import loop
 from lln.lab.train.config import change
 from lln.lab.train.run import train
 
-create = shard.ShardedTrainer.create_optimizer
-def told(self, model=None):
-    made = create(self, model)
+make = loop.make_optimizer
+def make_and_tell(model, optimisation):
+    made = make(model, optimisation)
     weights = [p for group in made.param_groups for p in group["params"]]
     held, all = sum(p.to_local().numel() for p in weights), sum(p.numel() for p in weights)
-    Path(sys.argv[4] + str(self.args.process_index)).write_text(f"{held} {all}")
+    Path(sys.argv[4] + os.environ["RANK"]).write_text(f"{held} {all}")
     return made
-shard.ShardedTrainer.create_optimizer = told
+loop.make_optimizer = make_and_tell
 train(change(recipe("mlm", "tiny"), json.loads(sys.argv[1])), Path(sys.argv[2]), cache_dir=sys.argv[3])
 """
 

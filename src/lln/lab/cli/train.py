@@ -129,13 +129,12 @@ def show(result: dict[str, Any], folder: Path) -> None:
 
 def show_sizes(config: Any, data_root: Path | None) -> None:
     """What a run would be: the config, the model's size, tokens a step, an estimate of memory."""
-    from lln.lab.train.loop import parameters
-    from lln.lab.train.models import build
+    from lln.lab.train.models import build, count_parameters
     from lln.lab.train.tasks import load
 
     data = load(config, data_root)
     model = build(config, data.sizes)
-    count, o = parameters(model), config.optimisation
+    count, o = count_parameters(model), config.optimisation
     first = data.train[0]
     tokens = first["input_ids"].numel() if "input_ids" in first else (config.data.length // config.model.patch) ** 2
     micro = o.batch // o.accumulation

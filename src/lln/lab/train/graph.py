@@ -2,7 +2,7 @@
 
 A small model leaves a GPU waiting for Python, so here Python launches one thing a step. The stored examples lie on the
 device, and the order and the masks are those of `Stream` and `Examples`, bit for bit; what is logged, saved, recorded
-and evaluated goes through the Trainer as always. Without a GPU the same loop runs step by step.
+and evaluated is as always. Without a GPU the same loop runs step by step.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lln.hf.distillation import NotFinite
 from lln.hf.interface import nothing_collected
 from lln.lab.core.errors import first_line
-from lln.lab.data.examples import IGNORE, Stream
+from lln.lab.data.examples import Stream
 from lln.lab.train.config import Config
-from lln.lab.train.loop import RunTrainer, first_not_finite
+from lln.lab.train.loop import Loop
 from lln.lab.train.models import unmasked
+from lln.lab.train.objective import Batch
 
 FIRST = 3  # steps of a process that are launched one by one: libraries and the optimiser set themselves up in them
 AHEAD = 256  # steps whose examples are named to the device at once
@@ -60,94 +60,75 @@ class Feed:
 
 
 @functools.cache
-def stream_of(device: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all runs of a process: a library keeps workspaces for every stream that it has seen."""
     return torch.cuda.Stream(device)
 
 
-class GraphTrainer(RunTrainer):
-    """The Trainer of a run with `graph`, on one device."""
+class GraphLoop(Loop):
+    """The loop of a run with `graph`, on one device."""
 
-    record_every = 0
-    compiles = False  # the layers, within the graph
-    control: Any
+    graph: torch.cuda.CUDAGraph | None = None
 
-    def _run_epoch(self, model: nn.Module, **about: Any) -> None:
-        """All steps: a stream is one epoch to the Trainer."""
-        self.feed = Feed(self.train_dataset, self.args.per_device_train_batch_size, self.args.device)
-        self.norm = torch.zeros((), device=self.args.device)
-        self.not_finite = torch.zeros((), dtype=torch.bool, device=self.args.device)
-        self.accelerator.gradient_state._set_sync_gradients(True)
-        if about["resume_from_checkpoint"] is not None:
-            self._load_rng_state(about["resume_from_checkpoint"])
-        if self.compiles:
+    def open_batches(self) -> None:
+        o = self.config.optimisation
+        stream = Stream(self.data.train, seed=self.config.seed, length=o.steps * o.batch)
+        self.feed, self.first = Feed(stream, o.batch, self.device), self.step
+
+    def train(self) -> None:
+        if self.config.compile:
             torch.compiler.reset()  # of another run in this process nothing fits
-        if self.args.device.type != "cuda":
-            self.run_steps(model, about["start_time"])
+        if self.device.type != "cuda":
+            super().train()
             return
         for group in self.optimizer.param_groups:
-            group["lr"] = torch.tensor(float(group["lr"]), device=self.args.device)
+            group["lr"] = torch.tensor(float(group["lr"]), device=self.device)
         # A graph is captured on a stream of its own, and what autograd keeps of earlier steps must be of that one too.
-        side = stream_of(self.args.device)
+        side = side_stream(self.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self.run_steps(model, about["start_time"])
+            super().train()
         torch.cuda.current_stream().wait_stream(side)
 
-    def run_steps(self, model: nn.Module, start_time: float) -> None:
-        graph: torch.cuda.CUDAGraph | None = None
-        first = self.state.global_step
-        while self.state.global_step < self.state.max_steps:
-            step = self.state.global_step
-            self.feed.seek(step)
-            watched = self.record_every and step % self.record_every == 0  # a recorder sees nothing of a graph
-            if watched or step < first + FIRST or self.args.device.type != "cuda":
-                self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
-                with fused(model, self.compiles and not watched):
-                    self.step(model, watched=True)
-            else:
-                graph = graph or self.captured(model)
-                graph.replay()
-            rate = self._get_learning_rate() if (step + 1) % self.args.logging_steps == 0 else None
-            self.lr_scheduler.step()
-            self.state.global_step += 1
-            self.state.epoch = self.state.global_step / self.state.max_steps
-            self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
-            if self.control.should_log and bool(self.not_finite):
-                self.feed.next = None
-                self.feed.seek(step)
-                raise NotFinite(first_not_finite(self.model, self.feed.batch(), step + 1))
-            self._maybe_log_save_evaluate(
-                self._tr_loss, self.norm, model, None, 0.0, None, start_time, learning_rate=rate
-            )
+    def set_rate(self, rate: float) -> None:
+        if self.device.type != "cuda":
+            super().set_rate(rate)
+            return
+        for group in self.optimizer.param_groups:
+            group["lr"].fill_(rate)
 
-    def step(self, model: nn.Module, watched: bool = False) -> None:
-        """watched: callbacks may look at the gradients."""
-        model.train()  # an evaluation may lie before
-        inputs = self.feed.batch()
-        count = (inputs["labels"] != IGNORE).sum() if self.compute_loss_func is not None else None
+    def take_step(self) -> None:
+        self.feed.seek(self.step)
+        watched = self.recording.is_due(self.step)  # a recorder sees nothing of a graph
+        if watched or self.step < self.first + FIRST or self.device.type != "cuda":
+            self.recording.open(self.step)
+            with fused(self.model, self.config.compile and not watched):
+                self.learn([self.feed.batch()])
+        else:
+            self.graph = self.graph or self.capture()
+            self.graph.replay()
+        if (self.step + 1) % self.config.log_every == 0 and bool(self.bad):
+            self.feed.next = None
+            self.feed.seek(self.step)
+            self.refuse_loss(self.feed.batch())
+
+    def check_loss(self, batch: Batch) -> None:
+        """After the step, which cannot be left in the middle."""
+
+    def run_model(self, **inputs: Tensor) -> Any:
         with unmasked() if "attention_mask" not in inputs else contextlib.nullcontext():
-            loss = self.compute_loss(model, inputs, num_items_in_batch=count)
-        self.accelerator.backward(loss)
-        limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else float("inf")
-        self.norm.copy_(nn.utils.clip_grad_norm_(model.parameters(), limit))
-        if watched:
-            self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
-        self.optimizer.step()
-        model.zero_grad()
-        self._tr_loss += loss.detach()
-        self.not_finite |= ~loss.detach().isfinite()
+            return super().run_model(**inputs)
 
-    def captured(self, model: nn.Module) -> torch.cuda.CUDAGraph:
+    def capture(self) -> torch.cuda.CUDAGraph:
         """The step, recorded and not yet run."""
         graph = torch.cuda.CUDAGraph()
-        # Fused AdamW can be captured as it is; torch warns where the mark is set and a step is not captured.
-        groups = self.optimizer.param_groups
-        for group in groups:
-            group["capturable"] = True
         try:
-            with fused(model, self.compiles), torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-                self.step(model)
+            with (
+                self.mark_capturable(),
+                fused(self.model, self.config.compile),
+                torch.cuda.graph(graph, stream=torch.cuda.current_stream()),
+            ):
+                self.learn([self.feed.batch()])
         except RuntimeError as error:
             reason = first_line(error)
             raise ValueError(
@@ -155,10 +136,22 @@ class GraphTrainer(RunTrainer):
             ) from error
         return graph
 
-    def _get_learning_rate(self) -> float:
-        """As computed, whatever the dtype of the optimiser's own copy."""
-        schedule = self.lr_scheduler
-        return float(schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch))
+    @contextlib.contextmanager
+    def mark_capturable(self) -> Iterator[None]:
+        """Fused AdamW can be captured as it is, and asks for the mark; where it is set and a step is not captured,
+        torch warns."""
+        for group in self.optimizer.param_groups:
+            group["capturable"] = True
+        try:
+            yield
+        finally:
+            for group in self.optimizer.param_groups:
+                group["capturable"] = False
+
+    def load_moments(self, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            group["capturable"] = False  # earlier versions left the mark
+        super().load_moments(state)
 
 
 @contextlib.contextmanager

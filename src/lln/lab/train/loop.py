@@ -1,98 +1,378 @@
-"""transformers' Trainer on a run's folder: what it measures goes to metrics.jsonl, what it saves is sealed, and a run
-that was stopped goes on as if it had not been."""
+"""The training loop: batches in a seeded order, autocast, DistributedDataParallel, AdamW, and a run's folder, in which
+what is measured goes to metrics.jsonl and what is saved is sealed. A run that was stopped goes on as if it had not
+been, to the last bit.
+
+`Loop` runs the passes one by one. `graph.GraphLoop` launches a step as one CUDA graph, `shard.ShardedLoop` spreads the
+weights over the processes; each changes the few methods that differ.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import contextlib
+import math
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.data import SequentialSampler
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from safetensors.torch import load_file
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel
+from transformers.trainer_pt_utils import safe_globals
 
 from lln.hf.distillation import NotFinite
-from lln.lab.data.examples import IGNORE
-from lln.lab.train.config import Config
-from lln.lab.train.guesses import Guesses
-from lln.lab.train.run_folder import Run, seal
+from lln.lab.data.examples import Stream
+from lln.lab.train.config import Config, Optimisation
+from lln.lab.train.objective import Batch, choose_objective
+from lln.lab.train.recording import Recording, layer_means
+from lln.lab.train.run_folder import CHECKPOINT, Run, seal, step_of
+from lln.lab.train.tasks import TaskData
 
 # Gains, shares and offsets of LLN attention; its maps and convolutions decay as other weights do, to the identity.
 UNDECAYED = ("log_alpha", "log_beta", "mix_logit", "lln_scale", "block_scale", "key_offset")
+WEIGHTS, MOMENTS, SCALE = "model.safetensors", "optimizer.pt", "scaler.pt"  # files of a checkpoint
+KEPT = 2  # checkpoints
+COMPILER = "inductor"  # backend of torch.compile
+
+Report = Callable[[dict[str, float], int], None]  # values, step
+Progress = Callable[[int, dict[str, float]], None]  # step, the last values
 
 
-class RunTrainer(Trainer):
-    """The Trainer of a run."""
+class Loop:
+    """A run, from the step it stands at to its last. Of several processes the first one writes."""
 
-    guesses: Guesses | None = None  # of masked language models
+    def __init__(
+        self, config: Config, data: TaskData, model: PreTrainedModel, device: torch.device, run: Run,
+        reports: list[Report], progress: Progress,
+    ) -> None:  # fmt: skip
+        self.config, self.data, self.model, self.device = config, data, model, device
+        self.run, self.reports, self.progress = run, reports, progress
+        self.processes, self.rank = count_processes()
+        self.writes = self.rank == 0
+        self.micro = config.optimisation.batch // (config.optimisation.accumulation * self.processes)
+        self.objective = choose_objective(data, model)
+        # All that hold a part of a gradient have to measure.
+        self.recording = Recording(model, config.record_every if self.writes or config.fsdp else 0)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "float16")
+        self.loss = torch.zeros((), device=device)  # summed since something was logged
+        self.norm = torch.zeros((), device=device)  # of the gradient, before clipping
+        self.bad = torch.zeros((), dtype=torch.bool, device=device)  # whether a loss was not finite
+        self.step, self.pace, self.last = 0, Pace(), dict[str, float]()
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # The models' own losses are means and take no count of tokens, whatever their signature says: without this they
-        # are not divided by the number of passes an update, and are multiplied by that of processes.
-        self.model_accepts_loss_kwargs = False
-        self.bad: Tensor | None = None  # whether a loss was not finite; looked at when something is logged
+    # From the first step to the last
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+    def prepare(self, checkpoint: Path | None) -> None:
+        """Stand at the step of a checkpoint, or at the first."""
+        if checkpoint is not None:
+            self.step = step_of(checkpoint)
+            load_weights(self.model, checkpoint)
+        self.parallel = self.wrap()
+        compiled = self.config.compile and not (self.config.graph or self.config.fsdp)  # a graph compiles layers itself
+        self.forward = torch.compile(self.parallel, backend=COMPILER) if compiled else self.parallel
+        self.optimizer = make_optimizer(self.model, self.config.optimisation)
+        if checkpoint is not None:
+            self.load_moments(torch.load(checkpoint / MOMENTS, map_location="cpu", weights_only=True))
+            if self.scaler.is_enabled():
+                self.scaler.load_state_dict(torch.load(checkpoint / SCALE, weights_only=True))
+        self.open_batches()
+        if checkpoint is not None:  # last: a DataLoader draws a number when it is opened
+            load_random(checkpoint / self.random_file(), self.device)
 
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Matrices: not biases, nor gains of norms. transformers goes by names, and would take all of a pre-norm
-        RoBERTa, which is called roberta_prelayernorm, for a norm."""
-        found = ((name, weight.ndim, name.split(".")[-1]) for name, weight in model.named_parameters())
-        return [name for name, ndim, last in found if ndim > 1 and last not in UNDECAYED]
+    def train(self) -> None:
+        while self.step < self.config.optimisation.steps:
+            self.set_rate(find_rate(self.config.optimisation, self.step))
+            self.take_step()
+            self.step += 1
+            self.finish_step()
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        super()._save_checkpoint(*args, **kwargs)
-        if torch.distributed.is_initialized():
-            torch.distributed.barrier()  # each process has a file in it
-        if self.args.should_save:
-            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-            (folder / "training_args.bin").unlink()  # a pickle, and config.json says more
+    def take_step(self) -> None:
+        self.recording.open(self.step)
+        self.learn([self.next_batch() for _ in range(self.config.optimisation.accumulation)])
+
+    def learn(self, batches: list[Batch]) -> None:
+        """One update of the weights, from one or more passes."""
+        self.model.train()  # an evaluation may lie before
+        divisor = self.share_count(self.objective.divide_by(batches))
+        for number, batch in enumerate(batches, 1):
+            with contextlib.nullcontext() if number == len(batches) else self.keep_gradients():
+                loss = self.objective.loss(self.run_model, batch) / divisor
+                self.scaler.scale(loss).backward()
+            self.recording.close()
+            self.loss += loss.detach()
+            self.bad |= ~loss.detach().isfinite()
+            self.check_loss(batch)
+        self.scaler.unscale_(self.optimizer)
+        limit = self.config.optimisation.clip or math.inf
+        self.norm.copy_(make_whole(nn.utils.clip_grad_norm_(self.model.parameters(), limit)))
+        if self.recording.is_due(self.step):
+            self.recording.read_gradients()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.model.zero_grad()
+
+    def finish_step(self) -> None:
+        """What is due after a step."""
+        config = self.config
+        self.progress(self.step, self.last)
+        recorded = self.recording.take()
+        if recorded is not None and self.writes:
+            self.run.log({"step": self.step, **recorded, "loss_scale": self.loss_scale()})
+            self.log(layer_means(recorded["heads"]))
+        if self.step % config.log_every == 0:
+            self.log_loss()
+        if self.step % config.evaluate_every == 0:
+            self.evaluate("eval")
+        if self.step % config.save_every == 0 or self.step == config.optimisation.steps:
+            self.save()
+
+    # Parts of a step
+
+    def open_batches(self) -> None:
+        o = self.config.optimisation
+        seed, length, start = self.config.seed, o.steps * o.batch, self.step * o.batch
+        stream = Stream(self.data.train, seed=seed, length=length, start=start)
+        # Processes take turns, so that a global batch is the one that a single process sees.
+        starts = range(self.rank * self.micro, len(stream), self.processes * self.micro)
+        self.batches = self.load(stream, (range(at, at + self.micro) for at in starts))
+
+    def load(self, examples: Any, places: Any) -> Iterator[Batch]:
+        """Batches of the examples at these places, in pinned memory where they go to a GPU."""
+        pin = self.device.type == "cuda"
+        return iter(DataLoader(examples, batch_sampler=places, collate_fn=self.data.collate, pin_memory=pin))
+
+    def next_batch(self) -> Batch:
+        return self.move(next(self.batches))
+
+    def move(self, batch: Batch) -> Batch:
+        return {name: t.to(self.device, non_blocking=True) for name, t in batch.items()}
+
+    def autocast(self) -> torch.autocast:
+        narrow = torch.float16 if self.config.precision == "float16" else torch.bfloat16
+        return torch.autocast(self.device.type, narrow, enabled=self.config.precision != "float32")
+
+    def run_model(self, **inputs: Tensor) -> Any:
+        with self.autocast():
+            return (self.forward if self.model.training else self.model)(**inputs)
+
+    def set_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def check_loss(self, batch: Batch) -> None:
+        """On a GPU this waits for it, so only when something is logged."""
+        look = self.device.type == "cpu" or (self.step + 1) % self.config.log_every == 0
+        if look and bool(self.bad):
+            self.refuse_loss(batch)
+
+    def refuse_loss(self, batch: Batch) -> NoReturn:
+        with self.autocast():
+            raise NotFinite(find_not_finite(self.model, batch, self.step + 1))
+
+    # Several processes
+
+    def wrap(self) -> nn.Module:
+        """The model, or what stands around it."""
+        found: nn.Module = self.model
+        if self.processes > 1:
+            found = DistributedDataParallel(found, [self.device] if self.device.type == "cuda" else None)
+        return found
+
+    def keep_gradients(self) -> contextlib.AbstractContextManager[None]:
+        """For passes that others of the same update follow: gradients are exchanged after the last."""
+        model = self.parallel
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
+
+    def share_count(self, count: Tensor | int) -> Tensor | int:
+        """What all processes count together, over their number: gradients are means over processes."""
+        if self.processes == 1 or not isinstance(count, Tensor):
+            return count
+        distributed.all_reduce(count)
+        return count / self.processes
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The rows of all processes."""
+        if self.processes == 1:
+            return rows
+        parts = [torch.empty_like(rows) for _ in range(self.processes)]
+        distributed.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    # What is measured
+
+    def log(self, values: dict[str, float]) -> None:
+        self.last |= values
+        if self.writes:
+            self.run.log({"step": self.step, **values})
+        for report in self.reports:
+            report(values, self.step)
+
+    def log_loss(self) -> None:
+        loss = self.gather(self.loss[None]).mean().item() / self.config.log_every
+        rate = find_rate(self.config.optimisation, self.step - 1)
+        scale = self.loss_scale()
+        self.pace.look(self.step)
+        self.log(
+            {"loss": loss, "grad_norm": self.norm.item(), "learning_rate": rate}
+            | ({} if scale is None else {"loss_scale": scale})  # Figs. 8b and 10b: it changes from step to step
+        )
+        self.loss.zero_()
+
+    def loss_scale(self) -> float | None:
+        """Of float16 training: how much the loss is multiplied so that gradients do not vanish."""
+        return float(self.scaler.get_scale()) if self.scaler.is_enabled() else None
+
+    def evaluate(self, prefix: str) -> dict[str, float]:
+        self.model.eval()
+        found: dict[str, float] = {}
+        for name, examples in self.data.evaluations.items():
+            head = f"{prefix}_{name}" if len(self.data.evaluations) > 1 else prefix
+            scores = {f"{head}_{key}": value for key, value in self.score(examples).items()}
+            self.log(scores)
+            found |= scores
+        self.pace.pause()
+        return found
+
+    @torch.no_grad()
+    def score(self, examples: Any) -> dict[str, float]:
+        """Each example counts once: where there are several processes the last batches begin again with the first
+        examples, which are cut off."""
+        order, turn = np.arange(len(examples)), self.processes * self.micro
+        if self.processes > 1:
+            order = np.resize(order, math.ceil(len(order) / turn) * turn)
+        starts = range(self.rank * self.micro, len(order), turn)
+        found, labels = [], []
+        for batch in map(self.move, self.load(examples, [order[at : at + self.micro].tolist() for at in starts])):
+            found.append(self.gather(self.objective.measure(self.run_model, batch)))
+            labels.append(self.gather(batch["labels"]))
+        rows, wanted = (torch.cat(parts)[: len(examples)].cpu().numpy() for parts in (found, labels))
+        return self.objective.score(rows, wanted)
+
+    # Checkpoints
+
+    def save(self) -> None:
+        folder = self.run.path / f"{CHECKPOINT}{self.step}"
+        weights, moments = self.weights(), self.moments()  # all processes have to ask
+        folder.mkdir(exist_ok=True)
+        if self.writes:
+            # Not under the older names that save_pretrained gives some weights (ViT's), which nobody translates back.
+            self.model.save_pretrained(folder, state_dict=weights, save_original_format=False)
+            torch.save(moments, folder / MOMENTS)
+            if self.scaler.is_enabled():
+                torch.save(self.scaler.state_dict(), folder / SCALE)
+        torch.save(read_random(self.device), folder / self.random_file())
+        if self.processes > 1:
+            distributed.barrier()  # each process has a file in it
+        if self.writes:
             seal(folder)
+            for old in self.run.checkpoints()[:-KEPT]:  # by step: a clock may have been set back
+                shutil.rmtree(old)
+        self.pace.pause()
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if not model.training:
-            kwargs["num_items_in_batch"] = None  # see mean_over_tokens
-        if self.guesses is not None and (model.training or self.guesses.evaluated):
-            with self.guesses.only(inputs["labels"]) as labels:
-                return super().compute_loss(model, {**inputs, "labels": labels}, *args, **kwargs)
-        return super().compute_loss(model, inputs, *args, **kwargs)
+    def random_file(self) -> str:
+        return "rng_state.pth" if self.processes == 1 else f"rng_state_{self.rank}.pth"
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        scaler = self.accelerator.scaler
-        if scaler is not None and "loss" in logs:  # Figs. 8b and 10b: it changes from step to step
-            logs["loss_scale"] = float(scaler.get_scale())
-        super().log(logs, *args, **kwargs)
+    def weights(self) -> dict[str, Any] | None:
+        """Whole tensors to save; None: as the model holds them."""
+        return None
 
-    def _save(self, *args: Any, **kwargs: Any) -> None:
-        # save_pretrained gives some weights (ViT's) older names, and the Trainer does not translate them back: a run
-        # that goes on would begin with new weights.
-        self.model.save_pretrained = functools.partial(self.model.save_pretrained, save_original_format=False)
-        try:
-            super()._save(*args, **kwargs)
-        finally:
-            del self.model.save_pretrained
+    def moments(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        tied = set(self.model._tied_weights_keys or {})
-        if strange := sorted({*load_result.missing_keys, *load_result.unexpected_keys} - tied):
-            raise ValueError(f"The checkpoint is not one of this model: {strange[0]} is in one of the two only.")
-        self.model.tie_weights()
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
-        bad = ~loss.isfinite()
-        self.bad = bad if self.bad is None else self.bad | bad
-        look = loss.device.type == "cpu" or (self.state.global_step + 1) % self.args.logging_steps == 0
-        if look and bool(self.bad):  # on a GPU this waits for it
-            raise NotFinite(first_not_finite(self.model, self._prepare_inputs(inputs), self.state.global_step + 1))
-        return loss
+    def load_moments(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
 
 
-def first_not_finite(model: nn.Module, inputs: dict[str, Any], step: int) -> str:
+class Pace:
+    """Seconds a step, between one look at the loss and the next, which waits for a GPU: what lies between two such
+    looks with no evaluation and no checkpoint is steps alone. The first stretch warms up and does not count."""
+
+    def __init__(self) -> None:
+        self.paces: list[float] = []
+        self.last: tuple[int, float] | None = None
+
+    def look(self, step: int) -> None:
+        now = time.perf_counter()
+        if self.last is not None and step > self.last[0]:
+            self.paces.append((now - self.last[1]) / (step - self.last[0]))
+        self.last = step, now
+
+    def pause(self) -> None:
+        """Something else than steps is being done."""
+        self.last = None
+
+    def median(self) -> float | None:
+        kept = self.paces[1:]
+        return statistics.median(kept) if kept else None
+
+
+def count_processes() -> tuple[int, int]:
+    """(how many processes torchrun has started, which of them this one is)"""
+    return int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+
+
+def find_rate(o: Optimisation, step: int) -> float:
+    """The learning rate of a step, counted from 0."""
+    if step < o.warmup:
+        return o.rate * (step / o.warmup)
+    done = (step - o.warmup) / max(1, o.steps - o.warmup)
+    left = {"constant": 1.0, "linear": (o.steps - step) / max(1, o.steps - o.warmup)}
+    return o.rate * left.get(o.schedule, 0.5 * (1.0 + math.cos(math.pi * done)))
+
+
+def find_decaying(model: nn.Module) -> list[str]:
+    """Names of weights that decay: matrices, not biases, nor gains of norms."""
+    found = ((name, weight.ndim, name.split(".")[-1]) for name, weight in model.named_parameters())
+    return [name for name, ndim, last in found if ndim > 1 and last not in UNDECAYED]
+
+
+def make_optimizer(model: nn.Module, o: Optimisation) -> torch.optim.AdamW:
+    decaying, learned = find_decaying(model), [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for name, p in learned if name in decaying], "weight_decay": o.decay},
+        {"params": [p for name, p in learned if name not in decaying], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=o.rate, betas=o.betas, eps=o.epsilon, fused=True)
+
+
+def make_whole(t: Tensor) -> Tensor:
+    """A tensor of which processes hold parts, whole."""
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def load_weights(model: PreTrainedModel, checkpoint: Path) -> None:
+    found = model.load_state_dict(load_file(checkpoint / WEIGHTS), strict=False)
+    if strange := sorted({*found.missing_keys, *found.unexpected_keys} - set(model.all_tied_weights_keys)):
+        raise ValueError(f"The checkpoint is not one of this model: {strange[0]} is in one of the two only.")
+    model.tie_weights()
+
+
+def read_random(device: torch.device) -> dict[str, Tensor]:
+    """The states of torch's generators; nothing else draws while a model trains."""
+    found = {"cpu": torch.get_rng_state()}
+    return found | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def load_random(file: Path, device: torch.device) -> None:
+    """Where it was saved by another number of processes there is none for this one, and numbers are drawn anew."""
+    if not file.exists():
+        return
+    with safe_globals():  # earlier versions saved numpy's state, too
+        held = torch.load(file, map_location="cpu", weights_only=True)
+    torch.set_rng_state(held["cpu"])
+    if device.type == "cuda" and "cuda" in held:
+        state = held["cuda"]  # earlier versions saved those of all devices where there were several processes
+        torch.cuda.set_rng_state(state[device.index or 0] if isinstance(state, list) else state, device)
+
+
+def find_not_finite(model: nn.Module, batch: Batch, step: int) -> str:
     """Which part of the model is the first to give something that is not finite."""
     for name, parameter in model.named_parameters():
         if not bool(parameter.isfinite().all()):
@@ -111,109 +391,9 @@ def first_not_finite(model: nn.Module, inputs: dict[str, Any], step: int) -> str
     hooks = [m.register_forward_hook(look(name)) for name, m in model.named_modules() if name]
     try:
         with torch.no_grad():
-            model(**inputs)
+            model(**batch)
     finally:
         for hook in hooks:
             hook.remove()
     where = f"{found[0]} is the first part of the model whose output is not" if found else "yet the model's outputs are"
     return f"The loss is not finite at step {step}: {where}. A lower optimisation.rate or optimisation.clip=1 may help."
-
-
-class Metrics(TrainerCallback):
-    """What the Trainer logs, into the run's metrics.jsonl."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        left_out = ("epoch", "total_flos", "step")  # and times, which say something about this process alone
-        kept = {
-            k: v for k, v in (logs or {}).items() if k not in left_out and not k.endswith(("_per_second", "_runtime"))
-        }
-        if state.is_world_process_zero and kept and "train_loss" not in kept:  # the last is of this process's life only
-            self.run.log({"step": state.global_step, **kept})
-
-
-def arguments(config: Config, folder: Path, *, device: str, processes: int, report_to: list[str]) -> TrainingArguments:
-    o = config.optimisation
-    micro, rest = divmod(o.batch, o.accumulation * processes)
-    if rest or micro == 0:
-        raise ValueError(
-            f"optimisation.batch must be a multiple of accumulation times processes; got {o.batch} for "
-            f"{o.accumulation} x {processes}."
-        )
-    return TrainingArguments(
-        output_dir=str(folder),
-        max_steps=o.steps,
-        per_device_train_batch_size=micro,
-        per_device_eval_batch_size=micro,
-        gradient_accumulation_steps=o.accumulation,
-        learning_rate=o.rate,
-        warmup_steps=o.warmup,
-        lr_scheduler_type={"constant": "constant_with_warmup"}.get(o.schedule, o.schedule),
-        optim="adamw_torch_fused",
-        weight_decay=o.decay,
-        adam_beta1=o.betas[0],
-        adam_beta2=o.betas[1],
-        adam_epsilon=o.epsilon,
-        max_grad_norm=o.clip,
-        seed=config.seed,
-        data_seed=config.seed,
-        bf16=config.precision == "bfloat16",
-        fp16=config.precision == "float16",
-        torch_compile=config.compile and not config.graph,  # a graph compiles the layers itself
-        use_cpu=device == "cpu",
-        logging_steps=config.log_every,
-        logging_nan_inf_filter=False,
-        eval_strategy="steps",
-        eval_steps=config.evaluate_every,
-        save_strategy="steps",
-        save_steps=config.save_every,
-        save_total_limit=2,
-        report_to=report_to or "none",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        dataloader_num_workers=0,
-        label_names=["labels"],
-        ddp_find_unused_parameters=False,
-    )
-
-
-def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """[B, N], zero where nothing is to be guessed"""
-    flat = logits.float().flatten(0, 1)  # [B N, vocabulary]
-    return nn.functional.cross_entropy(flat, labels.flatten(), reduction="none").view_as(labels)
-
-
-def mean_over_tokens(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-    """Cross entropy of the guessed tokens. In training the mean over those of the whole batch: parts of it, on other
-    processes or in other passes, need not hold equally many. In evaluation the mean over sequences of their means,
-    which does not depend on how they are put into batches."""
-    if num_items_in_batch is not None:
-        return token_losses(outputs["logits"], labels).sum() / num_items_in_batch
-    return sequence_losses(outputs["logits"], labels).mean()
-
-
-def sequence_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """[B]"""
-    return token_losses(logits, labels).sum(1) / (labels != IGNORE).sum(1).clamp_min(1)
-
-
-# The loss of an evaluation is computed from what each example gave: the Trainer's own is a mean over batches, and the
-# last of several processes' batches is filled up with examples that were counted already.
-
-
-def mean_loss(prediction: Any) -> dict[str, float]:
-    """Of predictions that are `sequence_losses`."""
-    return {"loss": float(prediction.predictions.astype("float64").mean())}
-
-
-def accuracy(prediction: Any) -> dict[str, float]:
-    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
-    labels = torch.from_numpy(prediction.label_ids)
-    loss = nn.functional.cross_entropy(torch.from_numpy(logits).double(), labels)
-    return {"accuracy": float((logits.argmax(-1) == prediction.label_ids).mean()), "loss": float(loss)}
-
-
-def parameters(model: PreTrainedModel) -> int:
-    return sum(p.numel() for p in model.parameters())

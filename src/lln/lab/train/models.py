@@ -101,7 +101,7 @@ def without_coefficients(held: dict[str, Any] | None) -> tuple[dict[str, Any] | 
 SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
-def saved(start: str) -> dict[str, Any]:
+def read_start(start: str) -> dict[str, Any]:
     """The config of a saved model."""
     file = Path(start) / "config.json"
     if not file.is_file():
@@ -112,7 +112,7 @@ def saved(start: str) -> dict[str, Any]:
 
 def check_start(settings: Any, config: Config) -> None:
     """A model of another shape would begin anew in part, and say nothing of it."""
-    before = saved(config.model.start)
+    before = read_start(config.model.start)
     for name in SHAPE:
         if name in before and before[name] != getattr(settings, name):
             raise ValueError(
@@ -123,7 +123,7 @@ def check_start(settings: Any, config: Config) -> None:
 
 def keep_positions(settings: Any, config: Config) -> None:
     """A model that goes on with shorter sequences keeps the positions that it has learned."""
-    known = saved(config.model.start).get("max_position_embeddings")
+    known = read_start(config.model.start).get("max_position_embeddings")
     if known is None:
         return
     if settings.max_position_embeddings > known:
@@ -151,7 +151,7 @@ def fix_positions(embedding: nn.Embedding, settings: Any, kind: str) -> None:
 def build(config: Config, sizes: Sizes) -> PreTrainedModel:
     """A new model, or the one in the folder `model.start` with a new head."""
     kind: Any
-    settings, kind = described(config, sizes)
+    settings, kind = describe_model(config, sizes)
     settings.lln, given = without_coefficients(held_options(config))
     implementation = config.attention.name
     if implementation == "softmax":
@@ -215,7 +215,7 @@ def check_attention(config: Config) -> None:
         lln.hf.Options(**held)
 
 
-def described(config: Config, sizes: Sizes) -> tuple[PreTrainedConfig, Any]:
+def describe_model(config: Config, sizes: Sizes) -> tuple[PreTrainedConfig, Any]:
     """(transformers' config, the class of the model)"""
     m = config.model
     common: dict[str, Any] = {
@@ -253,6 +253,10 @@ def described(config: Config, sizes: Sizes) -> tuple[PreTrainedConfig, Any]:
 
 
 HERE = threading.local()  # a ContextVar would say the same, but torch.compile cannot read one
+
+
+def count_parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
 
 
 @contextlib.contextmanager

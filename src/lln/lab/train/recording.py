@@ -1,77 +1,54 @@
 """What attention does while a model trains (Figs. 1, 8, 9, 10b): temperature, entropy, spectral gap, alpha and beta of
-every layer and head, the gradient of every layer, and the loss scale under float16."""
+every layer and head, and the gradient of every layer."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback
 
 from lln.instruments import record
 from lln.instruments.recorder import Recorder
-from lln.lab.train.run_folder import Run
 
 MEANS = ("temperature", "entropy", "spectral_gap", "log_variance", "alpha", "beta")  # also logged as a mean of a layer
 
 
-class Recording(TrainerCallback):
-    """Records the first step and every so many steps after it: heads into the run's metrics.jsonl, means of layers also
-    through `log`, which is the Trainer's and reaches TensorBoard and the like. Without a run: what other processes need
-    it for, and nothing is written."""
+class Recording:
+    """Records the first step and every so many steps after it; every=0: none."""
 
-    def __init__(
-        self, run: Run | None, every: int, log: Callable[[dict[str, float]], None], scale: Callable[[], float | None]
-    ) -> None:
-        self.run, self.every, self.log, self.scale = run, every, log, scale
+    def __init__(self, model: nn.Module, every: int) -> None:
+        self.model, self.every = model, every
         self.recorder: Recorder | None = None
         self.rows: list[dict[str, Any]] = []
         self.gradients: dict[str, float] = {}
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        if state.global_step % self.every == 0 and model is not None:
-            self.recorder = record(model)
+    def is_due(self, step: int) -> bool:
+        return self.every > 0 and step % self.every == 0
+
+    def open(self, step: int) -> None:
+        """Before a step."""
+        if self.is_due(step):
+            self.recorder = record(self.model)
             self.recorder.__enter__()
 
-    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
-        self.close()  # one forward pass is enough
-
     def close(self) -> None:
+        """After a forward pass: one is enough."""
         if self.recorder is not None:
             self.recorder.__exit__(None, None, None)
             self.rows, self.recorder = self.recorder.rows(), None
 
-    def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
-    ) -> None:
-        if state.global_step % self.every == 0 and model is not None:
-            self.close()
-            layers = {row["layer"] for row in self.rows}
-            self.gradients = {layer: gradient_norm(model.get_submodule(owner(layer))) for layer in sorted(layers)}
+    def read_gradients(self) -> None:
+        """When all passes are done, and before the weights change."""
+        # Of `...attention.self.lln` the projections belong to the part that transformers made.
+        owners = {layer: layer.removesuffix(".lln") for layer in sorted({row["layer"] for row in self.rows})}
+        self.gradients = {layer: gradient_norm(self.model.get_submodule(name)) for layer, name in owners.items()}
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.close()
-        if not self.rows:
-            return
+    def take(self) -> dict[str, Any] | None:
+        """What was recorded in the last step, once: `heads` and `gradient_norms`; None where nothing was."""
         rows, self.rows = [{k: v for k, v in row.items() if k != "step"} for row in self.rows], []
-        if self.run is None:
-            return
-        self.run.log(
-            {
-                "step": state.global_step, "heads": rows, "gradient_norms": self.gradients, "loss_scale": self.scale(),
-            }
-        )  # fmt: skip
-        due = control.should_log  # logging takes the mark away, and the loss of this step may still be to come
-        self.log(layer_means(rows))
-        control.should_log = due
-
-
-def owner(layer: str) -> str:
-    """The module that a layer's projections belong to: of `...attention.self.lln` the part that transformers made."""
-    return layer.removesuffix(".lln")
+        return {"heads": rows, "gradient_norms": self.gradients} if rows else None
 
 
 def gradient_norm(module: nn.Module) -> float:

@@ -4,7 +4,7 @@ config.json        what was asked for; the same command finds the same run again
 facts.json         what tables and figures ask of a run (`list_facts`); result.json holds it too
 environment.json   versions, commit, device: one entry each time the run was started
 metrics.jsonl      one line a measurement; lines after the checkpoint that a run goes on from are taken back
-checkpoint-N/      transformers' checkpoint, and manifest.json, written last: sizes and hashes of its files
+checkpoint-N/      weights, moments and random states after N steps, and manifest.json, written last: sizes and hashes
 result.json        written last of all
 """
 
@@ -63,7 +63,7 @@ class Run:
         if self.facts is not None:
             write_json(self.path / FACTS, self.facts)
 
-    def started(self, environment: dict[str, Any]) -> None:
+    def note_start(self, environment: dict[str, Any]) -> None:
         write_json(self.path / ENVIRONMENT, [*(self.read(ENVIRONMENT) or []), environment])
 
     @contextlib.contextmanager

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +22,7 @@ from lln.lab.data.sources import list_splits, read
 from lln.lab.data.text import load_text
 from lln.lab.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from lln.lab.train.config import Config
-from lln.lab.train.models import Sizes, saved
+from lln.lab.train.models import Sizes, read_start
 
 Place = str | os.PathLike[str] | None
 Collate = Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
@@ -77,7 +76,7 @@ def pieces(name: str, subset: str | None, data_root: Place) -> tuple[str, float]
 def tokenizer_of(config: Config, name: str, subset: str | None, data_root: Place, cache_dir: Place) -> TextTokenizer:
     """The one that `model.start` was trained with; else one trained on this data."""
     if config.model.start:
-        saved(config.model.start)
+        read_start(config.model.start)
         return load_tokenizer(config.model.start)
     known = list_splits(name, config=subset, data_root=data_root)
     source = read(name, "train" if "train" in known else known[0], config=subset, data_root=data_root)
@@ -230,9 +229,3 @@ def retrieval(config: Config, data_root: Place, cache_dir: Place) -> tuple[Loade
 
 def pixels(config: Config, data_root: Place, cache_dir: Place) -> tuple[Loader, str]:
     return of_a_set(config, data_root, load_pixels, size=round(config.data.length**0.5), cache_dir=cache_dir)
-
-
-def carry_tokenizer(data: TaskData, folder: Path) -> None:
-    """A saved model brings its tokenizer with it."""
-    if data.tokenizer is not None:
-        data.tokenizer.save(folder)
