@@ -17,7 +17,7 @@ from helpers.hf_models import BERT, build, config
 from lln.hf.distillation import Learner
 from lln.lab.cli.app import app
 from lln.lab.convert import pipeline as conversion
-from lln.lab.convert.passages import as_batches, passages, special_tokens
+from lln.lab.convert.passages import as_batches, cut_passages, special_tokens
 from lln.lab.convert.workplace import LEARNING
 
 WORDS = ("sun", "rain", "the", "a", "old", "river", "sings", "falls", "under", "over", "stone", "bird", "and", "then")
@@ -105,7 +105,7 @@ def test_the_result_loads_and_is_what_the_report_says(kind: str, place: Path, co
     assert list(report["hidden_error"]) == ["matched", "distilled", "fine_tuned"]
     # The last number of the report, from the saved model alone.
     softmax, tokenizer = type(model).from_pretrained(place / kind), tf.AutoTokenizer.from_pretrained(out)
-    found = passages(tokenizer, [(place / "text.txt").read_text()], 48, 16)
+    found = cut_passages(tokenizer, [(place / "text.txt").read_text()], 48, 16)
     kept, learned = conversion.split(found)
     assert (len(kept), len(learned)) == (1, 13)
     (batch,) = as_batches(model, tokenizer, kept, 2)
@@ -306,12 +306,12 @@ def test_text_is_cut_with_special_tokens_around_each_passage(place: Path) -> Non
     tokenizer = tf.AutoTokenizer.from_pretrained(place / "bert")
     assert special_tokens(tokenizer) == ([2], [3])
     words = " ".join(WORDS * 3)  # 42 tokens
-    found = passages(tokenizer, [words, "sun rain"], 12, 4)
+    found = cut_passages(tokenizer, [words, "sun rain"], 12, 4)
     assert [len(p) for p in found] == [12, 12, 12, 12, 4, 4]
     assert all(p[0] == 2 and p[-1] == 3 for p in found)
     inside = [token for p in found for token in p[1:-1]]
     assert inside == tokenizer(f"{words} sun rain", add_special_tokens=False)["input_ids"]
-    assert [len(p) for p in passages(tokenizer, [words], 12, 5)] == [12, 12, 12, 12]
+    assert [len(p) for p in cut_passages(tokenizer, [words], 12, 5)] == [12, 12, 12, 12]
     model = tf.AutoModel.from_pretrained(place / "bert")
     batch = as_batches(model, tokenizer, found[3:], 3)[0]
     assert batch["attention_mask"].sum(1).tolist() == [12, 4, 4]

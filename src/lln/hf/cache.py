@@ -18,7 +18,7 @@ from lln.state import LLNState
 TAG = "lln_layer"  # the attribute of a key tensor that says which layer it came through
 
 
-def layer_of(key: Tensor) -> StateLayer | None:
+def find_layer(key: Tensor) -> StateLayer | None:
     return getattr(key, TAG, None)
 
 
@@ -69,7 +69,7 @@ class StateLayer(CacheLayerMixin):
             self.length = self.length.to(state.log_sum.device)
             self.state = state.detach()
             if not torch.compiler.is_compiling():
-                for tensor in (self.length, *tensors(self.state)):
+                for tensor in (self.length, *list_tensors(self.state)):
                     torch._dynamo.mark_static_address(tensor)
         else:
             self.write(state)
@@ -78,7 +78,7 @@ class StateLayer(CacheLayerMixin):
     @torch.no_grad()
     def write(self, state: LLNState) -> None:
         assert self.state is not None
-        for mine, new in zip(tensors(self.state), tensors(state), strict=True):
+        for mine, new in zip(list_tensors(self.state), list_tensors(state), strict=True):
             mine.copy_(new)
 
     # An encoder's sequence is asked for again in every step: there is nothing left of it but the state.
@@ -158,7 +158,7 @@ class StateLayer(CacheLayerMixin):
                 tensor.fill_(-torch.inf if name == "log_sum" else 0)
 
 
-def tensors(state: LLNState) -> list[Tensor]:
+def list_tensors(state: LLNState) -> list[Tensor]:
     return [value for value in vars(state).values() if isinstance(value, Tensor)]
 
 

@@ -88,7 +88,7 @@ def choose(batches: Sequence[Any], step: int, seed: int) -> Any:
     return batches[int(torch.randperm(len(batches), generator=generator)[at])]
 
 
-def relative(student: Tensor, teacher: Tensor, rows: Tensor | None, dims: tuple[int, ...]) -> Tensor:
+def relative_error(student: Tensor, teacher: Tensor, rows: Tensor | None, dims: tuple[int, ...]) -> Tensor:
     """Squared error over the squared size of what is wanted, both summed over `dims`; a mean over the rest. Rows that
     are padding, False in `rows` [B, N], do not count. Both [B, N, ...]."""
     error, size = (student - teacher).square(), teacher.square()
@@ -116,7 +116,7 @@ class Lesson:
         check_pattern(call, self.name)
         with torch.enable_grad():
             out = self.attention(call.query, call.key, call.value, **call.where)
-            loss = relative(out.transpose(1, 2), call.out, call.query_mask, (0, 1, 3))
+            loss = relative_error(out.transpose(1, 2), call.out, call.query_mask, (0, 1, 3))
             loss.backward()
         self.losses.append(loss.item())
 
@@ -263,7 +263,7 @@ def fine_tune(
                 wanted = teacher.base_model(**batch).last_hidden_state
             rows = batch.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
             found = model.base_model(**batch).last_hidden_state
-            loss = relative(found, wanted, None if rows is None else rows.bool(), (0, 1, 2))
+            loss = relative_error(found, wanted, None if rows is None else rows.bool(), (0, 1, 2))
             loss.backward()
             learner.step(loss.item())
             progress(learner.done, loss.item())

@@ -52,10 +52,10 @@ def check_class(model: PreTrainedModel, implementation: str) -> None:
     if tables or (here and not any(map(names_interface, here))):
         what = "some" if tables else "no"
         does = "ignores" if tables else "uses"
-        raise ValueError(ignored(f"{what} attention of {type(model).__name__} {does}", implementation))
+        raise ValueError(say_ignored(f"{what} attention of {type(model).__name__} {does}", implementation))
 
 
-def ignored(what: str, implementation: str) -> str:
+def say_ignored(what: str, implementation: str) -> str:
     return (
         f"attn_implementation={implementation!r}: {what} transformers' AttentionInterface, so it would go on to run "
         "softmax; use this model with transformers' own implementations."
@@ -65,12 +65,12 @@ def ignored(what: str, implementation: str) -> str:
 def check_model(model: PreTrainedModel, implementation: str) -> None:
     """ValueError where some attention of the model would go on to run softmax whatever it is told."""
     if not any(True for _ in attention_modules(model)):
-        raise ValueError(ignored(f"no attention of {type(model).__name__} uses", implementation))
+        raise ValueError(say_ignored(f"no attention of {type(model).__name__} uses", implementation))
     for _, module in own_modules(model):
         inner = [m for m in module.modules() if "Attention" in type(m).__name__ and not isinstance(m, LLNAttention)]
         if inner == [module] and not uses_interface(module) and any(True for _ in module.parameters()):
             what = f"{type(module).__name__} of {type(model).__name__} does not use"
-            raise ValueError(ignored(what, implementation))
+            raise ValueError(say_ignored(what, implementation))
 
 
 def own_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -93,7 +93,7 @@ def configs(model: PreTrainedModel) -> list[Any]:
     return list({id(holder.config): holder.config for holder in holders}.values())
 
 
-def first_of(holders: tuple[Any, ...], *names: str) -> Any:
+def find_first(holders: tuple[Any, ...], *names: str) -> Any:
     for holder in holders:
         for name in names:
             found = getattr(holder, name, None)
@@ -102,26 +102,26 @@ def first_of(holders: tuple[Any, ...], *names: str) -> Any:
     return None
 
 
-def sizes(module: Any) -> tuple[int, int, int, int, float | None]:
+def read_sizes(module: Any) -> tuple[int, int, int, int, float | None]:
     """(heads, key heads, head_dim, value_dim, scale) of a model's attention module, from the names that transformers
     uses. What comes in a call is compared with them."""
     config = module.config
-    heads = first_of((module, config), "num_attention_heads", "num_heads", "n_heads", "n_head")
-    dim = first_of((module,), "qk_head_dim", "head_dim", "attention_head_size", "head_size")
+    heads = find_first((module, config), "num_attention_heads", "num_heads", "n_heads", "n_head")
+    dim = find_first((module,), "qk_head_dim", "head_dim", "attention_head_size", "head_size")
     if dim is None and heads is not None:
-        dim = first_of((config,), "head_dim") or first_of((config,), "hidden_size", "d_model") // heads
+        dim = find_first((config,), "head_dim") or find_first((config,), "hidden_size", "d_model") // heads
     if not isinstance(heads, int) or not isinstance(dim, int):
         raise ValueError(f"lln: cannot tell how many heads of what size {type(module).__name__} has.")
-    groups = first_of((module,), "num_key_value_groups", "n_rep")
-    key_heads = first_of((module,), "num_key_value_heads", "num_kv_heads")
+    groups = find_first((module,), "num_key_value_groups", "n_rep")
+    key_heads = find_first((module,), "num_key_value_heads", "num_kv_heads")
     if groups is not None:
         key_heads = heads // int(groups)  # some (VideoPrism) say 1.0
-    scale = first_of((module,), "scaling", "scale")
-    value_dim = first_of((module,), "v_head_dim") or dim
+    scale = find_first((module,), "scaling", "scale")
+    value_dim = find_first((module,), "v_head_dim") or dim
     return heads, key_heads or heads, dim, value_dim, float(scale) if isinstance(scale, (int, float)) else None
 
 
-def in_units(query: Tensor, scale: float | None, scaling: float | None) -> Tensor:
+def rescale_query(query: Tensor, scale: float | None, scaling: float | None) -> Tensor:
     """Queries whose scores are to be multiplied with `scale`, from those that a call multiplies with `scaling`: some
     models (OPT) bring scaled queries and pass 1."""
     usual = query.shape[-1] ** -0.5 if scale is None else scale

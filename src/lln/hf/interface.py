@@ -13,8 +13,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils.output_capturing import _active_collector
 
 from lln.hf.attached import Attached, ModelAttention
-from lln.hf.cache import StateLayer, layer_of
-from lln.hf.find import in_units
+from lln.hf.cache import StateLayer, find_layer
+from lln.hf.find import rescale_query
 from lln.hf.masks import lln_mask, split
 from lln.hf.options import IMPLEMENTATIONS, LLN
 
@@ -106,7 +106,7 @@ def attend(
     """As transformers' other functions."""
     attention = find_attached(module, implementation)
     refuse(module, kwargs)
-    layer, lengths = layer_of(key), kwargs.get("cu_seq_lens_q")
+    layer, lengths = find_layer(key), kwargs.get("cu_seq_lens_q")
     causal, key_mask, offsets = split(attention_mask, key.shape[2], layer is not None)
     if causal is None:
         causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
@@ -116,7 +116,7 @@ def attend(
             "would depend on later tokens; use lln.hf.convert(model, statistics='running', batches=...) or 'fixed'."
         )
     call = Request(
-        type(module).__name__, attention, in_units(query, attention.scale, scaling), key, value,
+        type(module).__name__, attention, rescale_query(query, attention.scale, scaling), key, value,
         dropout if module.training else 0.0, wants_weights(module, attention, kwargs), causal, key_mask,
     )  # fmt: skip
     if layer is not None:

@@ -51,17 +51,17 @@ def lln_mask(
     if attention_mask is not None and attention_mask.shape[-1] == 0:
         attention_mask = None  # a mask from here: some models (PaliGemma) make one for a model inside, which does again
     if isinstance(kv_offset, Tensor) or kv_offset:
-        return after_state(batch_size, kv_length, kv_offset, attention_mask, torch.device(kwargs["device"]))
+        return mask_after_state(batch_size, kv_length, kv_offset, attention_mask, torch.device(kwargs["device"]))
     length, device = query_positions(kv_length, attention_mask, kwargs)
     if packed:
-        return offsets(mask_function, batch_size, length, device)
+        return find_offsets(mask_function, batch_size, length, device)
     kind = BIDIRECTIONAL if mask_function is bidirectional_mask_function else CAUSAL
     if attention_mask is None:
         return torch.empty(batch_size, 0, dtype=kind, device=device)
     return attention_mask[:, :kv_length].to(kind)
 
 
-def after_state(
+def mask_after_state(
     batch_size: int, new: int, before: int | Tensor, attention_mask: Tensor | None, device: torch.device
 ) -> Tensor:
     """Of the new keys alone: what was hidden before them is not in the state."""
@@ -96,7 +96,7 @@ def query_positions(kv_length: int, attention_mask: Tensor | None, kwargs: dict[
     return length, device
 
 
-def offsets(mask_function: Callable[..., Any], batch_size: int, length: int, device: torch.device) -> Tensor:
+def find_offsets(mask_function: Callable[..., Any], batch_size: int, length: int, device: torch.device) -> Tensor:
     """Where sequences begin when several are packed into a row: wherever a token may not attend the one before it.
     Rows are laid one after another, so that each row's first token also begins one."""
     row = torch.arange(batch_size, device=device)[:, None]

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from lln.hf.find import attention_modules, configs, in_units, is_cross, sizes
+from lln.hf.find import attention_modules, configs, is_cross, read_sizes, rescale_query
 from lln.hf.interface import refuse
 from lln.hf.options import IMPLEMENTATIONS
 
@@ -175,8 +175,8 @@ def read_softmax(call: Call, out: Tensor) -> SoftmaxCall:
     query_mask = key_mask
     if rows != keys or is_cross(call.module, call.layer):  # which queries are padding is not said
         query_mask = torch.ones(call.query.shape[0], rows, dtype=torch.bool, device=call.query.device)
-    scale = sizes(call.module)[4]
-    query = in_units(call.query, scale, call.given.get("scaling")).detach()
+    scale = read_sizes(call.module)[4]
+    query = rescale_query(call.query, scale, call.given.get("scaling")).detach()
     key, value = call.key.detach(), call.value.detach()
     return SoftmaxCall(query, key, value, out.detach(), scale, is_causal, key_mask, query_mask, call.mask)
 

@@ -32,7 +32,7 @@ class Estimate(NamedTuple):
     high: Tensor
 
 
-def uniform(seed: int, *shape: int, like: Tensor) -> Tensor:
+def draw_uniform(seed: int, *shape: int, like: Tensor) -> Tensor:
     """Numbers in (0, 1), drawn on the CPU so that every device sees the same."""
     numbers = torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return numbers.clamp_(LEAST, 1 - LEAST).to(like.device, like.dtype)
@@ -61,8 +61,8 @@ def estimate_entropy(
     deviations = math.sqrt(2) * torch.erfinv(torch.tensor(confidence, dtype=torch.float64)).item()
     found = []
     for group in p.groups():
-        draw, pilot = chosen_draw(group)
-        found.append(draw(samples, seed) if samples else until_narrow(draw, pilot, width or 0.0, deviations, seed))
+        draw, pilot = choose_draw(group)
+        found.append(draw(samples, seed) if samples else draw_until_narrow(draw, pilot, width or 0.0, deviations, seed))
     value, error = (p.collect([pair[side] for pair in found]) for side in (0, 1))
     return Estimate(value, value - deviations * error, value + deviations * error)
 
@@ -70,7 +70,7 @@ def estimate_entropy(
 Draw = Callable[[int, int], tuple[Tensor, Tensor]]  # number, seed -> mean and standard error, [G] each
 
 
-def chosen_draw(heads: Heads) -> tuple[Draw, int]:
+def choose_draw(heads: Heads) -> tuple[Draw, int]:
     """Pairs where P = A B^T is a mixture that can be drawn from, else rows; and a first number of them."""
     factors = heads.factors()
     if factors is not None and all(bool((side >= 0).all()) for side in factors):
@@ -78,7 +78,7 @@ def chosen_draw(heads: Heads) -> tuple[Draw, int]:
     return lambda count, seed: row_draw(heads, count, seed), PILOT_ROWS
 
 
-def until_narrow(draw: Draw, count: int, width: float, deviations: float, seed: int) -> tuple[Tensor, Tensor]:
+def draw_until_narrow(draw: Draw, count: int, width: float, deviations: float, seed: int) -> tuple[Tensor, Tensor]:
     """Fresh draws in growing number until every interval is at most `width` wide."""
     while True:
         mean, error = draw(count, seed)
@@ -110,8 +110,8 @@ class PairDraw:
         total = b.sum(1, keepdim=True)  # of LLN it is 1; for other features it moves from B to A
         self.a, self.b = a, b
         self.order, self.rows = live_first(heads), heads.live.sum(1)
-        self.channels = cumulative(a * total)  # [G, N, F]
-        keys = cumulative(b.transpose(1, 2))  # [G, F, M]
+        self.channels = accumulate(a * total)  # [G, N, F]
+        keys = accumulate(b.transpose(1, 2))  # [G, F, M]
         # One rising sequence for all channels, channel c in (c, c + 1], so that one search serves every draw.
         self.width, self.keys = keys.shape[2], (keys + torch.arange(keys.shape[1]).to(b).view(-1, 1)).flatten(1)
 
@@ -123,7 +123,7 @@ class PairDraw:
         total = squares = self.a.new_zeros(heads)
         step = max(span_elements(self.a.device) // max(heads * features, 1), 1024)
         for first in range(0, count, step):
-            bits = self.bits(uniform(seed * 1_000_003 + first, 3, min(step, count - first), like=self.a))
+            bits = self.bits(draw_uniform(seed * 1_000_003 + first, 3, min(step, count - first), like=self.a))
             total, squares = total + bits.sum(1), squares + bits.square().sum(1)
         mean = total / count
         spread = (squares / count - mean.square()).clamp_min(0.0) * (count / (count - 1))
@@ -140,7 +140,7 @@ class PairDraw:
         return -(take(self.a, row) * take(self.b, key)).sum(-1).log2()
 
 
-def cumulative(weights: Tensor) -> Tensor:
+def accumulate(weights: Tensor) -> Tensor:
     """Distribution functions over the last dimension, ending at exactly 1 (where there is any weight)."""
     sums = weights.cumsum(-1)
     return sums / sums[..., -1:].clamp_min(torch.finfo(sums.dtype).tiny)

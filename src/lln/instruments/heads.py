@@ -45,7 +45,7 @@ def positions(rows: Rows, device: torch.device) -> Tensor:
     return rows if isinstance(rows, Tensor) else torch.arange(rows.start, rows.stop, device=device).unsqueeze(0)
 
 
-def last(rows: Rows) -> int:
+def find_end(rows: Rows) -> int:
     """One past the last of the rows."""
     return rows.stop if isinstance(rows, slice) else int(rows.max()) + 1 if rows.numel() else 0
 
@@ -139,7 +139,7 @@ class SoftmaxHeads(Heads):
         self.q, self.k, self.dtype = q, k, q.dtype
 
     def scores(self, rows: Rows) -> Tensor:
-        width = last(rows) if self.is_causal else self.keys
+        width = find_end(rows) if self.is_causal else self.keys
         scores = take(self.q, rows) @ self.k[:, :width].transpose(1, 2)
         if self.padded:
             scores.masked_fill_(~self.seen[:, None, :width], -torch.inf)
@@ -193,7 +193,7 @@ class LLNHeads(Heads):
         return (self.a + self.log_sum).logsumexp(-1)
 
     def log_rows(self, rows: Rows) -> Tensor:
-        end = last(rows) if self.is_causal else self.keys
+        end = find_end(rows) if self.is_causal else self.keys
         x = self.x[:, :end]
         if not end:
             return self.a.new_empty(*take(self.live, rows).shape, 0)
@@ -250,7 +250,7 @@ class KernelHeads(Heads):
         self.fq = torch.where(live.unsqueeze(-1), fq / norm, 0.0)
 
     def product_rows(self, rows: Rows) -> Tensor:
-        width = last(rows) if self.is_causal else self.keys
+        width = find_end(rows) if self.is_causal else self.keys
         p = take(self.fq, rows) @ self.fk[:, :width].transpose(1, 2)
         return p.masked_fill_(self.later(rows, width), 0.0) if self.is_causal else p
 

@@ -102,7 +102,7 @@ def observe_lln(layer: str, module: LLNAttention, look: Look, args: Any, kwargs:
     cross = getattr(module, "cross", False) or length != keys or (apart and not is_causal)
     seen = Observation(
         layer, kind, query, key, scale, is_causal, key_mask, query_mask, None, cross, alpha, beta, module.block_size,
-        mix_of(module), overlap=module.overlap,
+        find_mix(module), overlap=module.overlap,
     )  # fmt: skip
     if given["cu_seqlens"] is None:
         names = ("query", "key", "key_mask", "query_mask", "alpha", "beta")
@@ -111,15 +111,15 @@ def observe_lln(layer: str, module: LLNAttention, look: Look, args: Any, kwargs:
         first = None if plain is None else (look.first(plain[0]), look.first(plain[1]))
         yield dataclasses.replace(seen, **batched, plain=first)
         return
-    unmapped = [] if plain is None else list(sequences(*plain, given["cu_seqlens"], look.samples))
-    for index, (q, k) in enumerate(sequences(query, key, given["cu_seqlens"], look.samples)):
+    unmapped = [] if plain is None else list(split_sequences(*plain, given["cu_seqlens"], look.samples))
+    for index, (q, k) in enumerate(split_sequences(query, key, given["cu_seqlens"], look.samples)):
         own: dict[str, Any] = {"alpha": alpha, "beta": beta}
         own = {name: c[index : index + 1] if len(c) > 1 else c for name, c in own.items()}
         own["plain"] = None if plain is None else unmapped[index]
         yield dataclasses.replace(seen, query=q, key=k, cross=cross or q.shape[2] != k.shape[2], **own)
 
 
-def sequences(query: Tensor, key: Tensor, offsets: Any, count: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+def split_sequences(query: Tensor, key: Tensor, offsets: Any, count: int | None) -> Iterator[tuple[Tensor, Tensor]]:
     """The first packed sequences, one by one."""
     pair = offsets if isinstance(offsets, (tuple, list)) else (offsets, offsets)
     ends = [one.tolist() for one in pair]
@@ -128,7 +128,7 @@ def sequences(query: Tensor, key: Tensor, offsets: Any, count: int | None) -> It
         yield query[:, :, ends[0][i] : ends[0][i + 1]], key[:, :, ends[1][i] : ends[1][i + 1]]
 
 
-def mix_of(module: LLNAttention) -> Any:
+def find_mix(module: LLNAttention) -> Any:
     """Detached. "scales" have a P for each value channel; the one at the mean of their sizes stands for them."""
     mix = module.mix_weights() if module.block_size is not None else 0.5
     if isinstance(mix, tuple):

@@ -33,7 +33,7 @@ def largest_eigenvalue(
     wanted = 1 if symmetric else 3  # a larger value of an unsymmetric operator may be late to show
     block, most, residual = start.shape[1], min(max(BASIS[0], start.shape[0] // 4), BASIS[1]), float("inf")
     for _ in range(RESTARTS):
-        fresh = basis = spanned(start)
+        fresh = basis = span(start)
         projected = start.new_zeros(0, 0)  # basis^T apply(basis)
         passed = start.new_zeros(basis.shape[1], 0)  # fresh^T apply(the block before)
         solved = 0.0
@@ -49,11 +49,11 @@ def largest_eigenvalue(
             grown[known:, known - passed.shape[1] : known] = passed
             grown[:, known:] = inside + again
             projected = grown
-            fresh = spanned(rest, basis, image.norm().item())
+            fresh = span(rest, basis, image.norm().item())
             full = now + fresh.shape[1] > most
             if full or now >= GROWTH * solved or not fresh.shape[1]:
                 solved = now
-                values, vectors = leading(projected, symmetric)
+                values, vectors = find_leading(projected, symmetric)
                 largest = float(values[0].abs())
                 # apply(basis y) - theta basis y = rest (last rows of y): it takes no further product.
                 tail = vectors[known:, :wanted]
@@ -74,7 +74,7 @@ def largest_eigenvalue(
     )
 
 
-def leading(matrix: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
+def find_leading(matrix: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors, the largest first. Solved on the CPU, where such small problems are fastest."""
     small = matrix.cpu()
     values, vectors = torch.linalg.eigh((small + small.T) / 2) if symmetric else torch.linalg.eig(small)
@@ -82,7 +82,7 @@ def leading(matrix: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
     return values[order].to(matrix.device), vectors[:, order].to(matrix.device)
 
 
-def spanned(t: Tensor, against: Tensor | None = None, size: float | None = None) -> Tensor:
+def span(t: Tensor, against: Tensor | None = None, size: float | None = None) -> Tensor:
     """An orthonormal basis [N, R] of the columns of t [N, V], orthogonal to `against`, without directions that are only
     noise beside `size` (default: the norm of t)."""
     size = t.norm().item() if size is None else size

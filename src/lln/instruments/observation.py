@@ -124,7 +124,7 @@ def measure_all(seen: Observation, wanted: tuple[str, ...]) -> dict[str, Tensor]
     ways: dict[str, Callable[[], Tensor]] = {
         "sigma_q": lambda: spread(seen.query, p.live),
         "sigma_k": lambda: spread(seen.key, p.seen).repeat_interleave(each, 1),
-        "temperature": lambda: temperature_of(seen, p),
+        "temperature": lambda: measure_temperature(seen, p),
         "entropy": lambda: entropy(p),
         "spectral_gap": lambda: gap(p) if seen.has_gap else nothing,
         "log_variance": lambda: log_moments(p).variance,
@@ -152,7 +152,7 @@ def spread(t: Tensor, valid: Tensor) -> Tensor:
     return sigma(*moments(t, t.shape[1], valid, None))
 
 
-def temperature_of(seen: Observation, p: AttentionMap) -> Tensor:
+def measure_temperature(seen: Observation, p: AttentionMap) -> Tensor:
     if seen.bias is None or seen.alpha is not None:
         return temperature(p)
     # Eq. (5) on all pairs that attend, the bias being part of their scores.
@@ -211,20 +211,20 @@ def read_mask(mask: Any, rows: int, keys: int, one_sequence: bool, is_causal: bo
     additive = mask.is_floating_point()
     if mask.ndim == 2:
         shown = mask > torch.finfo(mask.dtype).min / 2 if additive else mask.bool()
-        return Pattern(is_causal, some(shown))
+        return Pattern(is_causal, unless_full(shown))
     mask = mask[..., :keys].expand(-1, -1, rows, -1)
     shown = mask > torch.finfo(mask.dtype).min / 2 if additive else mask.bool()
     if additive and bool((torch.where(shown, mask, 0.0) != 0).any()):
-        return Pattern(key_mask=some(shown.any(2).any(1)), bias=torch.where(shown, mask, -torch.inf))
+        return Pattern(key_mask=unless_full(shown.any(2).any(1)), bias=torch.where(shown, mask, -torch.inf))
     seen = shown.any(2).any(1)  # [B, keys]
     plain = seen[:, None, None]
     causal = plain & (torch.arange(keys, device=mask.device) <= past_and_own(rows, keys, mask.device))
     counts = seen[:, None, :, None] if one_sequence and rows == keys else torch.ones_like(plain)
     for is_causal, pattern in ((False, plain), (True, causal)):
         if not bool(((shown != pattern) & counts).any()):
-            return Pattern(is_causal, some(seen))
+            return Pattern(is_causal, unless_full(seen))
     return Pattern(
-        key_mask=some(seen), bias=torch.zeros(shown.shape, device=mask.device).masked_fill_(~shown, -torch.inf)
+        key_mask=unless_full(seen), bias=torch.zeros(shown.shape, device=mask.device).masked_fill_(~shown, -torch.inf)
     )
 
 
@@ -233,7 +233,7 @@ def past_and_own(rows: int, keys: int, device: torch.device) -> Tensor:
     return torch.arange(keys - rows, keys, device=device).unsqueeze(-1)
 
 
-def some(mask: Tensor) -> Tensor | None:
+def unless_full(mask: Tensor) -> Tensor | None:
     """None where nothing is hidden: it saves the instruments work."""
     return None if bool(mask.all()) else mask
 

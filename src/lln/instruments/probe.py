@@ -38,12 +38,12 @@ def linear_layers(module: nn.Module) -> tuple[nn.Linear, nn.Linear, nn.Linear] |
     children = dict(module.named_children())
     for names in NAMES:
         found = [children.get(name) for name in names]
-        if all(isinstance(one, nn.Linear) for one in found) and heads_of(module) is not None:
+        if all(isinstance(one, nn.Linear) for one in found) and count_heads(module) is not None:
             return tuple(found)  # type: ignore[return-value]
     return None
 
 
-def heads_of(module: Any) -> int | None:
+def count_heads(module: Any) -> int | None:
     found = (getattr(module, name, None) for name in HEADS)
     return next((heads for heads in found if isinstance(heads, int)), None)
 
@@ -70,17 +70,17 @@ def observe(layer: str, module: nn.Module, layers: Any, look: Look, args: Any, k
     given = {**given, **given.get("kwargs", {})}
     if any(value is not None and "past" in name for name, value in given.items()):
         raise ValueError(f"record: {layer} reads keys from a cache that cannot be looked into; use use_cache=False.")
-    with watched(module) as (inputs, outputs):
+    with watch_layers(module) as (inputs, outputs):
         result = module.forward(*args, **kwargs)
     if not all(one in outputs for one in layers):
         raise ValueError(f"record: {layer} ({type(module).__name__}) did not use its query and key layers.")
-    heads = heads_of(module) or 1
+    heads = count_heads(module) or 1
     q, k, v = (look.first(outputs[one]).unflatten(-1, (heads, -1)).transpose(1, 2) for one in layers)
     scale = next((s for s in (getattr(module, n, None) for n in ("scaling", "scale")) if isinstance(s, float)), None)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     made = [look.first(t) for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)]
     made += [look.first(t) for one, t in inputs.items() if one not in layers]
-    for pattern in patterns(given, look, q.shape[2], k.shape[2]):
+    for pattern in list_patterns(given, look, q.shape[2], k.shape[2]):
         seen = observe_softmax(layer, q, k, scale, pattern, cross=q.shape[2] != k.shape[2])
         wanted = (seen.softmax_map().dense() @ v.to(torch.float64)).transpose(1, 2).flatten(2)  # [B, N, H E]
         live = seen.softmax_map().live[..., None]
@@ -92,7 +92,7 @@ def observe(layer: str, module: nn.Module, layers: Any, look: Look, args: Any, k
     )
 
 
-def patterns(given: dict[str, Any], look: Look, rows: int, keys: int) -> Iterator[Pattern]:
+def list_patterns(given: dict[str, Any], look: Look, rows: int, keys: int) -> Iterator[Pattern]:
     """What the masks may mean, likely ones first."""
     masks = [look.first(given[name]) for name in MASKS if isinstance(given.get(name), Tensor)]
     bias = given.get("position_bias")
@@ -112,7 +112,7 @@ def near(found: Tensor, wanted: Tensor, live: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def watched(module: nn.Module) -> Iterator[tuple[dict[nn.Module, Tensor], dict[nn.Module, Tensor]]]:
+def watch_layers(module: nn.Module) -> Iterator[tuple[dict[nn.Module, Tensor], dict[nn.Module, Tensor]]]:
     """Inputs and outputs of the linear layers inside, while the module is in eval."""
     inputs: dict[nn.Module, Tensor] = {}
     outputs: dict[nn.Module, Tensor] = {}

@@ -106,7 +106,7 @@ def factor_spectrum(p: AttentionMap) -> Tensor:
 
 def eigenvalue_of_factors(a: Tensor, b: Tensor) -> Tensor:
     """max |lambda| of A B^T, [G]: the nonzero eigenvalues of B^T A are the same."""
-    return largest_of(b.transpose(1, 2) @ a if a.shape[2] < a.shape[1] else a @ b.transpose(1, 2))
+    return find_largest(b.transpose(1, 2) @ a if a.shape[2] < a.shape[1] else a @ b.transpose(1, 2))
 
 
 def singular_of_factors(a: Tensor, b: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def second_eigenvalue(p: AttentionMap, heads: Heads, tolerance: float) -> Tensor
         top = torch.where(heads.live, heads.diagonal(), 0.0).topk(min(2, heads.rows), 1).values
         return top[:, 1] if heads.rows > 1 else torch.zeros_like(top[:, 0])
     if heads.rows <= DENSE:
-        return largest_of(centred(heads, heads.dense()))
+        return find_largest(centred(heads, heads.dense()))
     return torch.stack([iterate(one, False, tolerance) for one in p.singles(heads)])
 
 
@@ -160,7 +160,7 @@ def centred_keys(heads: Heads, keys: Tensor) -> Tensor:
     return apart.mul_(heads.seen.unsqueeze(-1)) if heads.padded else apart
 
 
-def largest_of(matrices: Tensor) -> Tensor:
+def find_largest(matrices: Tensor) -> Tensor:
     """max |eigenvalue| of [G, n, n]. On the CPU, where such small unsymmetric problems are solved fastest."""
     largest: Tensor = torch.linalg.eigvals(matrices.cpu()).abs().amax(1)
     return largest.to(matrices)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lln.hf.find import is_cross, uses_interface
 from lln.hf.watch import SOFTMAX, Call, watch
-from lln.instruments.known_modules import Look, Remove, sequences
+from lln.instruments.known_modules import Look, Remove, split_sequences
 from lln.instruments.observation import Observation, Pattern, default_scale, observe_softmax, read_mask
 
 KNOWN = ("eager", "sdpa", "flex_attention", SOFTMAX)
@@ -62,7 +62,7 @@ def observe_call(call: Call, look: Look) -> list[Observation]:
         offsets = given["cu_seq_lens_q"], given.get("cu_seq_lens_k", given["cu_seq_lens_q"])
         return [
             observe_softmax(name, q, k, scale, Pattern(causal), cross=cross)
-            for q, k in sequences(call.query, call.key, offsets, look.samples)
+            for q, k in split_sequences(call.query, call.key, offsets, look.samples)
         ]
     if flash and given.get("sliding_window") is not None:
         raise ValueError(f"{who} hides keys by a window that only its kernel sees; use attn_implementation='sdpa'.")

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lln.hf.attached import ModelAttention
 from lln.hf.find import attention_modules
 from lln.hf.watch import SoftmaxCall, evaluating, on_device, show_softmax
-from lln.instruments.known_modules import mix_of
+from lln.instruments.known_modules import find_mix
 from lln.instruments.observation import Observation, default_scale, measure
 
 MEASURED = ("entropy", "spectral_gap")
@@ -41,7 +41,7 @@ class Witness:
         mapped = lln.features(call.query, call.key, **call.where)
         ours = Observation(
             self.name, lln.implementation, *mapped, scale, **call.where, cross=lln.cross, alpha=alpha, beta=beta,
-            block_size=lln.block_size, mix=mix_of(lln), overlap=lln.overlap,
+            block_size=lln.block_size, mix=find_mix(lln), overlap=lln.overlap,
         )  # fmt: skip
         for kind, seen in (("softmax", softmax), ("lln", ours)):
             for name, values in measure(seen, MEASURED).items():
@@ -68,7 +68,7 @@ def learned_mix(attention: ModelAttention) -> float | None:
     """The weight of LLN beside the blocks, a mean over heads; None where there are no blocks."""
     if attention.block_size is None:
         return None
-    mix = mix_of(attention)
+    mix = find_mix(attention)
     return float(mix.mean()) if isinstance(mix, Tensor) else float(mix)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lln.lab.core.errors import Refused
-from lln.lab.inspect.inspection import positions
+from lln.lab.inspect.inspection import count_positions
 
 
 def read_texts(files: Sequence[Path]) -> list[str]:
@@ -44,13 +44,13 @@ def fingerprint(texts: Sequence[str]) -> str:
     return found.hexdigest()[:16]
 
 
-def longest(model: Any, tokenizer: Any) -> int | None:
+def find_longest(model: Any, tokenizer: Any) -> int | None:
     """How many tokens the model takes at most; None: it does not say."""
-    limit = min(tokenizer.model_max_length, positions(model))
+    limit = min(tokenizer.model_max_length, count_positions(model))
     return int(limit) if limit < 10**9 else None
 
 
-def passages(tokenizer: Any, texts: Sequence[str], length: int, shortest: int) -> list[list[int]]:
+def cut_passages(tokenizer: Any, texts: Sequence[str], length: int, shortest: int) -> list[list[int]]:
     """Token ids of each, special tokens included, at most `length`."""
     before, after = special_tokens(tokenizer)
     inside = length - len(before) - len(after)

@@ -23,11 +23,11 @@ from lln.hf.options import LLN, runs_ours
 from lln.hf.watch import evaluating
 from lln.lab.convert.layer_errors import compare_layers, hidden_error, last_hidden
 from lln.lab.convert.layer_tables import write_report
-from lln.lab.convert.passages import as_batches, fingerprint, longest, passages
+from lln.lab.convert.passages import as_batches, cut_passages, find_longest, fingerprint
 from lln.lab.convert.workplace import MODEL, Workplace
 from lln.lab.core.errors import Refused, first_line
 from lln.lab.core.pretrained import load, quiet, shorten_name
-from lln.lab.inspect.inspection import labelled
+from lln.lab.inspect.inspection import label_layers
 
 MATCHED = 32  # passages that matching looks at
 REPORTED = 4  # passages that the report is measured on
@@ -121,11 +121,11 @@ def convert_checkpoint(
         raise Refused(
             f"{name} runs {model.config._attn_implementation!r} already; convert the softmax model it was made from"
         )
-    limit = longest(model, tokenizer)
+    limit = find_longest(model, tokenizer)
     length = plan.length if limit is None else min(plan.length, limit)
     if length < plan.shortest:
         raise Refused(f"passages of {length} tokens are too short; at least {plan.shortest} are needed")
-    found = passages(tokenizer, texts, length, plan.shortest)
+    found = cut_passages(tokenizer, texts, length, plan.shortest)
     kept, learned = split(found)
     batches = [as_batches(model, tokenizer, part, plan.batch_size) for part in (kept, learned)]
     few = learned[:: max(1, len(learned) // MATCHED)][:MATCHED]
@@ -249,7 +249,7 @@ class Conversion:
     def report(self) -> dict[str, Any]:
         stages = list(self.found)
         first = self.found[stages[0]]["layers"]
-        labels = labelled([(row["layer"], 0) for row in first])
+        labels = label_layers([(row["layer"], 0) for row in first])
         layers = []
         for number, row in enumerate(first):
             mine = {stage: self.found[stage]["layers"][number]["lln"] for stage in stages}

@@ -26,7 +26,7 @@ def heatmap(
     rows = []
     for row in (row for row in values if row["value"] is not None):
         place = (row["value"] - low) / (high - low) if high > low else 0.5
-        rows.append({**row, "text": shown(row["value"], digits, differences), "dark": is_dark(place, differences)})
+        rows.append({**row, "text": show_value(row["value"], digits, differences), "dark": is_dark(place, differences)})
     every = max(1, round(24 / cell))  # heads whose number is written below the map
     base = alt.Chart(alt.Data(values=rows)).encode(
         x=alt.X(
@@ -65,7 +65,7 @@ def is_dark(place: float, differences: bool) -> bool:
     return abs(place - 0.5) > 0.33 if differences else place < 0.62
 
 
-def shown(value: float, digits: int, sign: bool) -> str:
+def show_value(value: float, digits: int, sign: bool) -> str:
     """As short as it can be: .05 rather than 0.05."""
     text = f"{value:{'+' if sign else ''}.{digits}f}"
     if float(text) == 0:

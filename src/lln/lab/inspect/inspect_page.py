@@ -62,7 +62,7 @@ def short(value: float | None) -> str:
 
 def layer_table(result: dict[str, Any]) -> Table:
     """For the terminal: means over the heads of each layer."""
-    title = escape(f"{result['model']}: means over heads and {counted(len(result['tokens']), 'text')}")
+    title = escape(f"{result['model']}: means over heads and {count_things(len(result['tokens']), 'text')}")
     kinds = matchings(result)
     caption = f"{', '.join(kinds)}: how far LLN is from softmax, bits of entropy/gap"
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -90,7 +90,7 @@ def write(result: dict[str, Any], out: Path) -> Path:
         facts=facts(result),
         sentences=sentences(result),
         charts=own,
-        said_of_lln=said_of_lln(result),
+        said_of_lln=describe_lln(result),
         compared=others,
         matchings=matchings(result),
         number=number,
@@ -146,7 +146,7 @@ def compared_charts(result: dict[str, Any]) -> list[list[Chart]]:
     return list(groups.values())
 
 
-def counted(count: int, what: str) -> str:
+def count_things(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
@@ -155,9 +155,9 @@ def facts(result: dict[str, Any]) -> str:
     kinds = {"softmax": "softmax", "lln": "LLN", "lln_diag": "LLN+Diag"}
     attention = " and ".join(kinds[kind] for kind in dict.fromkeys(layer["attention"] for layer in layers))
     return (
-        f"{result['class']} with {attention} attention: {counted(len(layers), 'attention layer')}, "
-        f"{counted(len(result['rows']), 'head')} in all, measured on {counted(len(tokens), 'text')} of "
-        f"{counted(sum(tokens), 'token')} together."
+        f"{result['class']} with {attention} attention: {count_things(len(layers), 'attention layer')}, "
+        f"{count_things(len(result['rows']), 'head')} in all, measured on {count_things(len(tokens), 'text')} of "
+        f"{count_things(sum(tokens), 'token')} together."
     )
 
 
@@ -191,13 +191,13 @@ def sentences(result: dict[str, Any]) -> list[str]:
     if distances:
         near = sum(d < 0.05 for d in distances)
         said.append(
-            f"Weights are log-normal to within a distance of .05 in {near} of {counted(len(distances), 'head')}; "
+            f"Weights are log-normal to within a distance of .05 in {near} of {count_things(len(distances), 'head')}; "
             f"the furthest is {number(max(distances))} away."
         )
     return said
 
 
-def said_of_lln(result: dict[str, Any]) -> list[str]:
+def describe_lln(result: dict[str, Any]) -> list[str]:
     rows: Rows = result["rows"]
     said: list[str] = []
     apart: dict[tuple[str, str], list[float]] = {}
@@ -216,7 +216,7 @@ def said_of_lln(result: dict[str, Any]) -> list[str]:
                 f"With {matching} matching LLN differs from softmax in entropy by "
                 f"{number(sum(map(abs, entropies)) / len(entropies))} bits on average (half of the heads by at most "
                 f"{number(abs(entropies[(len(entropies) - 1) // 2]))}, the worst by {number(abs(entropies[-1]))}) and "
-                f"is the more even of the two in {even} of {counted(len(entropies), 'head')}{gap}."
+                f"is the more even of the two in {even} of {count_things(len(entropies), 'head')}{gap}."
             )
         else:
             said.append(f"The curves of {matching} matching do not cover this model's head dim.")

@@ -71,13 +71,13 @@ def inspect(
             key = seen.layer or type(model).__name__, call
             kinds[key] = seen.attention
             found.setdefault(key, []).append(compare(seen))
-    labels = labelled(list(found))
+    labels = label_layers(list(found))
     rows = []
     for key, parts in found.items():
         means = {name: mean(torch.cat([part[name] for part in parts])) for name in parts[0]}
         for head in range(len(means["entropy"])):
             place = {"layer": key[0], "call": key[1], "label": labels[key], "head": head, "attention": kinds[key]}
-            rows.append(place | nested({name: values[head] for name, values in means.items()}))
+            rows.append(place | nest({name: values[head] for name, values in means.items()}))
     return {"rows": rows, "layers": layer_means(rows), "tokens": tokens}
 
 
@@ -88,7 +88,7 @@ def encode(
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if tokenizer.pad_token is None:
         batch_size = 1
-    limits = [max_length, tokenizer.model_max_length, positions(model)]
+    limits = [max_length, tokenizer.model_max_length, count_positions(model)]
     batches = []
     for first in range(0, len(texts), batch_size):
         part = list(texts[first : first + batch_size])
@@ -105,7 +105,7 @@ def encode(
     return batches
 
 
-def positions(model: Any) -> float:
+def count_positions(model: Any) -> float:
     """How many tokens the model has places for."""
     places = getattr(model.config, "max_position_embeddings", None)
     if not isinstance(places, int) or places < 1:
@@ -151,7 +151,7 @@ def compare(seen: Observation) -> dict[str, Tensor]:
         here = f"lln.{matching}"
         numbers = dict.fromkeys(("alpha", "beta", "entropy", "spectral_gap"), nothing)
         if seen.bias is None and (matching in ("paper", "data") or 8 <= dim <= 256):  # which the curves cover
-            alpha, beta = matched(seen, matching)
+            alpha, beta = match(seen, matching)
             p = seen.lln_map(alpha, beta)
             numbers = {
                 "alpha": alpha[..., 0].to(nothing).expand(batch, heads),
@@ -166,7 +166,7 @@ def compare(seen: Observation) -> dict[str, Tensor]:
     return {name: values.cpu() for name, values in found.items()}
 
 
-def matched(seen: Observation, matching: str) -> tuple[Tensor, Tensor]:
+def match(seen: Observation, matching: str) -> tuple[Tensor, Tensor]:
     """alpha [B, H, 1] and beta [B, key heads, 1]. The spread is that of each text, as bidirectional LLN has it; causal
     LLN would have an average instead."""
     masks: dict[str, Any] = {"key_mask": seen.key_mask, "query_mask": seen.query_mask}
@@ -182,7 +182,7 @@ def mean(values: Tensor) -> list[float | None]:
     return [value if math.isfinite(value) else None for value in values.nanmean(0).tolist()]
 
 
-def nested(flat: dict[str, Any]) -> dict[str, Any]:
+def nest(flat: dict[str, Any]) -> dict[str, Any]:
     """{"lln.paper.alpha": 1} -> {"lln": {"paper": {"alpha": 1}}}"""
     result: dict[str, Any] = {}
     for name, value in flat.items():
@@ -219,7 +219,7 @@ def average(values: list[float | None]) -> float | None:
     return sum(there) / len(there) if there else None
 
 
-def labelled(keys: list[tuple[str, int]]) -> dict[tuple[str, int], str]:
+def label_layers(keys: list[tuple[str, int]]) -> dict[tuple[str, int], str]:
     """A short name for each layer and call: the parts of its name that others do not share."""
     paths = {key: key[0].split(".") for key in keys}
     same_length = len({len(path) for path in paths.values()}) == 1
