@@ -10,15 +10,19 @@ from torch import Tensor
 from lln.checks import DTYPES, check_key_mask, describe
 
 
+def check_tensor(name: str, t: Any, shape: str, dims: tuple[int, ...]) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a tensor; got {describe(t)}.")
+    if t.ndim not in dims:
+        raise ValueError(f"{name} must {shape}; got shape {list(t.shape)}.")
+    if t.dtype not in DTYPES:
+        raise TypeError(f"{name} must be float32, float64, bfloat16 or float16; got {describe(t)}.")
+
+
 def check_pair(q: Any, k: Any, names: tuple[str, str], key_mask: Any, query_mask: Any, is_causal: bool = False) -> None:
     """Two tensors [batch, heads, length, dim] that agree in batch, dim, dtype and device; k may have fewer heads."""
     for name, t in zip(names, (q, k), strict=True):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a tensor; got {describe(t)}.")
-        if t.ndim != 4:
-            raise ValueError(f"{name} must have 4 dimensions, [batch, heads, length, dim]; got shape {list(t.shape)}.")
-        if t.dtype not in DTYPES:
-            raise TypeError(f"{name} must be float32, float64, bfloat16 or float16; got {describe(t)}.")
+        check_tensor(name, t, "have 4 dimensions, [batch, heads, length, dim]", (4,))
     first, second = names
     if q.device != k.device:
         raise ValueError(f"{first} and {second} must be on one device; got {q.device} and {k.device}.")
@@ -44,14 +48,9 @@ def check_masks(q: Tensor, k: Tensor, names: tuple[str, str], key_mask: Any, que
         )
 
 
-def check_dense(p: Any) -> Tensor:
+def check_dense(p: Tensor) -> Tensor:
     """p as [batch, heads, rows, keys]."""
-    if not isinstance(p, Tensor):
-        raise TypeError(f"p must be a tensor; got {describe(p)}.")
-    if p.ndim not in (2, 4):
-        raise ValueError(f"p must be [rows, keys] or [batch, heads, rows, keys]; got shape {list(p.shape)}.")
-    if p.dtype not in DTYPES:
-        raise TypeError(f"p must be float32, float64, bfloat16 or float16; got {describe(p)}.")
+    check_tensor("p", p, "be [rows, keys] or [batch, heads, rows, keys]", (2, 4))
     return p if p.ndim == 4 else p[None, None]
 
 

@@ -139,41 +139,36 @@ def find_mix(module: LLNAttention) -> Any:
 
 def watch_multihead(model: nn.Module, look: Look) -> list[Remove]:
     """torch.nn.MultiheadAttention, and the encoder layers whose fused kernel goes past it."""
-    removes: list[Remove] = []
     calls = [0]  # of MultiheadAttention
+
+    def attend(name: str, module: nn.MultiheadAttention, original: Any, *args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        result = original(*args, **kwargs)
+        if look.active():
+            given = MULTIHEAD_CALL.bind(module, *args, **kwargs).arguments
+            masks = [given.get(mask) for mask in ("key_padding_mask", "attn_mask")]
+            look.see(observe_multihead(name, module, look, given["query"], given["key"], *masks))
+        return result
+
+    def encode(name: str, module: nn.TransformerEncoderLayer, original: Any, *args: Any, **kwargs: Any) -> Any:
+        before = calls[0]
+        result = original(*args, **kwargs)
+        if look.active() and calls[0] == before and not isinstance(module.self_attn, MultiheadAttention):
+            given = LAYER_CALL.bind(module, *args, **kwargs).arguments
+            x = given["src"]
+            with torch.no_grad():
+                x = module.norm1(x) if module.norm_first else x
+            masks = [given.get(mask) for mask in ("src_key_padding_mask", "src_mask")]
+            place = f"{name}.self_attn".removeprefix(".")
+            look.see(observe_multihead(place, module.self_attn, look, x, x, *masks))
+        return result
+
+    removes: list[Remove] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention) and not isinstance(module, MultiheadAttention):
-
-            def around(
-                original: Any, *args: Any, name: str = name, module: nn.MultiheadAttention = module, **kwargs: Any
-            ) -> Any:
-                calls[0] += 1
-                result = original(*args, **kwargs)
-                if look.active():
-                    given = MULTIHEAD_CALL.bind(module, *args, **kwargs).arguments
-                    masks = [given.get(mask) for mask in ("key_padding_mask", "attn_mask")]
-                    look.see(observe_multihead(name, module, look, given["query"], given["key"], *masks))
-                return result
-
-            removes.append(replace_forward(module, around))
+            removes.append(replace_forward(module, functools.partial(attend, name, module)))
         elif isinstance(module, nn.TransformerEncoderLayer) and isinstance(module.self_attn, nn.MultiheadAttention):
-
-            def layer(
-                original: Any, *args: Any, name: str = name, module: nn.TransformerEncoderLayer = module, **kwargs: Any
-            ) -> Any:
-                before = calls[0]
-                result = original(*args, **kwargs)
-                if look.active() and calls[0] == before and not isinstance(module.self_attn, MultiheadAttention):
-                    given = LAYER_CALL.bind(module, *args, **kwargs).arguments
-                    x = given["src"]
-                    with torch.no_grad():
-                        x = module.norm1(x) if module.norm_first else x
-                    masks = [given.get(mask) for mask in ("src_key_padding_mask", "src_mask")]
-                    place = f"{name}.self_attn".removeprefix(".")
-                    look.see(observe_multihead(place, module.self_attn, look, x, x, *masks))
-                return result
-
-            removes.append(replace_forward(module, layer))
+            removes.append(replace_forward(module, functools.partial(encode, name, module)))
     return removes
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -48,12 +48,12 @@ def count_heads(module: Any) -> int | None:
     return next((heads for heads in found if isinstance(heads, int)), None)
 
 
-def watch_linear(model: nn.Module, look: Look, skip: Callable[[nn.Module], bool]) -> list[Remove]:
+def watch_linear(model: nn.Module, look: Look, skip: Container[nn.Module]) -> list[Remove]:
     """Every module with such layers, but for those that others watch."""
     removes: list[Remove] = []
     for name, module in model.named_modules():
         layers = linear_layers(module)
-        if layers is None or skip(module) or any(isinstance(m, LLNAttention) for m in module.modules()):
+        if layers is None or module in skip or any(isinstance(m, LLNAttention) for m in module.modules()):
             continue
 
         def hook(module: nn.Module, args: Any, kwargs: Any, name: str = name, layers: Any = layers) -> None:

@@ -126,12 +126,12 @@ class Recorder:
             raise ValueError("record: the model is compiled, and a compiled graph shows nothing; record it as it was.")
         look = Look(self._active, self._see, self.samples)
         removes = watch_lln(self.model, look) + watch_multihead(self.model, look)
-        skip: Any = lambda module: isinstance(module, nn.MultiheadAttention)  # noqa: E731
+        skip: set[nn.Module] = {m for m in self.model.modules() if isinstance(m, nn.MultiheadAttention)}
         if is_of_transformers(self.model):
             from lln.instruments.transformers_calls import is_watched, watch_transformers
 
             removes += watch_transformers(self.model, look)
-            skip = lambda module: isinstance(module, nn.MultiheadAttention) or is_watched(module)  # noqa: E731
+            skip |= set(filter(is_watched, self.model.modules()))
         removes += watch_linear(self.model, look, skip)
         if not removes:
             raise ValueError(

@@ -96,7 +96,7 @@ def factor_spectrum(p: AttentionMap) -> Tensor:
             a, b = group.factors() or (torch.empty(0), torch.empty(0))
             # Rows of P sum to 1, so that the centred P has a mean of 0 in rows, too, and B may be centred as well as A:
             # at high temperatures hardly anything else is left of them.
-            a, b = centred(group, a), centred_keys(group, b)
+            a, b = centre(group, a), centre(group, b, group.seen)
             first = singular_of_factors(a, b)
             second = eigenvalue_of_factors(a, b) if p.one_sequence and p.rows else torch.full_like(first, torch.nan)
             found.append(torch.stack([second, first], 1))
@@ -137,7 +137,7 @@ def second_eigenvalue(p: AttentionMap, heads: Heads, tolerance: float) -> Tensor
         top = torch.where(heads.live, heads.diagonal(), 0.0).topk(min(2, heads.rows), 1).values
         return top[:, 1] if heads.rows > 1 else torch.zeros_like(top[:, 0])
     if heads.rows <= DENSE:
-        return find_largest(centred(heads, heads.dense()))
+        return find_largest(centre(heads, heads.dense()))
     return torch.stack([iterate(one, False, tolerance) for one in p.singles(heads)])
 
 
@@ -145,19 +145,15 @@ def largest_singular(p: AttentionMap, heads: Heads, tolerance: float) -> Tensor:
     if not heads.rows or not heads.keys:
         return torch.zeros(len(heads), dtype=heads.dtype, device=heads.device)
     if min(heads.rows, heads.keys) <= DENSE:
-        return top_singular(centred(heads, heads.dense()))
+        return top_singular(centre(heads, heads.dense()))
     return torch.stack([iterate(one, True, tolerance) for one in p.singles(heads)])
 
 
-def centred(heads: Heads, rows: Tensor) -> Tensor:
-    """rows [G, N, F] minus their mean over live rows; hidden rows stay zero."""
-    apart = rows - rows.sum(1, keepdim=True) / heads.live.sum(1).clamp_min(1)[:, None, None]
-    return apart.mul_(heads.live.unsqueeze(-1)) if heads.padded else apart
-
-
-def centred_keys(heads: Heads, keys: Tensor) -> Tensor:
-    apart = keys - keys.sum(1, keepdim=True) / heads.seen.sum(1).clamp_min(1)[:, None, None]
-    return apart.mul_(heads.seen.unsqueeze(-1)) if heads.padded else apart
+def centre(heads: Heads, rows: Tensor, counts: Tensor | None = None) -> Tensor:
+    """rows [G, N, F] minus their mean over those that count, by default live rows; the others stay zero."""
+    counts = heads.live if counts is None else counts
+    apart = rows - rows.sum(1, keepdim=True) / counts.sum(1).clamp_min(1)[:, None, None]
+    return apart.mul_(counts.unsqueeze(-1)) if heads.padded else apart
 
 
 def find_largest(matrices: Tensor) -> Tensor:
@@ -190,11 +186,10 @@ def iterate(heads: Heads, singular: bool, tolerance: float) -> Tensor:
     start = random(heads.rows, BLOCK) * live[0]
     known = heads.start()
     if known is not None:
-        mixed = centred(heads, known)[0] @ random(known.shape[-1], BLOCK // 2)
-        start = torch.cat(
-            [mixed / mixed.norm().clamp_min(1e-30), start[:, BLOCK // 2 :] / start.norm().clamp_min(1e-30)], 1
-        )
+        mixed = centre(heads, known)[0] @ random(known.shape[-1], BLOCK // 2)
+        mixed, start = mixed / mixed.norm().clamp_min(1e-30), start / start.norm().clamp_min(1e-30)
+        start = torch.cat([mixed, start[:, BLOCK // 2 :]], 1)
     if not singular:
         return live.new_tensor(largest_eigenvalue(forward, start, tolerance))
-    start = heads.transposed(centred(heads, start.unsqueeze(0)))[0]
+    start = heads.transposed(centre(heads, start.unsqueeze(0)))[0]
     return live.new_tensor(largest_eigenvalue(squared, start, tolerance, symmetric=True)).sqrt()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import lln.hf  # noqa: F401  models that were saved with LLN attention run it
 from lln.checks import MATCHINGS
+from lln.hf.watch import evaluating
 from lln.instruments.concentration import entropy
 from lln.instruments.observation import Observation, gap, measure
 from lln.instruments.recorder import record
@@ -117,20 +118,14 @@ def count_positions(model: Any) -> float:
 
 def run(model: Any, batch: dict[str, Tensor]) -> list[tuple[int, Observation]]:
     """(call, Observation) of every attention layer."""
-    caches = getattr(model.config, "use_cache", None)
     try:
-        if caches:
-            model.config.use_cache = False
-        with record(model, samples=None, keep=True, instruments=()) as rec:
+        with evaluating(model), record(model, samples=None, keep=True, instruments=()) as rec:
             model(**batch)
     except Exception as error:  # anything may happen in a model that is not made for text
         text = first_line(error)
         raise CannotInspect(
             text.removeprefix("record: ") if text.startswith("record: ") else f"it does not run on text alone: {text}"
         ) from error
-    finally:
-        if caches:
-            model.config.use_cache = caches
     if not rec.observations:
         raise CannotInspect("none of its attention layers was used")
     return [(call, seen) for _, call, seen in rec.observations]
