@@ -351,7 +351,7 @@ def test_a_gpu_has_more_attentions_and_peers_make_a_run_of_their_own(monkeypatch
     assert choose_attentions(None, "fla", [True], cuda) == [*beside, "fla-linear", "fla-gla"]
     assert choose_attentions("fla-gla", "fla", [True], cuda) == ["fla-gla"]
     plan = plan_of(peers="fla", device=cuda, quick=True)
-    assert (plan.causality, plan.dtype) == ([True], torch.bfloat16)
+    assert (plan.causal, plan.dtype) == ([True], torch.bfloat16)
 
 
 def test_dropout_is_timed_where_there_is_one_and_checked_without(tmp_path: Path) -> None:
@@ -404,7 +404,7 @@ def test_fla_gets_its_own_layout_and_no_normalisation(monkeypatch: pytest.Monkey
         monkeypatch.setitem(sys.modules, name, module)
     shape = Shape(2, 3, 16, 8)
     plan = Plan([shape], ["fla-linear", "fla-gla"], [True], torch.float32, CPU, 1, 0)
-    for name in plan.names:
+    for name in plan.attentions:
         calls = build_works(plan, ATTENTIONS[name], shape, True)
         assert [gradient.shape for gradient in calls["training"]()] == 3 * [(2, 16, 3, 8)]
     assert seen == 2 * [((2, 16, 3, 8), True)]

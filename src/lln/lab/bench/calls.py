@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,11 @@ class Case:
 
 
 Build = Callable[[Case], Attend]
+
+
+def describe_plan(plan: Any) -> dict[str, Any]:
+    """The fields of a plan that has a dtype and a device, ready for JSON."""
+    return dataclasses.asdict(plan) | {"dtype": str(plan.dtype).removeprefix("torch."), "device": str(plan.device)}
 
 
 class CheckFailed(Exception):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import lln
 from lln.instruments import dense_map, entropy, spectral_gap
-from lln.lab.bench.calls import Attend, Inputs, Progress, is_out_of_memory, make_works
+from lln.lab.bench.calls import Attend, Inputs, Progress, describe_plan, is_out_of_memory, make_works
 from lln.lab.core.provenance import provenance
 from lln.lab.core.seeds import normal
 from lln.lab.core.timing import peak_memory, time_calls
@@ -81,12 +81,7 @@ def measure(
     """The result, ready for JSON; `store` gets it after each mechanism."""
     result: dict[str, Any] = {
         "what": "time and peak extra memory of attention, its entropy and spectral gap, and its distance from softmax",
-        "settings": asdict(plan)
-        | {
-            "dtype": str(plan.dtype).removeprefix("torch."),
-            "device": str(plan.device),
-            "matrix_length": plan.matrix_length,
-        },
+        "settings": describe_plan(plan) | {"matrix_length": plan.matrix_length},
         "provenance": provenance(plan.seed, plan.device),
         "finished": False,
         "costs": [],

@@ -21,13 +21,13 @@ def draw_charts(result: dict[str, Any]) -> dict[str, str]:
     drawn: dict[str, str] = {}
     for causal in (False, True):
         ways = [row for row in measured if row["causal"] == causal]
-        sizes, single = series(ways, by_batch=result["settings"]["tokens"] is None)
+        sizes, single = split_by_size(ways, by_batch=result["settings"]["tokens"] is None)
         for size, rows in sizes.items():
             name = direction(causal) + (f"-{size}" if len(sizes) > 1 else "")
-            drawn[f"time-{name}"] = time_chart(rows)
-            if faster := compared(rows):
-                drawn[f"speedup-{name}"] = speedup_chart(faster)
-        if faster := compared(single):
+            drawn[f"time-{name}"] = draw_times(rows)
+            if faster := keep_compared(rows):
+                drawn[f"speedup-{name}"] = draw_speedups(faster)
+        if faster := keep_compared(single):
             values = [bar(row, row["speedup"]["training"]) for row in faster]
             title = f"times as fast as the fastest softmax attention, {direction(causal)}"
             drawn[f"speedup-shapes-{direction(causal)}"] = draw_bars(values, STYLES, title)
@@ -37,7 +37,7 @@ def draw_charts(result: dict[str, Any]) -> dict[str, str]:
     return drawn
 
 
-def series(rows: Rows, by_batch: bool) -> tuple[dict[str, Rows], Rows]:
+def split_by_size(rows: Rows, by_batch: bool) -> tuple[dict[str, Rows], Rows]:
     """Rows that differ in length alone, by their size, and the rows whose length is the only one of its size. With a
     number of tokens a batch, the batch follows from the length and is no size of its own."""
 
@@ -55,25 +55,26 @@ def series(rows: Rows, by_batch: bool) -> tuple[dict[str, Rows], Rows]:
     return found, single
 
 
-def compared(rows: Rows) -> Rows:
+def keep_compared(rows: Rows) -> Rows:
     """Those with a speed-up to show: softmax attention itself is what it is counted from."""
     return [row for row in rows if row["speedup"] is not None and not ATTENTIONS[row["attention"]].softmax]
 
 
-def time_chart(rows: Rows) -> str:
+def draw_points(points: Rows, field: str, title: str, values: list[float]) -> str:
+    axis = Axis(field, title, True, choose_ticks(min(values), max(values)))
+    return draw_lines(points, STYLES, length_axis(points), axis, points=True)
+
+
+def draw_times(rows: Rows) -> str:
     points = [time_point(row["attention"], row["length"], row["device_ms"]["training"]) for row in rows]
     values = [point[key] for point in points for key in ("low", "high")]
-    axis = Axis("ms", "forward + backward (ms)", True, choose_ticks(min(values), max(values)))
-    return draw_lines(points, STYLES, length_axis(rows), axis, points=True)
+    return draw_points(points, "ms", "forward + backward (ms)", values)
 
 
-def speedup_chart(rows: Rows) -> str:
-    points = [
-        {"series": row["attention"], "length": row["length"], "speedup": row["speedup"]["training"]} for row in rows
-    ]
+def draw_speedups(rows: Rows) -> str:
+    points = [{"series": r["attention"], "length": r["length"], "speedup": r["speedup"]["training"]} for r in rows]
     values = [1.0, *(point["speedup"] for point in points)]  # above 1 it is faster than softmax
-    axis = Axis("speedup", "times the fastest softmax", True, choose_ticks(min(values), max(values)))
-    return draw_lines(points, STYLES, length_axis(rows), axis, points=True)
+    return draw_points(points, "speedup", "times the fastest softmax", values)
 
 
 def bar(row: dict[str, Any], value: float) -> dict[str, Any]:

@@ -23,8 +23,8 @@ BESIDE_PEERS = "flash", "cudnn", "LLN", "LLN+Diag"
 @dataclasses.dataclass(frozen=True)
 class Plan:
     shapes: list[Shape]
-    names: list[str]  # of ATTENTIONS
-    causality: list[bool]
+    attentions: list[str]  # names of ATTENTIONS
+    causal: list[bool]
     dtype: torch.dtype
     device: torch.device
     repeats: int
@@ -33,13 +33,13 @@ class Plan:
     dropout: float = 0.0  # in what is timed; what is checked has none
 
     def choose(self, causal: bool) -> list[str]:
-        return [name for name in self.names if causal in ATTENTIONS[name].causality]
+        return [name for name in self.attentions if causal in ATTENTIONS[name].causality]
 
     def steps(self) -> int:
         """How often `measure` reports progress."""
         turns = 1 if self.device.type == "cpu" else 0
         return 2 + len(self.shapes) * sum(
-            len(self.choose(causal)) + turns for causal in self.causality if self.choose(causal)
+            len(self.choose(causal)) + turns for causal in self.causal if self.choose(causal)
         )
 
 
@@ -125,8 +125,8 @@ def make_plan(
     causality = {"no": [False], "yes": [True], "both": [False, True]}[causal or ("yes" if peers else "both")]
     return Plan(
         shapes=chosen,
-        names=choose_attentions(only, peers, causality, device, dropout > 0),
-        causality=causality,
+        attentions=choose_attentions(only, peers, causality, device, dropout > 0),
+        causal=causality,
         dtype=getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32")),
         device=device,
         repeats=repeats or (QUICK_REPEATS if quick else REPEATS)[device.type],

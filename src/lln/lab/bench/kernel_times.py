@@ -18,6 +18,7 @@ from lln.lab.bench.calls import (
     Shape,
     check_call,
     describe_failure,
+    describe_plan,
     draw_inputs,
     make_works,
     time_in_turns,
@@ -64,7 +65,7 @@ def measure(
         result: dict[str, Any] = {
             "what": "time and peak extra memory of one attention call: forward, and forward + backward (training)",
             "how": HOW[plan.device.type],
-            "settings": settings(plan),
+            "settings": describe_plan(plan) | {"alpha": ALPHA, "beta": BETA, "block_size": BLOCK_SIZE},
             "provenance": provenance(plan.seed, plan.device),
             "copy_bytes_per_second": measure_bandwidth(plan.device),
             "checks": checks,
@@ -72,7 +73,7 @@ def measure(
             "rows": [],
         }
         for shape in plan.shapes:
-            for causal in plan.causality:
+            for causal in plan.causal:
                 if plan.choose(causal):
                     result["rows"] += measure_shape(plan, shape, causal, result["rows"], progress)
             derive(result)
@@ -82,30 +83,13 @@ def measure(
     return result
 
 
-def settings(plan: Plan) -> dict[str, Any]:
-    return {
-        "device": str(plan.device),
-        "dtype": str(plan.dtype).removeprefix("torch."),
-        "attentions": plan.names,
-        "shapes": [list(shape) for shape in plan.shapes],
-        "tokens": plan.tokens,
-        "causal": plan.causality,
-        "dropout": plan.dropout,
-        "repeats": plan.repeats,
-        "seed": plan.seed,
-        "alpha": ALPHA,
-        "beta": BETA,
-        "block_size": BLOCK_SIZE,
-    }
-
-
 def check(plan: Plan) -> list[dict[str, Any]]:
     """Outputs and gradients of every LLN variant that will be timed, in the dtype of the run. The relative errors;
     raises CheckFailed where one is too large."""
     found = []
     for heads, dim in sorted({(shape.heads, shape.dim) for shape in plan.shapes}):
         shape = Shape(CHECK_BATCH, heads, CHECK_LENGTH, dim)
-        for causal in plan.causality:
+        for causal in plan.causal:
             case = Case(shape, causal, plan.dtype, plan.device)
             inputs = draw_inputs(case, plan.seed)
             for name in plan.choose(causal):

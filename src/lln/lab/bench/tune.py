@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
-import math
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from lln.files import write_json
 from lln.kernels.triton import plan
 from lln.kernels.triton.plan import Settings
+from lln.lab.bench.replay import time_device
 from lln.lab.core.provenance import provenance
 
 Shape = tuple[int, int, int, int]
@@ -32,25 +33,19 @@ SHAPES: dict[tuple[int, str], list[Shape]] = {
     (128, "large"): [(4, 16, 16384, 128), (1, 16, 16384, 128)],
 }
 # (kernel, whether it has the blocks in it, whether it is causal), in the order of their dependence.
-KERNELS = [
-    ("fold", False, False),
-    ("read", False, False),
-    ("read_backward", False, False),
-    ("fold_backward", False, False),
-    ("read", True, False),
-    ("read_backward", True, False),
-    ("fold_backward", True, False),
-    ("causal", False, True),
-    ("causal_queries", False, True),
-    ("causal_keys", False, True),
-    ("causal", True, True),
-    ("causal_queries", True, True),
-    ("causal_keys", True, True),
+KERNELS = [("fold", False, False)] + [
+    (kernel, blocks, causal)
+    for causal, kernels in (
+        (False, ("read", "read_backward", "fold_backward")),
+        (True, ("causal", "causal_queries", "causal_keys")),
+    )
+    for blocks in (False, True)
+    for kernel in kernels
 ]
 PROGRAMS = (2, 3, 4, 6)
 
 
-def candidates(kernel: str, dim: int) -> list[tuple[int, int, int]]:
+def list_candidates(kernel: str, dim: int) -> list[tuple[int, int, int]]:
     """(warps, stages, registers) worth trying."""
     if dim >= 128:
         return [(8, 3, 0), (8, 2, 0), (8, 1, 0), (8, 1, 128), (4, 1, 0), (4, 2, 0)]
@@ -66,7 +61,7 @@ def use(kernel: str, blocks: bool, dim: int, size: str, settings: Settings) -> N
     plan.settings.cache_clear()
 
 
-def training(shape: Shape, blocks: bool, causal: bool, device: torch.device) -> dict[str, Callable[[], Any]]:
+def build_calls(shape: Shape, blocks: bool, causal: bool, device: torch.device) -> dict[str, Callable[[], Any]]:
     """Calls that launch the kernels, by the part of the work they belong to."""
     from lln.kernels.triton.backward import Backward, Wanted
     from lln.kernels.triton.forward import Arguments, Launch
@@ -99,47 +94,21 @@ def training(shape: Shape, blocks: bool, causal: bool, device: torch.device) -> 
     }
 
 
-def part(kernel: str) -> str:
+def find_part(kernel: str) -> str:
     return "causal_backward" if kernel in ("causal_queries", "causal_keys") else kernel
-
-
-def replay_ms(call: Callable[[], Any], repeats: int = 10, inside: int = 4) -> float:
-    """The median time of a call in a CUDA graph of a few."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(inside):
-            call()
-    graph.replay()
-    times: list[float] = []
-    for _ in range(repeats):
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        graph.replay()
-        last.record()
-        torch.cuda.synchronize()
-        times.append(first.elapsed_time(last) / inside)
-    return sorted(times)[len(times) // 2]
-
-
-def jobs(dims: list[int]) -> Iterator[tuple[str, bool, bool, int, tuple[int, int, int]]]:
-    """Everything there is to compile."""
-    for (kernel, blocks, causal), dim in itertools.product(KERNELS, dims):
-        for candidate in candidates(kernel, dim):
-            yield kernel, blocks, causal, dim, candidate
 
 
 def compile_some(dims: list[int], index: int, count: int, device: str) -> None:
     """Every count-th job, on a short sequence: lengths do not change what is compiled."""
-    for kernel, blocks, causal, dim, (warps, stages, registers) in itertools.islice(jobs(dims), index, None, count):
+    jobs = [
+        (*kernel, dim, candidate)
+        for kernel, dim in itertools.product(KERNELS, dims)
+        for candidate in list_candidates(kernel[0], dim)
+    ]
+    for kernel, blocks, causal, dim, (warps, stages, registers) in jobs[index::count]:
         use(kernel, blocks, dim, "small", Settings(warps, stages, 2, registers))
         try:
-            training((1, 2, 256, dim), blocks, causal, torch.device(device))[part(kernel)]()
+            build_calls((1, 2, 256, dim), blocks, causal, torch.device(device))[find_part(kernel)]()
         except Exception:  # what does not compile is found again, and left out, when it is timed
             continue
         finally:
@@ -171,15 +140,14 @@ def tune(
         name = plan.key(kernel, blocks, "half", head_dim, size)
         progress(name)
         found: dict[Settings, float] = {}
-        calls = [training(shape, blocks, causal, device)[part(kernel)] for shape in SHAPES[head_dim, size]]
-        programs = (
-            PROGRAMS if kernel not in ("causal_queries", "causal_keys") else PROGRAMS[:1]
-        )  # that of `causal` rules
-        for (warps, stages, registers), number in itertools.product(candidates(kernel, head_dim), programs):
+        calls = [build_calls(shape, blocks, causal, device)[find_part(kernel)] for shape in SHAPES[head_dim, size]]
+        programs = PROGRAMS[:1] if find_part(kernel) == "causal_backward" else PROGRAMS  # that of `causal` rules there
+        for (warps, stages, registers), number in itertools.product(list_candidates(kernel, head_dim), programs):
             settings = Settings(warps, stages, number, registers)
             use(kernel, blocks, head_dim, size, settings)
             try:
-                found[settings] = math.exp(sum(math.log(replay_ms(call)) for call in calls) / len(calls))
+                times = [time_device(call, repeats=10, device=device)[0].median for call in calls]
+                found[settings] = statistics.geometric_mean(times)
             except Exception:  # too much shared memory, or a compiler's failure
                 torch.cuda.synchronize()
         if not found:
