@@ -15,21 +15,11 @@ from lln.lab.cli.app import app
 from lln.lab.core import charts
 from lln.lab.core.page import Chart, Section, write_page
 from lln.lab.core.tables import join_words, write_csv
-from lln.lab.page import (
-    build,
-)
-from lln.lab.page import (
-    distribution_section as distribution,
-)
-from lln.lab.page import (
-    explorer_section as explorer,
-)
-from lln.lab.page import (
-    kernels_section as kernels,
-)
-from lln.lab.page import (
-    training_section as training,
-)
+from lln.lab.page import build
+from lln.lab.page import distribution_section as distribution
+from lln.lab.page import explorer_section as explorer
+from lln.lab.page import kernels_section as kernels
+from lln.lab.page import training_section as training
 from lln.peers.simple_kernels import FEATURES
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -47,14 +37,14 @@ def explored() -> dict[str, Any]:
 
 def test_a_histogram_counts_every_entry_once() -> None:
     shares = torch.tensor([0.0, 0.0, 1e-9, 1.0, 2.0, 1e9], dtype=torch.float64)
-    found = explorer.histogram(shares)
+    found = explorer.count_shares(shares)
     assert found["zero"] == pytest.approx(2 / 6)
     assert sum(found["histogram"]) == pytest.approx(1e4 * 4 / 6, abs=3)
     assert found["histogram"][0] == found["histogram"][-1] == round(1e4 / 6)  # beyond the ends
 
 
 def test_the_script_gets_what_was_measured(explored: dict[str, Any]) -> None:
-    given = explorer.for_script(explored)
+    given = explorer.list_for_script(explored)
     for row in explored["rows"]:
         at = SMALL.temperatures.index(row["temperature"])
         shown = given["values"][str(row["dim"])][row["series"]][at]
@@ -66,7 +56,7 @@ def test_the_script_gets_what_was_measured(explored: dict[str, Any]) -> None:
 
 
 def test_what_the_explorer_says_follows_from_its_rows(explored: dict[str, Any]) -> None:
-    said = " ".join(explorer.sentences(explored))
+    said = " ".join(explorer.write_sentences(explored))
     rows = {(r["series"], r["temperature"]): r["entropy"] for r in explored["rows"] if r["dim"] == 64}
     assert f"falls from {rows['softmax', 8.0]:.2f} to {rows['softmax', 0.25]:.2f} bits" in said
     flat = [name for name in FEATURES if abs(rows[name, 8.0] - rows[name, 0.25]) < 0.05]
@@ -76,24 +66,24 @@ def test_what_the_explorer_says_follows_from_its_rows(explored: dict[str, Any]) 
         near = [t for t in SMALL.temperatures if abs(rows[kind, t] - rows["softmax", t]) <= 0.25]
         assert f"LLN with {kind} matching is within a quarter of a bit of softmax at {len(near)} of 3" in said
     gaps = {r["series"]: r["gap"] for r in explored["rows"] if (r["dim"], r["temperature"]) == (64, 0.25)}
-    assert f"at 0.25, the coldest, it is {gaps['softmax']:.2f} with softmax" in explorer.said_of_gap(explored)
-    assert "(of one draw)" in explorer.said_of_gap(explored)
+    assert f"at 0.25, the coldest, it is {gaps['softmax']:.2f} with softmax" in explorer.describe_gap(explored)
+    assert "(of one draw)" in explorer.describe_gap(explored)
     several = explored | {"settings": explored["settings"] | {"seeds": 8}}
     error = max(r["gap_error"] for r in explored["rows"] if r["dim"] == 64)
-    assert f"(means over 8 draws, standard errors up to {error:.2f})" in explorer.said_of_gap(several)
+    assert f"(means over 8 draws, standard errors up to {error:.2f})" in explorer.describe_gap(several)
 
 
 def test_a_normal_sample_is_called_log_normal_and_its_quantiles_are_a_line() -> None:
     values = torch.randn(200_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 2 - 5
     fit = {"distance": 0.001, "qq_r2": 1.0, "skewness": 0.0, "entropy": 5.0}
-    found = distribution.summary(values, [fit])
+    found = distribution.summarize(values, [fit])
     assert found["mean"] == pytest.approx(-5, abs=0.02)
     assert found["deviation"] == pytest.approx(2, rel=0.01)
     assert found["quantiles"] == pytest.approx(found["normal_quantiles"], abs=0.06)
     width = found["log_p"][1] - found["log_p"][0]
     assert sum(found["density"]) * width == pytest.approx(1, abs=0.002)
     rough = fit | {"distance": 0.05, "skewness": 0.8}
-    said = distribution.sentences(fit, rough, 256)[0]
+    said = distribution.write_sentences(fit, rough, 256)[0]
     assert "softmax attention is close to log-normal" in said
     assert "LLN log-normal only roughly (0.050)" in said
     assert "heavier towards large weights" in said
@@ -108,7 +98,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 
 def test_the_training_run_shows_each_layer_and_matches_its_folders(trained: tuple[Path, dict[str, Any]]) -> None:
     runs, result = trained
-    made = training.section(result)
+    made = training.make_section(result)
     names = [chart.name for chart in made.charts]
     panels = [f"training-{q}" for q in ("loss", "temperature", "entropy", "spectral-gap", "alpha", "beta")]
     assert names == panels
@@ -124,14 +114,14 @@ def test_a_loss_above_guessing_is_not_called_learning(trained: tuple[Path, dict[
     result = json.loads(json.dumps(trained[1]))
     for name, loss in (("softmax", 9.0), ("LLN", 1.0), ("LLN+Diag", 9.0)):
         result["attentions"][name] |= {"loss": loss, "guess": 5.0}
-    assert "LLN has learned more than that" in training.sentences(result)[0]
+    assert "LLN has learned more than that" in training.write_sentences(result)[0]
 
 
 def test_the_summary_ranks_nothing_and_the_footer_speaks_of_the_times(
     tmp_path: Path, trained: tuple[Path, dict[str, Any]]
 ) -> None:
     result = trained[1]
-    said = build.summary({"training": result})[0]
+    said = build.summarize({"training": result})[0]
     assert said.startswith("The short training run below ended at a loss of")
     assert "too short a run to rank them" in said
     timed = {"provenance": {"threads": 7}, "heads": 1, "dim": 8, "rows": []}
@@ -148,9 +138,9 @@ def test_half_of_lln_diag_never_leaves_its_blocks(trained: tuple[Path, dict[str,
         one.update(dict.fromkeys(one, 0.5))
     middle = sorted(layer, key=int)[len(layer) // 2]
     layer[middle] = 0.25  # neither the first record nor a mean
-    assert "The spectral gap of LLN+Diag was 0.25 to 0.50" in " ".join(training.sentences(result))
+    assert "The spectral gap of LLN+Diag was 0.25 to 0.50" in " ".join(training.write_sentences(result))
     layer[middle] = 0.9
-    assert "never leaves them" not in " ".join(training.sentences(result))
+    assert "never leaves them" not in " ".join(training.write_sentences(result))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +156,7 @@ def test_a_legend_is_no_wider_than_its_chart(names: list[str]) -> None:
 
 def test_the_kernels_of_a_gpu_are_shown_from_a_result_of_bench() -> None:
     result = json.loads((RESULTS / "2026-11-15-h200" / "batch1" / "bench.json").read_text())
-    made = kernels.section(result)
+    made = kernels.make_section(result)
     assert {chart.name for chart in made.charts} == {"time-bidirectional", "speedup-bidirectional", "percent-of-floor"}
     row = next(r for r in result["rows"] if r["attention"] == "LLN+Diag" and r["length"] == 65536)
     assert f"LLN+Diag is {row['speedup']['training']:.3g} times as fast" in " ".join(made.sentences)
@@ -205,10 +195,10 @@ def test_a_stopped_report_goes_on_and_measures_nothing_twice(tmp_path: Path, mon
 
 
 def test_a_training_run_is_begun_anew_where_that_is_asked_for_and_for_every_seed(tmp_path: Path) -> None:
-    first, other = (build.part("training", build.Options(tmp_path, quick=True, seed=seed)) for seed in (0, 1))
+    first, other = (build.make_part("training", build.Options(tmp_path, quick=True, seed=seed)) for seed in (0, 1))
     assert first.begun is not None
     assert first.begun != other.begun  # a run with another seed cannot go on
-    assert build.part("training", build.Options(tmp_path, seed=0)).begun != first.begun
+    assert build.make_part("training", build.Options(tmp_path, seed=0)).begun != first.begun
     (first.begun / "softmax").mkdir(parents=True)
 
     def measure(progress: Any) -> dict[str, Any]:
@@ -283,7 +273,7 @@ FIELDS = ("title", "sentences", "charts", "header", "table", "data", "caption", 
 
 
 def test_data_of_the_explorer_cannot_end_its_script(tmp_path: Path, explored: dict[str, Any]) -> None:
-    made = explorer.section(explored)
+    made = explorer.make_section(explored)
     assert made.explorer is not None
     made.explorer["note"] = "</script><script>alert(1)</script>"
     text = write_page(tmp_path, [made], {}).read_text()

@@ -27,14 +27,16 @@ def measured() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def made(measured: dict[str, Any]) -> Section:
-    return moments.section(measured)
+    return moments.make_section(measured)
 
 
 def with_gaps(measured: dict[str, Any], gaps: dict[str, list[float]]) -> dict[str, Any]:
     """The same result, but LLN is this many bits above softmax at the three sigmas, with hardly any spread."""
 
     def row(kind: str, sigma: float, alpha: float | None, gap: float) -> dict[str, Any]:
-        return moments.entropy_row(kind, sigma, alpha, [8 - sigma + gap + 1e-4 * i * (gap != 0) for i in range(3)])
+        return moments.summarize_entropy(
+            kind, sigma, alpha, [8 - sigma + gap + 1e-4 * i * (gap != 0) for i in range(3)]
+        )
 
     rows = [row("softmax", sigma, None, 0) for sigma in SIGMAS]
     rows += [row(kind, sigma, 2.5, gap) for kind in gaps for sigma, gap in zip(SIGMAS, gaps[kind], strict=True)]
@@ -43,7 +45,7 @@ def with_gaps(measured: dict[str, Any], gaps: dict[str, list[float]]) -> dict[st
 
 def test_the_worst_matching_is_named_first_with_its_sigma_and_direction(measured: dict[str, Any]) -> None:
     gaps = {"paper": [0, 0.25, -0.5], "variance": [0, 0.75, 0], "entropy": [0, -3, 2], "unmatched": [0.125, 0, 0]}
-    said = moments.said_of_gaps(with_gaps(measured, gaps))
+    said = moments.describe_gaps(with_gaps(measured, gaps))
     order = [said.index(f"{name} matching") for name in ("entropy", "variance", "paper", "no")]
     assert order == sorted(order)
     assert "3.00 ± 0.00 bits with entropy matching (at sigma = 1, too concentrated)" in said
@@ -54,30 +56,30 @@ def test_the_worst_matching_is_named_first_with_its_sigma_and_direction(measured
 def test_a_gap_within_its_error_is_called_chance(measured: dict[str, Any]) -> None:
     result = with_gaps(measured, {kind: [0.0, 0.0, 0.0] for kind in moments.LLN_KINDS})
     next(row for row in result["entropy"] if row["series"] == "entropy")["bits"][:] = [7.4, 7.6, 7.56]
-    assert "bits with entropy matching (at sigma = 0.5, no more than chance)" in moments.said_of_gaps(result)
+    assert "bits with entropy matching (at sigma = 0.5, no more than chance)" in moments.describe_gaps(result)
 
 
 def test_over_concentration_at_small_sigma_is_claimed_only_where_it_is(measured: dict[str, Any]) -> None:
-    said = moments.said_of_floor(measured)
+    said = moments.describe_floor(measured)
     assert f"below -b/a = {-PAPER_B / PAPER_A:.3g}" in said
     assert "over-concentrated" in said
     even = with_gaps(measured, {"paper": [0.25, 0, 0]})
-    assert "over-concentrated" not in moments.said_of_floor(even)
+    assert "over-concentrated" not in moments.describe_floor(even)
 
 
 def test_the_line_holds_where_it_is_near_the_curve_and_only_there(measured: dict[str, Any]) -> None:
     curves = measured["curves"]
-    inside = moments.where_the_line_holds(measured)
+    inside = moments.find_where_line_holds(measured)
     for s2, value in zip(curves["s2"], curves["variance"]["64"]["value"], strict=True):
         near = abs(PAPER_A * s2 + PAPER_B - value) <= moments.TOLERANCE * value
         assert near == any(low <= s2 <= high for low, high in inside)
     straight = {"value": [PAPER_A * s2 for s2 in curves["s2"]], "se": curves["variance"]["64"]["se"]}
     exact = measured | {"curves": curves | {"variance": curves["variance"] | {"64": straight}}}
     exact["line"] = {"a": PAPER_A, "b": 0.0}
-    assert moments.where_the_line_holds(exact) == [pytest.approx((curves["s2"][0], curves["s2"][-1]))]
+    assert moments.find_where_line_holds(exact) == [pytest.approx((curves["s2"][0], curves["s2"][-1]))]
     exact["line"] = {"a": 2 * PAPER_A, "b": 0.0}
-    assert moments.where_the_line_holds(exact) == []
-    assert "nowhere" in moments.said_of_line(exact, [])
+    assert moments.find_where_line_holds(exact) == []
+    assert "nowhere" in moments.describe_line(exact, [])
 
 
 def test_the_table_shows_the_data(measured: dict[str, Any], made: Section) -> None:
@@ -145,7 +147,7 @@ def test_a_page_of_both_sections_stands_alone_and_captions_each_table(tmp_path: 
     from helpers.pages import Page, fake
     from lln.lab.page import lengths_section as lengths
 
-    first = lengths.section(fake({"softmax": [1.0, 4.0], "LLN": [2.0, 3.0], "LLN+Diag": [1.0, 1.0]}, [8, 16]))
+    first = lengths.make_section(fake({"softmax": [1.0, 4.0], "LLN": [2.0, 3.0], "LLN+Diag": [1.0, 1.0]}, [8, 16]))
     text = write_page(tmp_path, [first, made], {"seed": 0}).read_text()
     page = Page(text)
     assert page.open == []

@@ -47,7 +47,7 @@ def report(
     need("report")
     need_folder(out)
 
-    from lln.lab.page.build import LENGTHS, PARTS, QUICK_LENGTHS, Options, make, part, stored, write
+    from lln.lab.page.build import LENGTHS, PARTS, QUICK_LENGTHS, Options, make, make_part, read_stored, write
 
     names = list(PARTS) if sections is None else [name.strip() for name in sections.split(",")]
     for name in names:
@@ -62,8 +62,8 @@ def report(
         if name in names:
             names.remove(name)
             left_out.append(f"Left out: {name}. It {why}")
-    parts = [part(name, options) for name in PARTS if name in names]
-    kept = [one.name for one in parts if not again and stored(options, one) is not None]
+    parts = [make_part(name, options) for name in PARTS if name in names]
+    kept = [one.name for one in parts if not again and read_stored(options, one) is not None]
     if kept:
         typer.echo(f"Kept from before: {', '.join(kept)} (--again measures anew).", err=True)
     steps = sum(one.steps for one in parts if one.name not in kept)

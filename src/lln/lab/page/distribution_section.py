@@ -5,31 +5,37 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lln.instruments import entropy, lln_map, lognormal_fit, softmax_map
-from lln.lab.core.charts import Axis, draw_lines
-from lln.lab.core.page import Chart, Section
-from lln.lab.core.palette import BLUE, INK, ORANGE, Style
-from lln.lab.core.provenance import provenance
+from lln.lab.core.charts import Axis
+from lln.lab.core.page import Section
+from lln.lab.core.palette import BLUE, INK, ORANGE, SHORT, SOLID, Style
 from lln.lab.core.timing import one_thread
-from lln.lab.paper.analysis import CPU, Draws, draw_inputs, match_alpha
+from lln.lab.page.shared import Progress, Result, Rows, begin_result, chart_lines, ignore
+from lln.lab.paper.analysis import Draws, draw_inputs, match_alpha
 
 SIGMA = 1.0
 MATCHING = "entropy"
 BINS = 60
 SHOWN = 3.5  # standard deviations either side: beyond lie a few of a hundred thousand entries
 STYLES = {
-    "softmax": Style(ORANGE, (1, 0), "circle", 3),
+    "softmax": Style(ORANGE, SOLID, "circle", 3),
     "normal fit to softmax": Style(ORANGE, (4, 3), "circle", 1.5),
-    "LLN": Style(BLUE, (1, 0), "square", 3),
+    "LLN": Style(BLUE, SOLID, "square", 3),
     "normal fit to LLN": Style(BLUE, (4, 3), "square", 1.5),
-    "exactly normal": Style(INK, (2, 2), "cross", 1.5),
+    "exactly normal": Style(INK, SHORT, "cross", 1.5),
 }
+
+
+# Of the table: heading and digits by field.
+COLUMNS = {
+    "mean": ("mean", 2), "deviation": ("deviation", 2), "skewness": ("skewness", 2), "distance": ("KS distance", 3),
+    "qq_r2": ("Q-Q R²", 4), "entropy": ("entropy, bits", 2),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +44,16 @@ class Plan:
     dim: int = 64
     seeds: int = 4
 
-    def draws(self) -> Draws:
-        return Draws(self.length, self.dim, self.seeds)
+    def count_steps(self) -> int:
+        return self.seeds
 
 
 QUICK = Plan(length=256, seeds=2)
 
 
 @one_thread()
-def measure(plan: Plan, *, seed: int, progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """`progress` hears of plan.seeds steps."""
-    draws = plan.draws()
+def measure(plan: Plan, *, seed: int, progress: Progress = ignore) -> Result:
+    draws = Draws(plan.length, plan.dim, plan.seeds)
     alpha = match_alpha(MATCHING, SIGMA, plan.dim, plan.length)
     entries: dict[str, list[Tensor]] = {"softmax": [], "LLN": []}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in entries}
@@ -60,17 +65,12 @@ def measure(plan: Plan, *, seed: int, progress: Callable[[str], None] = lambda t
             fit = lognormal_fit(p)
             values = {"distance": fit.distance, "qq_r2": fit.qq_r2, "skewness": fit.skewness, "entropy": entropy(p)}
             found[name].append({key: x.item() for key, x in values.items()})
-    return {
-        "what": "log P of attention on Gaussian queries and keys of spread 1, float64",
-        "settings": dataclasses.asdict(plan),
-        "alpha": alpha,
-        "matching": MATCHING,
-        "provenance": provenance(seed, CPU),
-        "attentions": {name: summary(torch.cat(entries[name]), found[name]) for name in entries},
-    }
+    result = begin_result("log P of attention on Gaussian queries and keys of spread 1, float64", plan, seed)
+    attentions = {name: summarize(torch.cat(entries[name]), found[name]) for name in entries}
+    return result | {"alpha": alpha, "matching": MATCHING, "attentions": attentions}
 
 
-def summary(values: Tensor, found: list[dict[str, float]]) -> dict[str, Any]:
+def summarize(values: Tensor, found: list[dict[str, float]]) -> dict[str, Any]:
     """Moments, histogram and quantiles of all draws together; means of what was found of each."""
     mean, deviation = values.mean().item(), values.std().item()
     edges = torch.linspace(mean - SHOWN * deviation, mean + SHOWN * deviation, BINS + 1, dtype=torch.float64)
@@ -90,7 +90,7 @@ def summary(values: Tensor, found: list[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def densities(result: dict[str, Any]) -> list[dict[str, Any]]:
+def list_densities(result: Result) -> Rows:
     rows = []
     for name, x in result["attentions"].items():
         for at, density in zip(x["log_p"], x["density"], strict=True):
@@ -101,7 +101,7 @@ def densities(result: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def quantiles(result: dict[str, Any]) -> list[dict[str, Any]]:
+def list_quantiles(result: Result) -> Rows:
     rows = [
         {"series": name, "normal": at, "standardised": value}
         for name, x in result["attentions"].items()
@@ -110,47 +110,40 @@ def quantiles(result: dict[str, Any]) -> list[dict[str, Any]]:
     return rows + [{"series": "exactly normal", "normal": at, "standardised": at} for at in (-3.0, 3.0)]
 
 
-def section(result: dict[str, Any]) -> Section:
+def make_section(result: Result) -> Section:
     softmax, ours, length = result["attentions"]["softmax"], result["attentions"]["LLN"], result["settings"]["length"]
-    histogram, qq = densities(result), quantiles(result)
+    charts = [
+        chart_lines(
+            "log-p-histogram", list_densities(result), STYLES, Axis("log_p", "log P"), Axis("density", "density"),
+            "How the logarithms of attention weights are distributed, and the normal distribution with their mean "
+            "and variance (dashed): where a curve lies on its dashes, attention is log-normal.",
+        ),
+        chart_lines(
+            "log-p-quantiles", list_quantiles(result), STYLES, Axis("normal", "normal quantile"),
+            Axis("standardised", "quantile of log P"),
+            "The same as quantiles against those of a normal distribution: a straight line means log-normal, an "
+            "end that bends up means more very large weights than that.",
+        ),
+    ]  # fmt: skip
     return Section(
         name="distribution",
         title="What attention looks like",
         lead="A row of the attention matrix P says how one token divides its attention over all others. Softmax "
         "attention makes these weights exponentials of sums of many small terms, so that their logarithms are nearly "
         "normal: P is log-normal. The paper's idea is to give linear attention the same distribution.",
-        sentences=sentences(softmax, ours, length),
-        charts=[
-            Chart(
-                "log-p-histogram",
-                draw_lines(histogram, STYLES, Axis("log_p", "log P"), Axis("density", "density")),
-                "How the logarithms of attention weights are distributed, and the normal distribution with their mean "
-                "and variance (dashed): where a curve lies on its dashes, attention is log-normal.",
-                rows=histogram,
-            ),
-            Chart(
-                "log-p-quantiles",
-                draw_lines(qq, STYLES, Axis("normal", "normal quantile"), Axis("standardised", "quantile of log P")),
-                "The same as quantiles against those of a normal distribution: a straight line means log-normal, an "
-                "end that bends up means more very large weights than that.",
-                rows=qq,
-            ),
+        sentences=write_sentences(softmax, ours, length),
+        charts=charts,
+        header=["attention", *(heading for heading, _ in COLUMNS.values())],
+        table=[
+            [name, *(f"{x[key]:.{digits}f}" for key, (_, digits) in COLUMNS.items())]
+            for name, x in result["attentions"].items()
         ],
-        header=["attention", "mean", "deviation", "skewness", "KS distance", "Q-Q R²", "entropy, bits"],
-        table=[table_row(name, x) for name, x in result["attentions"].items()],
         data=result,
         caption=f"log P over {result['settings']['seeds']} draws of {length} tokens",
     )
 
 
-def table_row(name: str, x: dict[str, Any]) -> list[str]:
-    return [
-        name, *(f"{x[key]:.2f}" for key in ("mean", "deviation", "skewness")), f"{x['distance']:.3f}",
-        f"{x['qq_r2']:.4f}", f"{x['entropy']:.2f}",
-    ]  # fmt: skip
-
-
-def sentences(softmax: dict[str, Any], ours: dict[str, Any], length: int) -> list[str]:
+def write_sentences(softmax: dict[str, Any], ours: dict[str, Any], length: int) -> list[str]:
     def verdict(x: dict[str, Any]) -> str:
         return "close to log-normal" if x["distance"] <= 0.02 else "log-normal only roughly"
 

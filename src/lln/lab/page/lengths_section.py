@@ -7,11 +7,10 @@ from typing import Any
 from lln.lab.core.charts import draw_against_length
 from lln.lab.core.page import Chart, Section
 from lln.lab.core.tables import show_number, show_timing
+from lln.lab.page.shared import MIB, Result, Rows, pick
 
-MIB = 2**20
 
-
-def section(result: dict[str, Any]) -> Section:
+def make_section(result: Result) -> Section:
     rows, made = result["rows"], result["provenance"]
     threads = "" if "cuda" in made else f" with {made['threads']} thread{'s' if made['threads'] > 1 else ''}"
     times = [
@@ -43,58 +42,54 @@ def section(result: dict[str, Any]) -> Section:
         title="Time and memory against length",
         lead=f"One call of attention: a batch of 1, {result['heads']} heads of dim {result['dim']}, float32, on "
         f"{made['device']}{threads}. Softmax attention is torch's own, as it chooses it here.",
-        sentences=sentences(result),
+        sentences=write_sentences(result),
         charts=charts,
         header=header,
-        table=[table_row(row, rows) for row in rows],
+        table=[list_cells(row, rows) for row in rows],
         data=result,
     )
 
 
-def table_row(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+def list_cells(row: dict[str, Any], rows: Rows) -> list[str]:
     return [
         f"{row['length']:,}",
         row["attention"],
         show_timing(row["forward"]),
         show_timing(row["training"]),
-        f"{speedup(rows, row['attention'], row['length']):.2g}",
+        f"{compare_with_softmax(rows, row['attention'], row['length']):.2g}",
         show_number(row["training_bytes"] / MIB),
     ]
 
 
-def training_ms(rows: list[dict[str, Any]], attention: str, length: int) -> float:
-    return next(
-        float(row["training"]["median"]) for row in rows if (row["attention"], row["length"]) == (attention, length)
-    )
+def compare_with_softmax(rows: Rows, attention: str, length: int) -> float:
+    """How many times as fast it trains."""
+    both = (pick(rows, attention=name, length=length)["training"]["median"] for name in ("softmax", attention))
+    return float(next(both) / next(both))
 
 
-def speedup(rows: list[dict[str, Any]], attention: str, length: int) -> float:
-    return training_ms(rows, "softmax", length) / training_ms(rows, attention, length)
-
-
-def sentences(result: dict[str, Any]) -> list[str]:
+def write_sentences(result: Result) -> list[str]:
     rows = result["rows"]
     lengths = sorted({row["length"] for row in rows})
     longest = lengths[-1]
     said = [
-        f"At {longest:,} tokens, LLN trains {speedup(rows, 'LLN', longest):.3g} times and LLN+Diag "
-        f"{speedup(rows, 'LLN+Diag', longest):.3g} times as fast as softmax attention."
+        f"At {longest:,} tokens, LLN trains {compare_with_softmax(rows, 'LLN', longest):.3g} times and LLN+Diag "
+        f"{compare_with_softmax(rows, 'LLN+Diag', longest):.3g} times as fast as softmax attention."
     ]
     memory = {row["attention"]: show_number(row["training_bytes"] / MIB) for row in rows if row["length"] == longest}
     said.append(
         f"Memory there peaks at {memory['LLN']} MiB for LLN, {memory['LLN+Diag']} for LLN+Diag and {memory['softmax']} "
         "for softmax attention: torch's does not keep its matrix either, so time is the difference."
     )
-    return said + crossovers(rows)
+    return said + describe_crossovers(rows)
 
 
-def crossovers(rows: list[dict[str, Any]]) -> list[str]:
+def describe_crossovers(rows: Rows) -> list[str]:
     """From which length on each is faster than softmax attention."""
     lengths = sorted({row["length"] for row in rows})
     said = []
     for name in ("LLN", "LLN+Diag"):
         # From here on, not merely here: a lucky short length is not a crossover.
-        faster = [n for i, n in enumerate(lengths) if all(speedup(rows, name, m) > 1 for m in lengths[i:])]
+        faster = [n for i, n in enumerate(lengths) if all(compare_with_softmax(rows, name, m) > 1 for m in lengths[i:])]
         slower = [n for n in lengths if n not in faster]
         if not faster:
             said.append(f"{name} was not reliably faster than softmax attention at any measured length.")

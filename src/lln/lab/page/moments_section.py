@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,17 +13,16 @@ import torch
 from lln.checks import MATCHINGS
 from lln.kernels.common import PAPER_A, PAPER_B
 from lln.lab.calibration import lln_entropy, softmax_entropy
-from lln.lab.core.charts import Axis, draw_lines
-from lln.lab.core.page import Chart, Section
+from lln.lab.core.charts import Axis
+from lln.lab.core.page import Section
 from lln.lab.core.palette import CURVES, MATCHED
-from lln.lab.core.provenance import provenance
 from lln.lab.core.seeds import normal
 from lln.lab.core.tables import join_words, show_number
 from lln.lab.core.timing import one_thread
+from lln.lab.page.shared import CPU, Progress, Result, Rows, begin_result, chart_lines, ignore, pick
 from lln.lab.paper.analysis import match_alpha
 from lln.matching.curves import pchip, read_curves
 
-CPU = torch.device("cpu")
 HEAD_DIMS = (16, 64, 128)  # of the variance curves that are drawn
 HEAD_DIM = 64  # of everything else
 TOLERANCE = 0.1  # relative: nearer than this, the paper's line holds
@@ -42,32 +40,30 @@ class Plan:
     rows: int = 128
     keys: int = 512
 
+    def count_steps(self) -> int:
+        return self.seeds
+
 
 QUICK = Plan(sigmas=(0.25, 0.5, 1.0, 1.5, 2.0, 2.5), seeds=8, rows=64)
 
 
-def measure(plan: Plan, *, seed: int, progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """The result, ready for JSON. `progress` hears of plan.seeds steps. Always on the CPU, in float64: these numbers
-    say what the equations do, not what a device does."""
-    with one_thread():
-        rows = entropies(plan, seed, progress)
-        made = provenance(seed, CPU)
+@one_thread()
+def measure(plan: Plan, *, seed: int, progress: Progress = ignore) -> Result:
+    """Always on the CPU, in float64: these numbers say what the equations do, not what a device does."""
+    what = f"moment matching on Gaussian queries and keys, head dim {HEAD_DIM}, sigma_q = sigma_k, float64"
     curves = read_curves()
-    return {
-        "what": f"moment matching on Gaussian queries and keys, head dim {HEAD_DIM}, sigma_q = sigma_k, float64",
-        "provenance": made,
-        "settings": dataclasses.asdict(plan),
+    return begin_result(what, plan, seed) | {
         "line": {"a": PAPER_A, "b": PAPER_B},
         "curves": {name: curves[name] for name in ("provenance", "settings", "s2")}
         | {"variance": {str(dim): curves["variance"][str(dim)] for dim in HEAD_DIMS}},
         "alpha": [
             {"series": k, "sigma": s, "alpha": match_alpha(k, s, HEAD_DIM, plan.keys)} for k in MATCHINGS for s in FINE
         ],
-        "entropy": rows,
+        "entropy": measure_entropies(plan, seed, progress),
     }
 
 
-def entropies(plan: Plan, seed: int, progress: Callable[[str], None]) -> list[dict[str, Any]]:
+def measure_entropies(plan: Plan, seed: int, progress: Progress) -> Rows:
     """A row for each attention and sigma, with the mean entropy of P for each set of draws."""
     alphas = {
         (kind, sigma): match_alpha(kind, sigma, HEAD_DIM, plan.keys) for kind in LLN_KINDS for sigma in plan.sigmas
@@ -82,17 +78,17 @@ def entropies(plan: Plan, seed: int, progress: Callable[[str], None]) -> list[di
             bits.setdefault(("softmax", sigma), []).append(softmax_entropy(z_q, z_k, sigma**4).item())
         for (kind, sigma), alpha in alphas.items():
             bits.setdefault((kind, sigma), []).append(lln_entropy(z_q, z_k, 2 * (alpha * sigma) ** 2).item())
-    return [entropy_row(*key, alphas.get(key), values) for key, values in bits.items()]
+    return [summarize_entropy(*key, alphas.get(key), values) for key, values in bits.items()]
 
 
-def entropy_row(series: str, sigma: float, alpha: float | None, bits: list[float]) -> dict[str, Any]:
+def summarize_entropy(series: str, sigma: float, alpha: float | None, bits: list[float]) -> dict[str, Any]:
     mean, spread = statistics.fmean(bits), statistics.stdev(bits)
     summary = {"mean": mean, "spread": spread, "low": mean - spread, "high": mean + spread}
     return {"series": series, "sigma": sigma, "alpha": alpha, "bits": bits, **summary}
 
 
-def section(result: dict[str, Any]) -> Section:
-    holds = where_the_line_holds(result)
+def make_section(result: Result) -> Section:
+    holds = find_where_line_holds(result)
     error = max(e / v for c in result["curves"]["variance"].values() for v, e in zip(c["value"], c["se"], strict=True))
     keys, seeds = result["settings"]["keys"], result["settings"]["seeds"]
     s2 = Axis("s2", "s2 = alpha² sigma_q² + beta² sigma_k²", logarithmic=True)
@@ -100,89 +96,80 @@ def section(result: dict[str, Any]) -> Section:
     sigma, alpha = Axis("sigma", "sigma of queries and keys"), Axis("alpha", "alpha = beta")
     entropy = Axis("mean", f"entropy of a row (bits), {keys} keys")
     charts = [
-        Chart(
-            "variance-curve",
-            draw_lines(variance_points(result), CURVES, s2, variance, shaded=holds),
+        chart_lines(
+            "variance-curve", list_variances(result), CURVES, s2, variance,
             f"Variance of log P within a row of LLN attention against s2, measured for head dims "
             f"{join_words(HEAD_DIMS)} (standard errors of at most {100 * error:.1g} % are thinner than the "
             f"curves), and the paper's straight line, shaded where it is within {100 * TOLERANCE:.0f} % "
             f"of the curve for head dim {HEAD_DIM}.",
-            rows=variance_points(result),
+            shaded=holds,
         ),
-        Chart(
-            "alpha-against-sigma",
-            draw_lines(result["alpha"], MATCHED, sigma, alpha),
+        chart_lines(
+            "alpha-against-sigma", result["alpha"], MATCHED, sigma, alpha,
             f"Alpha, equal to beta here, against the standard deviation sigma of queries and keys, as set by paper, "
             f"variance and entropy matching for head dim {HEAD_DIM} and {keys} keys.",
-            rows=result["alpha"],
         ),
-        Chart(
-            "entropy-against-sigma",
-            draw_lines(result["entropy"], MATCHED, sigma, entropy, points=True),
+        chart_lines(
+            "entropy-against-sigma", result["entropy"], MATCHED, sigma, entropy,
             "Mean entropy of the rows of P against sigma, for softmax attention and for LLN with each matching and "
             f"with none (alpha = beta = 1); bars span a standard deviation either side over {seeds} sets of draws.",
-            rows=result["entropy"],
+            points=True,
         ),
-    ]
+    ]  # fmt: skip
     return Section(
         name="moments",
         title="How alpha and beta are set: moment matching",
-        sentences=sentences(result, holds),
+        sentences=write_sentences(result, holds),
         charts=charts,
         header=["sigma", "softmax", "unmatched", *(f"{kind}{what}" for kind in MATCHINGS for what in ("", ", alpha"))],
-        table=[table_row(result, sigma) for sigma in sorted({row["sigma"] for row in result["entropy"]})],
+        table=[list_cells(result, sigma) for sigma in sorted({row["sigma"] for row in result["entropy"]})],
         data={**result, "line_holds": holds},
         caption="Mean entropy of a row in bits ± its standard deviation over the sets of draws, and alpha (= beta)",
     )
 
 
-def table_row(result: dict[str, Any], sigma: float) -> list[str]:
-    def cell(series: str) -> str:
-        row = entropy_of(result, series, sigma)
-        return f"{row['mean']:.2f} ± {row['spread']:.2f}"
-
-    matched = [(cell(kind), f"{entropy_of(result, kind, sigma)['alpha']:.2f}") for kind in MATCHINGS]
-    return [f"{sigma:g}", cell("softmax"), cell("unmatched"), *(text for pair in matched for text in pair)]
-
-
-def entropy_of(result: dict[str, Any], series: str, sigma: float) -> dict[str, Any]:
-    return dict(next(row for row in result["entropy"] if (row["series"], row["sigma"]) == (series, sigma)))
+def list_cells(result: Result, sigma: float) -> list[str]:
+    cells = [f"{sigma:g}"]
+    for series in ("softmax", "unmatched", *MATCHINGS):
+        row = pick(result["entropy"], series=series, sigma=sigma)
+        cells += [f"{row['mean']:.2f} ± {row['spread']:.2f}", *([f"{row['alpha']:.2f}"] if series in MATCHINGS else [])]
+    return cells
 
 
-def measured_variance(result: dict[str, Any], dim: int, s2: list[float]) -> list[float]:
+def read_variance(result: Result, dim: int, s2: list[float]) -> list[float]:
     """The stored curve between its points, read as `variance` matching reads it."""
     series = (s2, result["curves"]["s2"], result["curves"]["variance"][str(dim)]["value"])
     at, x, y = (torch.tensor(numbers, dtype=torch.float64).log() for numbers in series)
     return list(pchip(x, y)(at).exp().tolist())
 
 
-def spaced(low: float, high: float, count: int) -> list[float]:
+def space_evenly(low: float, high: float, count: int) -> list[float]:
     return [low * (high / low) ** (i / (count - 1)) for i in range(count)]
 
 
-def variance_points(result: dict[str, Any]) -> list[dict[str, Any]]:
+def list_variances(result: Result) -> Rows:
     s2 = [x for x in result["curves"]["s2"] if x >= S2_DRAWN]
     points = [
         {"series": f"head dim {dim}", "s2": x, "value": v}
         for dim in HEAD_DIMS
-        for x, v in zip(s2, measured_variance(result, dim, s2), strict=True)
+        for x, v in zip(s2, read_variance(result, dim, s2), strict=True)
     ]
     # In logarithms the line falls off a cliff towards zero: it is drawn from the lowest curve up, evenly in its value.
     lowest, a, b = min(p["value"] for p in points), result["line"]["a"], result["line"]["b"]
-    on_line = spaced(lowest, a * s2[-1] + b, 200)
+    on_line = space_evenly(lowest, a * s2[-1] + b, 200)
     return points + [{"series": "paper's line", "s2": (value - b) / a, "value": value} for value in on_line]
 
 
-def where_the_line_holds(result: dict[str, Any]) -> list[tuple[float, float]]:
+def find_where_line_holds(result: Result) -> list[tuple[float, float]]:
     """The ranges of s2 over which the line is within TOLERANCE of the curve for HEAD_DIM."""
-    s2 = spaced(result["curves"]["s2"][0], result["curves"]["s2"][-1], 20001)  # three digits of each end
-    a, b, curve = result["line"]["a"], result["line"]["b"], measured_variance(result, HEAD_DIM, s2)
+    s2 = space_evenly(result["curves"]["s2"][0], result["curves"]["s2"][-1], 20001)  # three digits of each end
+    a, b, curve = result["line"]["a"], result["line"]["b"], read_variance(result, HEAD_DIM, s2)
     near = [abs((a * x + b) / v - 1) <= TOLERANCE for x, v in zip(s2, curve, strict=True)]
     runs = [list(run) for holds, run in itertools.groupby(range(len(s2)), near.__getitem__) if holds]
     return [(s2[run[0]], s2[run[-1]]) for run in runs]
 
 
-def sentences(result: dict[str, Any], holds: list[tuple[float, float]]) -> list[str]:
+def write_sentences(result: Result, holds: list[tuple[float, float]]) -> list[str]:
     made = result["curves"]["provenance"]
     return [
         "LLN attention has two knobs, alpha and beta: query i weighs key j by the sum of exp(alpha q_ic + beta k_jc) "
@@ -193,23 +180,23 @@ def sentences(result: dict[str, Any], holds: list[tuple[float, float]]) -> list[
         "softmax attention, taking it for a straight line a s2 + b; variance matching does so by a curve measured for "
         "the head dim; entropy matching gives P the same entropy instead. The curves came with the package, measured "
         f"on {made['device']} on {made['date'][:10]}; the entropies were measured here.",
-        said_of_line(result, holds),
-        said_of_floor(result),
-        said_of_gaps(result),
+        describe_line(result, holds),
+        describe_floor(result),
+        describe_gaps(result),
         "This is for independent Gaussian queries and keys, for which the curves were made. Those of a trained model "
         "are not, and a matching can be further off there; lln.match_data matches on given queries and keys.",
     ]
 
 
-def said_of_line(result: dict[str, Any], holds: list[tuple[float, float]]) -> str:
+def describe_line(result: Result, holds: list[tuple[float, float]]) -> str:
     texts = []
     for ends in holds:
         # The s2 wanted for this sigma: softmax attention has scores of variance sigma^4.
-        low, high = (show_number(v**0.25) for v in measured_variance(result, HEAD_DIM, list(ends)))
+        low, high = (show_number(v**0.25) for v in read_variance(result, HEAD_DIM, list(ends)))
         texts.append(f"{show_number(ends[0])} to {show_number(ends[1])} (wanted at sigma {low} to {high})")
     where = f"for s2 of {join_words(texts)}" if texts else "nowhere"
     s2 = (1 - result["line"]["b"]) / result["line"]["a"]
-    values = [f"{measured_variance(result, dim, [s2])[0]:.2f} for head dim {dim}" for dim in HEAD_DIMS]
+    values = [f"{read_variance(result, dim, [s2])[0]:.2f} for head dim {dim}" for dim in HEAD_DIMS]
     return (
         f"The line is within {100 * TOLERANCE:.0f} % of the curve for head dim {HEAD_DIM} {where}. One line serves all "
         f"head dims, and they differ: at s2 = {show_number(s2)}, where it promises a variance of 1, it is "
@@ -217,9 +204,9 @@ def said_of_line(result: dict[str, Any], holds: list[tuple[float, float]]) -> st
     )
 
 
-def said_of_floor(result: dict[str, Any]) -> str:
+def describe_floor(result: Result) -> str:
     sigma, flat = min(row["sigma"] for row in result["entropy"]), math.log2(result["settings"]["keys"])
-    paper, softmax = (flat - entropy_of(result, kind, sigma)["mean"] for kind in ("paper", "softmax"))
+    paper, softmax = (flat - pick(result["entropy"], series=kind, sigma=sigma)["mean"] for kind in ("paper", "softmax"))
     verdict = (
         f": over-concentrated, {show_number(paper / softmax)} times as far from even" if paper > softmax > 0 else ""
     )
@@ -230,20 +217,20 @@ def said_of_floor(result: dict[str, Any]) -> str:
     )
 
 
-def largest_gap(result: dict[str, Any], kind: str) -> tuple[float, float, float]:
+def find_largest_gap(result: Result, kind: str) -> tuple[float, float, float]:
     """(bits, standard error, sigma) where the entropy of LLN is furthest from that of softmax on the same draws."""
     gaps = []
     for row in (row for row in result["entropy"] if row["series"] == kind):
-        softmax = entropy_of(result, "softmax", row["sigma"])["bits"]
+        softmax = pick(result["entropy"], series="softmax", sigma=row["sigma"])["bits"]
         apart = [x - y for x, y in zip(row["bits"], softmax, strict=True)]
         gaps.append((statistics.fmean(apart), statistics.stdev(apart) / math.sqrt(len(apart)), row["sigma"]))
     return max(gaps, key=lambda gap: abs(gap[0]))
 
 
-def said_of_gaps(result: dict[str, Any]) -> str:
+def describe_gaps(result: Result) -> str:
     texts = []
-    for kind in sorted(LLN_KINDS, key=lambda kind: -abs(largest_gap(result, kind)[0])):
-        bits, error, sigma = largest_gap(result, kind)
+    for kind in sorted(LLN_KINDS, key=lambda kind: -abs(find_largest_gap(result, kind)[0])):
+        bits, error, sigma = find_largest_gap(result, kind)
         verdict = "no more than chance" if abs(bits) <= 2 * error else f"too {'concentrated' if bits < 0 else 'even'}"
         name = kind.replace("unmatched", "no")
         texts.append(f"{abs(bits):.2f} ± {error:.2f} bits with {name} matching (at sigma = {sigma:g}, {verdict})")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lln.lab.core.charts import Axis, choose_ticks, draw_lines
-from lln.lab.core.page import Chart, Section
+from lln.lab.core.charts import Axis, choose_ticks
+from lln.lab.core.page import Section
 from lln.lab.core.palette import ATTENTIONS as LOOKS
 from lln.lab.core.palette import Style
 from lln.lab.core.timing import one_thread
+from lln.lab.page.shared import Progress, Result, Rows, chart_lines, ignore
 
 ATTENTIONS = {"softmax": "softmax", "lln": "LLN", "lln_diag": "LLN+Diag"}  # by the names that recipes know
 DASHES = ((1, 0), (6, 3), (2, 2), (10, 3, 2, 3))  # by layer
@@ -40,9 +40,7 @@ QUICK = Plan(steps=60, evaluate_every=20, record_every=20)
 
 
 @one_thread()
-def measure(
-    plan: Plan, *, seed: int, device: str, runs: Path, progress: Callable[[str], None] = lambda text: None
-) -> dict[str, Any]:
+def measure(plan: Plan, *, seed: int, device: str, runs: Path, progress: Progress = ignore) -> dict[str, Any]:
     """Trains the recipe `mlm tiny` with each attention in a folder below `runs`; a stopped run goes on. `progress`
     hears of plan.steps steps for each."""
     from lln.lab.paper.finished_runs import described
@@ -84,15 +82,15 @@ def measure(
     }
 
 
-def losses(result: dict[str, Any], part: str) -> list[dict[str, Any]]:
+def list_losses(result: Result) -> Rows:
     return [
         {"series": name, "step": int(step), "loss": loss}
         for name, x in result["attentions"].items()
-        for step, loss in x[part].items()
+        for step, loss in x["validation"].items()
     ]
 
 
-def by_layer(result: dict[str, Any], quantity: str) -> list[dict[str, Any]]:
+def list_by_layer(result: Result, quantity: str) -> Rows:
     return [
         {"series": f"{name}, {layer}", "step": int(step), "value": value}
         for name, x in result["attentions"].items()
@@ -101,7 +99,7 @@ def by_layer(result: dict[str, Any], quantity: str) -> list[dict[str, Any]]:
     ]
 
 
-def styles(rows: list[dict[str, Any]]) -> dict[str, Style]:
+def style_layers(rows: Rows) -> dict[str, Style]:
     found = {}
     for series in dict.fromkeys(row["series"] for row in rows):
         name, _, layer = series.partition(", layer ")
@@ -110,43 +108,39 @@ def styles(rows: list[dict[str, Any]]) -> dict[str, Style]:
     return found
 
 
-def section(result: dict[str, Any]) -> Section:
+def make_section(result: Result) -> Section:
     first = result["attentions"]["softmax"]["config"]
-    curves = losses(result, "validation")
-    drawn = [
-        Chart(
-            "training-loss",
-            draw_lines(
-                curves, styles(curves), Axis("step", "step"), Axis("loss", "loss on held-out text"), points=True
-            ),
-            "Loss on held-out text while training, for the three attentions; lower is better.",
-            rows=curves,
-        )
-    ]
+    curves = list_losses(result)
+    said = "Loss on held-out text while training, for the three attentions; lower is better."
+    x, y = Axis("step", "step"), Axis("loss", "loss on held-out text")
+    drawn = [chart_lines("training-loss", curves, style_layers(curves), x, y, said, points=True)]
     for quantity, (title, caption) in PANELS.items():
-        if rows := by_layer(result, quantity):
+        if rows := list_by_layer(result, quantity):
             values = [row["value"] for row in rows]
             vertical = Axis("value", title)
             if quantity == "temperature":  # it falls by orders of magnitude
                 vertical = Axis("value", title, True, choose_ticks(min(values), max(values)))
-            chart = draw_lines(rows, styles(rows), Axis("step", "step", from_zero=True), vertical)
-            drawn.append(Chart(f"training-{quantity.replace('_', '-')}", chart, caption, rows=rows))
+            x, name = Axis("step", "step", from_zero=True), f"training-{quantity.replace('_', '-')}"
+            drawn.append(chart_lines(name, rows, style_layers(rows), x, vertical, caption))
     return Section(
         name="training",
         title="Temperature, entropy and gap while a model learns",
         lead=f"A model of {first['model']['layers']} layers learns to guess masked words of Python's documentation, "
         f"{first['data']['length']} tokens at a time, for {first['optimisation']['steps']} steps. It is far too small "
         "to rank attentions; it shows what they do.",
-        sentences=sentences(result),
+        sentences=write_sentences(result),
         charts=drawn,
         header=["attention", "loss", "seconds", *(f"{q.replace('_', ' ')}, first to last" for q in PANELS)],
-        table=[table_row(name, x) for name, x in result["attentions"].items()],
+        table=[
+            [name, f"{x['loss']:.3f}", f"{x['seconds']:.0f}", *(describe_ends(x, quantity) for quantity in PANELS)]
+            for name, x in result["attentions"].items()
+        ],
         data=result,
         caption="The end of each run, and what it recorded: means over layers and heads",
     )
 
 
-def ends(x: dict[str, Any], quantity: str) -> tuple[float, float] | None:
+def find_ends(x: dict[str, Any], quantity: str) -> tuple[float, float] | None:
     """Means over the layers at the first and at the last step that was recorded."""
     points = list(x["layers"][quantity].values())
     if not points:
@@ -155,15 +149,12 @@ def ends(x: dict[str, Any], quantity: str) -> tuple[float, float] | None:
     return tuple(sum(p[s[i]] for p, s in zip(points, order, strict=True)) / len(points) for i in (0, -1))
 
 
-def table_row(name: str, x: dict[str, Any]) -> list[str]:
-    cells = []
-    for quantity in PANELS:
-        pair = ends(x, quantity)
-        cells.append("" if pair is None else f"{pair[0]:.3g} to {pair[1]:.3g}")
-    return [name, f"{x['loss']:.3f}", f"{x['seconds']:.0f}", *cells]
+def describe_ends(x: dict[str, Any], quantity: str) -> str:
+    pair = find_ends(x, quantity)
+    return "" if pair is None else f"{pair[0]:.3g} to {pair[1]:.3g}"
 
 
-def sentences(result: dict[str, Any]) -> list[str]:
+def write_sentences(result: dict[str, Any]) -> list[str]:
     found = result["attentions"]
     ended = ", ".join(f"{x['loss']:.2f} with {name}" for name, x in found.items())
     guess = found["softmax"]["guess"]
@@ -173,11 +164,10 @@ def sentences(result: dict[str, Any]) -> list[str]:
         f"The loss ended at {ended}. Guessing by how common each token is would give {guess:.2f}: {which} learned more "
         "than that."
     ]
-    for quantity, word in (("temperature", "temperature"), ("entropy", "entropy")):
-        pairs = {name: ends(x, quantity) for name, x in found.items()}
-        texts = [f"{p[0]:.3g} to {p[1]:.3g} with {name}" for name, p in pairs.items() if p is not None]
+    for quantity in ("temperature", "entropy"):
+        texts = [f"{ends} with {name}" for name, x in found.items() if (ends := describe_ends(x, quantity))]
         if texts:
-            said.append(f"The mean {word} went from {', '.join(texts)}.")
+            said.append(f"The mean {quantity} went from {', '.join(texts)}.")
     # At every record, not only at the ends: in between it can be far lower.
     gaps = [x for points in found["LLN+Diag"]["layers"]["spectral_gap"].values() for x in points.values()]
     if gaps and max(gaps) < 0.55:
