@@ -12,6 +12,8 @@ import transformers as tf
 import lln.hf
 from helpers.hf_models import ALL, CAUSAL, VOCABULARY, build, config, guesses, inputs, output, recorded, tokens
 from helpers.reference import relative_error
+from lln.hf.find import attention_modules
+from lln.hf.interface import nothing_collected
 
 
 def gradients(model: Any, given: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -260,3 +262,12 @@ def test_a_model_of_two_models_switches_both(start: str, tmp_path: Path) -> None
     assert len(calls) == 6
     model.save_pretrained(tmp_path)
     assert torch.equal(output(tf.EncoderDecoderModel.from_pretrained(tmp_path), **given), want)
+
+
+def test_a_model_that_collects_nothing_leaves_others_alone() -> None:
+    one, two, x = build("bert", "lln"), build("bert", "lln"), inputs("bert")
+    with nothing_collected(one):
+        assert not any(module.lln.collects for _, module in attention_modules(one))
+        assert all(module.lln.collects for _, module in attention_modules(two))
+        assert len(two(**x, output_attentions=True).attentions) == 2
+    assert all(module.lln.collects for _, module in attention_modules(one))
