@@ -50,7 +50,7 @@ def overlapping_attention(
             "overlap: a state keeps one open block, and overlapping windows reach further back; leave out state and "
             "return_state (in generate: cache_implementation='dynamic')."
         )
-    query, key, value, key_mask, offsets, _, cross = inputs
+    query, key, value, _, offsets, _, cross = inputs
     check_block_size(block_size, is_causal, cross or query.shape[2] != key.shape[2], with_state=False)
     linear = attend_checked(inputs, alpha, beta, is_causal=is_causal, dropout_p=dropout_p, backend=backend)
     assert isinstance(linear, Tensor)
@@ -58,15 +58,13 @@ def overlapping_attention(
     r, p = mix_weights(mix, block_size, shape, compute_dtype(query.dtype), query.device)
     assert r is not None
     assert p is not None
-    near = attend_windows(query, key, value, block_size, scale, is_causal, key_mask, offsets, dropout_p)
+    near = attend_windows(inputs, block_size, scale, is_causal, dropout_p)
     return (linear * r.unsqueeze(-2) + near * p.unsqueeze(-2)).to(query.dtype)
 
 
-def attend_windows(
-    query: Tensor, key: Tensor, value: Tensor, size: int, scale: float | None, is_causal: bool,
-    key_mask: Tensor | None, offsets: Tensor | None, dropout_p: float,
-) -> Tensor:  # fmt: skip
+def attend_windows(inputs: Inputs, size: int, scale: float | None, is_causal: bool, dropout_p: float) -> Tensor:
     """Softmax attention in the windows alone. A row whose window has no visible key is zero."""
+    query, key, value, key_mask, offsets, _, _ = inputs
     batch, heads, length, _ = query.shape
     key_heads = key.shape[1]
     if length == 0:
