@@ -12,7 +12,7 @@ How the ways to attend differ:
 
 from importlib import import_module
 
-from lln.peers.calls import attention, attention_matrix
+from lln.peers.dispatch import attention, attention_matrix
 from lln.peers.modules import mechanism
 from lln.peers.registry import Mechanism, mechanisms
 

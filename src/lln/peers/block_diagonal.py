@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lln.kernels.call import Call
 from lln.kernels.eager import blocks_of
-from lln.peers.calls import run_each
+from lln.peers.dispatch import run_each
 from lln.peers.registry import register
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lln.checks import check_fraction, check_positive_int, describe
 from lln.functional import CuSeqlens
 from lln.kernels.call import Call
-from lln.peers.calls import Attend, check_blocks, run
+from lln.peers.dispatch import Attend, check_blocks, run
 from lln.peers.registry import COMMON, REGISTRY, Mechanism, check_options, find
 
 MIXER_REFUSES = {
