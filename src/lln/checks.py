@@ -25,6 +25,7 @@ Backend = Literal["auto", "eager", "triton"]
 CuSeqlens = Tensor | tuple[Tensor, Tensor]
 Matching = Literal["paper", "variance", "entropy"]
 Statistics = Literal["sample", "batch", "running", "fixed"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 MATCHINGS: tuple[Matching, ...] = get_args(Matching)
 STATISTICS: tuple[Statistics, ...] = get_args(Statistics)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -92,6 +93,7 @@ def check_call(
         beta=beta,
         is_causal=is_causal,
         key_mask=key_mask,
+        seed=None,
         dropout_p=p,
         cu_query=cu_query,
         cu_key=cu_key,
@@ -248,7 +250,7 @@ def check_positive_int(name: str, value: Any) -> int:
 
 
 def check_backend(backend: str) -> None:
-    if backend not in get_args(Backend):
+    if backend not in BACKENDS:
         raise ValueError(f"backend must be 'auto', 'eager' or 'triton'; got {backend!r}.")
 
 

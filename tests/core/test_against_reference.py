@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.reference import State, lln_reference, normal, relative_error
+from helpers.reference import normal, relative_error
 from lln import LLNState, lln_attention
+from lln.naive import State, naive_attention
 
 PRECISIONS = [(torch.float64, 1e-12), (torch.float32, 1e-5)]
 
@@ -33,7 +34,7 @@ def cast(x: Any, dtype: torch.dtype) -> Any:
 
 def check(qkv: tuple[Tensor, ...], alpha: Any = 1.25, beta: Any = 1.75, **options: Any) -> None:
     """Output and returned state against the reference. A `state` here is the reference's, in float64."""
-    expected = lln_reference(*qkv, alpha, beta, **options)
+    expected = naive_attention(*qkv, alpha, beta, **options)
     state = options.pop("state", None)
     for dtype, tolerance in PRECISIONS:
         if state is not None:
@@ -216,7 +217,7 @@ def test_float32_holds_at_large_exponents(
     beta = (size / k.abs().max()).float().item() if large_keys else 1.5
     options = {"is_causal": is_causal, "block_size": block_size}
     out = lln_attention(q.float(), k.float(), v.float(), alpha, beta, **options)
-    assert relative_error(out, lln_reference(q, k, v, alpha, beta, **options).out) <= 3e-5
+    assert relative_error(out, naive_attention(q, k, v, alpha, beta, **options).out) <= 3e-5
 
 
 def two_softmaxes(q: Tensor, k: Tensor, v: Tensor, alpha: float, beta: float) -> Tensor:
@@ -238,7 +239,7 @@ def test_half_precision_is_as_good_as_plain_pytorch(dtype: torch.dtype, size: fl
     else:
         plain = two_softmaxes(q, k, v, alpha, beta)
     out = lln_attention(q, k, v, alpha, beta, is_causal=is_causal)
-    expected = lln_reference(q, k, v, alpha, beta, is_causal=is_causal).out
+    expected = naive_attention(q, k, v, alpha, beta, is_causal=is_causal).out
     assert out.dtype == dtype
     assert relative_error(out, expected) <= 2 * relative_error(plain, expected)
 
@@ -250,7 +251,7 @@ def test_autocast_gives_the_type_that_torch_attention_gives() -> None:
         outs = [lln_attention(q, k, v, 1.5, 1.5, is_causal=c, block_size=b) for c in (False, True) for b in (None, 8)]
     for out, (is_causal, block_size) in zip(outs, [(c, b) for c in (False, True) for b in (None, 8)], strict=True):
         assert out.dtype == theirs.dtype == torch.bfloat16
-        expected = lln_reference(q, k, v, 1.5, 1.5, is_causal=is_causal, block_size=block_size).out
+        expected = naive_attention(q, k, v, 1.5, 1.5, is_causal=is_causal, block_size=block_size).out
         assert relative_error(out, expected) <= 1e-2  # a few roundings to bfloat16, each up to 2 ** -9
         gradients = torch.autograd.grad(out.float().square().sum(), (q, k, v))
         for actual, wanted in zip(gradients, torch.autograd.grad(expected.square().sum(), (q, k, v)), strict=True):

@@ -14,13 +14,14 @@ from torch.nn import functional
 import lln
 import lln.hf
 from helpers.hf_models import build, guesses, inputs, output, tokens
-from helpers.reference import lln_reference, relative_error
+from helpers.reference import relative_error
 from lln.instruments import entropy, record
 from lln.lab.paper.jobs import configure, label
 from lln.lab.recipes import recipe
 from lln.lab.train.config import change
 from lln.lab.train.loop import find_decaying
 from lln.lab.train.run import train
+from lln.naive import naive_attention
 from lln.nn.convolution import convolve
 from lln.nn.weights import dense_weights
 
@@ -161,7 +162,7 @@ def test_attention_is_that_of_the_convolved(
     kernels = module.conv_q, module.conv_k, module.conv_v
     near = [written_out(t, kernel.detach(), is_causal, mask) for t, kernel in zip((q, k, v), kernels, strict=True)]
     alpha, beta = plain.coefficients(*near[:2], key_mask=mask, is_causal=is_causal)
-    want = lln_reference(*near, alpha, beta, block_size=4, mix=0.3, key_mask=mask, is_causal=is_causal).out
+    want = naive_attention(*near, alpha, beta, block_size=4, mix=0.3, key_mask=mask, is_causal=is_causal).out
     out = module(q, k, v, key_mask=mask, is_causal=is_causal)
     assert relative_error(out, want) < 1e-12
     found = module.coefficients(q, k, key_mask=mask, is_causal=is_causal)

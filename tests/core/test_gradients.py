@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from helpers.reference import State, lln_reference, normal, relative_error
+from helpers.reference import normal, relative_error
 from lln import LLNState, lln_attention
+from lln.naive import State, naive_attention
 
 Case = dict[str, Any]
 
@@ -159,7 +160,7 @@ def gradients(case: Case, dtype: torch.dtype, reference: bool) -> dict[str, Tens
     leaves = tensors_in(inputs)
     arguments = inputs | options
     if reference:
-        results = lln_reference(**arguments) if case["return_state"] else [lln_reference(**arguments).out]
+        results = naive_attention(**arguments) if case["return_state"] else [naive_attention(**arguments).out]
     else:
         if case["state"]:
             fields = {name: x for name, x in inputs["state"]._asdict().items() if x is not None}
@@ -197,7 +198,7 @@ def test_each_gradient_can_be_asked_for_alone(is_causal: bool, block_size: int |
     case |= {"is_causal": is_causal, "block_size": block_size, "mix": "wide pair"}
     for name in tensors_in(build(case)[0]):
         found = []
-        for function in (lln_attention, lln_reference):
+        for function in (lln_attention, naive_attention):
             inputs, options = build(case)
             leaf = tensors_in(inputs)[name].requires_grad_()
             out = function(**inputs, **options)

@@ -14,11 +14,12 @@ import lln
 import lln.hf
 from helpers.hf_models import build, inputs, output, tokens
 from helpers.memory import LargestTensor
-from helpers.reference import lln_reference, relative_error
+from helpers.reference import relative_error
 from lln.instruments import lln_map, record, spectral_gap
 from lln.lab.recipes import recipe
 from lln.lab.train.config import change
 from lln.lab.train.run import train
+from lln.naive import naive_attention
 from lln.nn.weights import dense_weights
 
 WIDE = torch.float64
@@ -83,7 +84,7 @@ def test_it_is_the_windows_written_out(heads: int, key_heads: int, size: int, ho
     q, k, v = tensors(heads, key_heads, 31, 5, 3, batch=batch)
     module = made(heads, 5, size, num_key_heads=key_heads, mix=0.3)
     where: dict[str, Any] = {"is_causal": is_causal, "key_mask": mask, "cu_seqlens": offsets}
-    linear = lln_reference(q, k, v, 1.3, 0.8, **where).out
+    linear = naive_attention(q, k, v, 1.3, 0.8, **where).out
     want = 0.3 * linear + 0.7 * windows(q, k, v, size, is_causal, mask, offsets)
     found = module(q, k, v, **where)
     if how == "nothing":
@@ -97,7 +98,7 @@ def test_it_is_the_windows_written_out(heads: int, key_heads: int, size: int, ho
 def test_every_length(length: int, is_causal: bool) -> None:
     q, k, v = tensors(2, 1, length, 4)
     found = made(2, 4, 8, num_key_heads=1)(q, k, v, is_causal=is_causal)
-    linear = lln_reference(q, k, v, 1.3, 0.8, is_causal=is_causal).out if length else q
+    linear = naive_attention(q, k, v, 1.3, 0.8, is_causal=is_causal).out if length else q
     assert found.shape == q.shape
     assert torch.allclose(found, 0.5 * (linear + windows(q, k, v, 8, is_causal)), rtol=0, atol=1e-12)
 
@@ -140,12 +141,12 @@ def test_narrow_dtypes_are_as_near_as_those_of_blocks(dtype: torch.dtype, masked
     options: dict[str, Any] = {"num_key_heads": 2, "dtype": dtype}
     found = made(4, 8, 16, **options)(q, k, v, **where)
     wide = [t.double() for t in (q, k, v)]
-    linear = lln_reference(*wide, 1.3, 0.8, **where).out
+    linear = naive_attention(*wide, 1.3, 0.8, **where).out
     mask = where["key_mask"]
     want = 0.5 * (linear + windows(*wide, 16, False, mask))
     assert found.dtype == dtype
     blocks = lln.LLNAttention(4, 8, block_size=16, statistics="fixed", alpha=1.3, beta=0.8, **options).eval()
-    other = lln_reference(*wide, 1.3, 0.8, block_size=16, **where).out
+    other = naive_attention(*wide, 1.3, 0.8, block_size=16, **where).out
     # Both parts are rounded before they are added, as in plain PyTorch.
     assert relative_error(found, want) <= 2 * max(
         relative_error(blocks(q, k, v, **where), other), relative_error(want.to(dtype).double(), want)
@@ -198,7 +199,7 @@ def test_the_mix_is_learned() -> None:
     with torch.no_grad():
         module.mix_logit.copy_(torch.tensor([-1.0, 0.0, 1.0, 3.0]))
     r = torch.tensor([-1.0, 0.0, 1.0, 3.0], dtype=WIDE).sigmoid()[:, None, None]
-    want = r * lln_reference(q, k, v, 1.3, 0.8).out + (1 - r) * windows(q, k, v, 8)
+    want = r * naive_attention(q, k, v, 1.3, 0.8).out + (1 - r) * windows(q, k, v, 8)
     assert relative_error(module(q, k, v), want) < 1e-12
 
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from helpers.reference import State, lln_reference, log_similarity, masked_softmax, normal, raw_map, relative_error
+from helpers.reference import normal, relative_error
+from lln.naive import State, log_similarity, masked_softmax, naive_attention, raw_map
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -32,13 +33,13 @@ def test_reference_is_equation_8_with_mask_and_grouped_heads(is_causal: bool) ->
         allowed = key_mask[:, None, :].expand(2, 9, 9)
         allowed = allowed & torch.ones(9, 9, dtype=torch.bool).tril() if is_causal else allowed
         expected = raw_map(1.5 * q[:, head], 0.75 * k[:, head // 2], allowed) @ v[:, head // 2]
-        out = lln_reference(q, k, v, 1.5, 0.75, is_causal=is_causal, key_mask=key_mask).out
+        out = naive_attention(q, k, v, 1.5, 0.75, is_causal=is_causal, key_mask=key_mask).out
         assert relative_error(out[:, head], expected) <= 1e-14
 
 
 def test_block_part_is_softmax_attention_inside_each_block() -> None:
     q, k, v = normal(0, 1, 2, 10, 3), normal(1, 1, 2, 10, 3), normal(2, 1, 2, 10, 3)
-    out = lln_reference(q, k, v, 1.0, 1.0, block_size=4, mix=(0.0, 1.0)).out
+    out = naive_attention(q, k, v, 1.0, 1.0, block_size=4, mix=(0.0, 1.0)).out
     blocks = [
         torch.nn.functional.scaled_dot_product_attention(q[:, :, b : b + 4], k[:, :, b : b + 4], v[:, :, b : b + 4])
         for b in (0, 4, 8)
@@ -48,10 +49,10 @@ def test_block_part_is_softmax_attention_inside_each_block() -> None:
 
 def test_a_state_stands_for_the_keys_that_were_folded_into_it() -> None:
     q, k, v = normal(0, 1, 2, 12, 3), normal(1, 1, 2, 12, 3), normal(2, 1, 2, 12, 4)
-    head = lln_reference(q[:, :, :5], k[:, :, :5], v[:, :, :5], 1.2, 1.4, is_causal=True)
+    head = naive_attention(q[:, :, :5], k[:, :, :5], v[:, :, :5], 1.2, 1.4, is_causal=True)
     state = State(head.log_sum, head.mean_value)
-    tail = lln_reference(q[:, :, 5:], k[:, :, 5:], v[:, :, 5:], 1.2, 1.4, is_causal=True, state=state)
-    whole = lln_reference(q, k, v, 1.2, 1.4, is_causal=True)
+    tail = naive_attention(q[:, :, 5:], k[:, :, 5:], v[:, :, 5:], 1.2, 1.4, is_causal=True, state=state)
+    whole = naive_attention(q, k, v, 1.2, 1.4, is_causal=True)
     for part, expected in zip(tail, (whole.out[:, :, 5:], *whole[1:]), strict=True):
         assert relative_error(part, expected) <= 1e-14
 
@@ -61,6 +62,6 @@ def test_reference_gradient_is_the_derivative() -> None:
     key_mask = torch.tensor([[False, True, True, False]])
 
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(lln_reference(q, k, v, 1.3, 0.7, is_causal=True, key_mask=key_mask, block_size=2))
+        return tuple(naive_attention(q, k, v, 1.3, 0.7, is_causal=True, key_mask=key_mask, block_size=2))
 
     assert torch.autograd.gradcheck(function, inputs)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.reference import lln_reference, relative_error
+from helpers.reference import relative_error
 from lln import LLNState, lln_attention
+from lln.naive import naive_attention
 
 FIELDS = ("log_sum", "mean_value", "count", "block_key", "block_value", "block_mask")
 
@@ -58,7 +59,7 @@ def test_steps_are_equation_8(block_size: int | None) -> None:
     torch.manual_seed(1)
     q, k, v = (torch.randn(2, h, 11, 6, dtype=torch.float64) for h in (4, 2, 2))
     options = {} if block_size is None else {"block_size": block_size}
-    want = lln_reference(q, k, v, 2.0, 1.5, is_causal=True, **options).out
+    want = naive_attention(q, k, v, 2.0, 1.5, is_causal=True, **options).out
     state = LLNState.empty(2, 2, 6, block_size=block_size, dtype=torch.float64)
     for t in range(11):
         row = slice(t, t + 1)

@@ -53,7 +53,7 @@ def compile_only(capability: int) -> dict[str, int]:
     def as_on_a_gpu(self: Launch, a: Any, recording: Any = None) -> None:
         prepare(self, a, None)
         if self.dtype == torch.bfloat16:
-            self.numeric["DOT"] = tl.bfloat16
+            self.values["DOT"] = tl.bfloat16
 
     driver.set_active(Absent(capability))
     CUDABackend.make_cubin = lambda self, *args, **options: b""  # the assembler is slow, and decides nothing of this

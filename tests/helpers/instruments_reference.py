@@ -10,7 +10,7 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from helpers.reference import log_similarity, masked_softmax, per_head
+from lln.naive import log_similarity, masked_softmax, per_head
 
 
 def visible(rows: int, keys: int, is_causal: bool, key_mask: Tensor | None, batch: int) -> Tensor:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 import lln.hf
 from helpers.hf_models import ALL, CAUSAL, ENCODERS, IMAGES, build, inputs, output, recorded, tokens
-from helpers.reference import lln_reference, relative_error
+from helpers.reference import relative_error
 from lln.kernels.common import PAPER_A, PAPER_B
+from lln.naive import naive_attention
 
 SIGMA_ONE = math.sqrt((1 - PAPER_B) / (2 * PAPER_A))  # alpha = beta of eq. (10) at sigma = 1
 
@@ -36,7 +37,7 @@ def expected(call, causal: bool, statistics: str, block_size: int | None) -> Ten
         ]
         product = (spread[0] * spread[1]) ** 2
         alpha, beta = (eq_10(product, s).unsqueeze(-1) for s in spread)
-    return lln_reference(q, k, v, alpha, beta, is_causal=causal, key_mask=mask, block_size=block_size).out.transpose(
+    return naive_attention(q, k, v, alpha, beta, is_causal=causal, key_mask=mask, block_size=block_size).out.transpose(
         1, 2
     )
 

@@ -13,7 +13,8 @@ from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 import lln
 from helpers.mechanism_cases import HEADS, LENGTH, inputs
-from helpers.reference import masked_softmax, normal, relative_error
+from helpers.reference import normal, relative_error
+from lln.naive import masked_softmax
 from lln.peers.bigbird import draw
 
 

@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from helpers.reference import normal, relative_error
 from helpers.triton_cases import DEVICE, GPU, MARKS, MODES, attend, extras, gradients, only_triton, tensors
 from lln import LLNState
+from lln.kernels.call import FIELDS, TENSORS, Call
 from lln.kernels.triton import op
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # torch.compile's own
@@ -93,10 +94,24 @@ def test_a_compiled_step_takes_and_gives_a_state(block_size: int | None) -> None
 @pytest.mark.parametrize("free", [0, op.FREE])
 def test_the_registered_op_keeps_the_rules_of_custom_ops(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "FREE", free)
-    calls = op.sample_calls(DEVICE)
-    assert calls
-    for function, args, kwargs in calls:
-        torch.library.opcheck(function, args, kwargs)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(DEVICE).requires_grad_()
+
+    def factor(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator).add(1.0).to(DEVICE).requires_grad_()
+
+    none: dict[str, Any] = dict.fromkeys(FIELDS[:TENSORS])
+    for is_causal in (False, True):
+        rows = {"query": draw(1, 2, 20, 16), "key": draw(1, 1, 20, 16), "value": draw(1, 1, 20, 16)}
+        settings: dict[str, Any] = {"is_causal": is_causal, "scale": 0.25, "dropout_p": 0.0}
+        plain = {"alpha": factor(1, 2, 1), "beta": factor(1, 1, 16), "block_size": None}
+        mixed = {"alpha": factor(1, 1, 1), "beta": factor(1, 1, 1), "block_size": 8}
+        mixed |= {"lln_weight": factor(1, 2, 1), "block_weight": factor(1, 1, 1)}
+        for factors in (plain, mixed):
+            call = Call(**(none | rows | settings | factors))
+            torch.library.opcheck(torch.ops.lln.attend.default, call.arguments())
 
 
 @only_triton

@@ -21,15 +21,12 @@ def _stream(monkeypatch: pytest.MonkeyPatch) -> None:
 class Add:
     """out = x + y + number, as a kernel with a constant at its end would do it."""
 
-    arg_names = ("X", "Y", "OUT", "number", "N")
-
     def __init__(self) -> None:
         self.calls = 0
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def run(*args: Any, stream: int | None = None, N: int | None = None) -> "Add":
-            values = [*args] if N is None else [*args, N]
-            x, y, out, number, size = (v.data_ptr() if isinstance(v, Tensor) else v for v in values)
+        def run(*args: Any, stream: int | None = None) -> "Add":
+            x, y, out, number, size = (v.data_ptr() if isinstance(v, Tensor) else v for v in args)
             if not isinstance(args[0], Tensor):
                 assert grid == (3, 1, 1)
                 assert stream == STREAM
@@ -46,9 +43,9 @@ def record(kernel: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tape | None]:
     """out = (x + y + 1) + x + 2, over one piece of scratch memory."""
     recording = Recording([x, None, y])
     between, out = (recording.make(torch.empty(4)) for _ in range(2))
-    for args in ((x, y, between, 1.0), (between, x, out, 2.0)):
-        compiled = kernel[(3,)](*args, N=4)
-        recording.launch(kernel, compiled, (3,), args, {"N": 4})
+    for args in ((x, y, between, 1.0, 4), (between, x, out, 2.0, 4)):
+        compiled = kernel[(3,)](*args)
+        recording.launch(compiled, (3,), args)
     return out, recording.tape([out], x.device)
 
 
@@ -74,7 +71,7 @@ def test_a_tensor_from_elsewhere_is_not_repeated() -> None:
     x, other = torch.randn(4), torch.randn(4)
     recording = Recording([x])
     out = recording.make(torch.empty(4))
-    recording.launch(kernel, kernel, (3,), (x, other, out, 1.0), {"N": 4})
+    recording.launch(kernel, (3,), (x, other, out, 1.0, 4))
     assert recording.tape([out], x.device) is None
 
 
@@ -83,7 +80,7 @@ def test_a_result_that_torch_made_is_not_repeated() -> None:
     x = torch.randn(4)
     recording = Recording([x])
     out = recording.make(torch.empty(4))
-    recording.launch(kernel, kernel, (3,), (x, x, out, 1.0), {"N": 4})
+    recording.launch(kernel, (3,), (x, x, out, 1.0, 4))
     assert recording.tape([out + 1], x.device) is None
     assert recording.tape([out, out], x.device) is None
     assert recording.tape([out], x.device) is not None
@@ -91,7 +88,7 @@ def test_a_result_that_torch_made_is_not_repeated() -> None:
 
 def test_what_the_interpreter_runs_is_not_repeated() -> None:
     recording = Recording([])
-    recording.launch(Add(), None, (3,), (), {})
+    recording.launch(None, (3,), ())
     assert recording.tape([], torch.device("cpu")) is None
 
 
@@ -129,10 +126,10 @@ def test_a_call_is_recorded_once_and_then_played(monkeypatch: pytest.MonkeyPatch
         def launches(recording: Recording | None) -> list[Tensor]:
             asked.append(recording is not None)
             out = torch.empty(4) if recording is None else recording.make(torch.empty(4))
-            args = (x, y if elsewhere is None else elsewhere, out, number)
-            compiled = kernel[(3,)](*args, N=4)
+            args = (x, y if elsewhere is None else elsewhere, out, number, 4)
+            compiled = kernel[(3,)](*args)
             if recording is not None:
-                recording.launch(kernel, compiled, (3,), args, {"N": 4})
+                recording.launch(compiled, (3,), args)
             return [out]
 
         return tape.replayed((number, signature([x, y])), [x, y], launches)[0]

@@ -1,55 +1,67 @@
-"""A checked call of the op: what every back end receives."""
+"""A checked call of the op: what every back end receives, and the one record of what the GPU operator takes."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import enum
+import operator
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, get_type_hints
 
 import torch
 from torch import Tensor
 
 from lln.kernels.common import Dropout
 
-PER_SEQUENCE = (
-    "alpha",
-    "beta",
-    "lln_weight",
-    "block_weight",
-    "log_sum",
-    "mean_value",
-    "count",
-    "start",
-    "open_key",
-    "open_value",
-    "open_mask",
-)
+
+class Mark(enum.Enum):
+    SEQUENCE = enum.auto()  # has a row for each sequence, or one for all
+    VALUE = enum.auto()  # its last dimension is the values' channels, or one for all of them
+    EAGER = enum.auto()  # is not for the operator
+
+
+SEQUENCE, VALUE, EAGER = Mark
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
+    """The fields that are not EAGER are the operator's arguments, in this order, tensors first: a new one is a line."""
+
     query: Tensor  # [B, Hq, N, D]
     key: Tensor  # [B, Hk, M, D]
-    value: Tensor  # [B, Hk, M, E]
-    alpha: Tensor  # [B, Hq, D], any size may be 1; in the compute dtype, as beta and the weights
-    beta: Tensor  # [B, Hk, D], likewise
-    is_causal: bool
+    value: Annotated[Tensor, VALUE]  # [B, Hk, M, E]
+    alpha: Annotated[Tensor, SEQUENCE]  # [B, Hq, D], any size may be 1; in the compute dtype, as beta and the weights
+    beta: Annotated[Tensor, SEQUENCE]  # [B, Hk, D], likewise
+    lln_weight: Annotated[Tensor | None, SEQUENCE, VALUE]  # LLN+Diag: [B, Hq, E], any size may be 1, of the linear part
+    block_weight: Annotated[Tensor | None, SEQUENCE, VALUE]  # of the block part
     key_mask: Tensor | None  # [B, M] bool
-    dropout_p: float
-    cu_query: Tensor | None  # [B + 1] offsets of packed sequences; the tensors above then have batch 1
+    cu_query: Tensor | None  # [B + 1] offsets of packed sequences; query, key, value and key_mask then have batch 1
     cu_key: Tensor | None
-    log_sum: Tensor | None  # [B, Hk, D] of the incoming state, with mean_value
-    mean_value: Tensor | None  # [B, Hk, D, E]
-    # LLN+Diag. All are None without block_size.
-    block_size: int | None
+    log_sum: Annotated[Tensor | None, SEQUENCE]  # [B, Hk, D] of the incoming state, with mean_value
+    mean_value: Annotated[Tensor | None, SEQUENCE, VALUE]  # [B, Hk, D, E]
+    start: Annotated[Tensor | None, SEQUENCE]  # LLN+Diag: [B] int64, see carry.block_start
+    open_key: Annotated[Tensor | None, SEQUENCE]  # [B, Hk, block_size, D] of the incoming state, with the next two
+    open_value: Annotated[Tensor | None, SEQUENCE, VALUE]  # [B, Hk, block_size, E]
+    open_mask: Annotated[Tensor | None, SEQUENCE]  # [B, block_size] bool
+    seed: Tensor | None  # [] int64 of the kernels' dropout, on the device
+    block_size: int | None  # LLN+Diag
+    is_causal: bool
     scale: float
-    lln_weight: Tensor | None  # [B, Hq, E], any size may be 1: factor of the linear part
-    block_weight: Tensor | None  # of the block part
-    count: Tensor | None  # [B] int64 of the incoming state: tokens since the first valid one
-    start: Tensor | None  # [B] int64, see carry.block_start
-    open_key: Tensor | None  # [B, Hk, block_size, D] of the incoming state, with open_value and open_mask
-    open_value: Tensor | None  # [B, Hk, block_size, E]
-    open_mask: Tensor | None  # [B, block_size] bool
-    dropout: Dropout | None = None  # of the eager back end, which draws it
+    dropout_p: float
+    count: Annotated[Tensor | None, SEQUENCE, EAGER] = None  # [B] int64 of the state: tokens since the first valid one
+    dropout: Annotated[Dropout | None, EAGER] = None  # of the eager back end, which draws it
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Of the operator; Call(*arguments) is the call again."""
+        if torch.compiler.is_compiling():
+            return tuple(getattr(self, name) for name in FIELDS)
+        return ARGUMENTS(self)
+
+    def narrow(self, channels: slice) -> Call:
+        """With some of the values' channels alone."""
+        held = {name: getattr(self, name) for name in marked(VALUE)}
+        cut = {n: t if t is None or t.shape[-1] == 1 else t[..., channels] for n, t in held.items()}
+        return dataclasses.replace(self, **cut)
 
     def sequences(self) -> Iterator[Call]:
         """One call for each packed sequence; the call itself when nothing is packed."""
@@ -63,7 +75,7 @@ class Call:
         masks = [None] * len(keys) if self.key_mask is None else self.key_mask.split(lengths_k, -1)
         per_sequence = {
             name: t.split(1) if t.shape[0] > 1 else [t] * len(keys)
-            for name in PER_SEQUENCE
+            for name in marked(SEQUENCE)
             if (t := getattr(self, name)) is not None
         }
         for i, (query, key, value, key_mask) in enumerate(zip(queries, keys, values, masks, strict=True)):
@@ -89,3 +101,20 @@ class Call:
         if new is None:
             new = torch.ones(batch, self.key.shape[-2], dtype=torch.bool, device=device)
         return torch.cat([opened, new], -1)
+
+
+MARKS: dict[str, tuple[Mark, ...]] = {
+    name: getattr(hint, "__metadata__", ()) for name, hint in get_type_hints(Call, include_extras=True).items()
+}
+
+
+def marked(mark: Mark) -> list[str]:
+    return [name for name, marks in MARKS.items() if mark in marks]
+
+
+FIELDS = [name for name, marks in MARKS.items() if EAGER not in marks]  # the operator's arguments
+ARGUMENTS: Callable[[Call], tuple[Any, ...]] = operator.attrgetter(*FIELDS)
+KINDS = {Tensor: "Tensor", Tensor | None: "Tensor?", int | None: "SymInt?", bool: "bool", float: "float"}
+TYPES = {name: KINDS[hint] for name, hint in get_type_hints(Call).items() if name in FIELDS}
+SCHEMA = ", ".join(f"{kind} {name}" for name, kind in TYPES.items())
+TENSORS = sum(kind.startswith("Tensor") for kind in TYPES.values())  # so many of them come first

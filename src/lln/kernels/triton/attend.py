@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,34 +21,18 @@ def attend(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         return eager.attend(call)
     if size is not None and (call.scale < 1e-30 or not plan.blocks_fit(size, dim, width, dtype)):
         return with_eager_blocks(call)
-    # On the device, so that a CUDA graph draws anew at each replay.
-    seed = torch.randint(2**62, (), device=call.query.device) if call.dropout_p else None
-    step = plan.value_part(dim, dtype)
-    if width <= step:
-        return attend_part(call, None, seed)
-    # Attention is linear in the values.
-    parts = [attend_part(call, slice(i, i + step), seed) for i in range(0, width, step)]
-    outs, log_sums, means = zip(*parts, strict=True)
-    return torch.cat(outs, -1), log_sums[0], torch.cat(means, -1)
-
-
-def attend_part(call: Call, part: slice | None, seed: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """With some of the values' channels, None for all."""
     from lln.kernels.triton.op import apply
 
-    def cut(t: Tensor | None) -> Tensor | None:
-        return t if t is None or part is None or t.shape[-1] == 1 else t[..., part]
-
-    cu_query, cu_key = (t if t is None else t.contiguous() for t in (call.cu_query, call.cu_key))
-    return apply(  # in the order of Arguments
-        call.query, call.key, call.value if part is None else call.value[..., part], call.alpha, call.beta,
-        cut(call.lln_weight), cut(call.block_weight), call.key_mask,
-        cu_query, cu_key,
-        call.log_sum, call.mean_value if part is None or call.mean_value is None else call.mean_value[..., part],
-        call.start, call.open_key,
-        call.open_value if part is None or call.open_value is None else call.open_value[..., part],
-        call.open_mask, seed, call.block_size, call.is_causal, call.scale, call.dropout_p,
-    )  # fmt: skip
+    if call.dropout_p:
+        # On the device, so that a CUDA graph draws anew at each replay.
+        call = dataclasses.replace(call, seed=torch.randint(2**62, (), device=call.query.device))
+    step = plan.value_part(dim, dtype)
+    if width <= step:
+        return apply(*call.arguments())
+    # Attention is linear in the values.
+    parts = [apply(*call.narrow(slice(i, i + step)).arguments()) for i in range(0, width, step)]
+    outs, log_sums, means = zip(*parts, strict=True)
+    return torch.cat(outs, -1), log_sums[0], torch.cat(means, -1)
 
 
 def with_eager_blocks(call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,13 +41,10 @@ def with_eager_blocks(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     fields = ("block_size", "lln_weight", "block_weight", "start", "open_key", "open_value", "open_mask")
     none: dict[str, Any] = dict.fromkeys(fields)
     linear, log_sum, mean = attend(dataclasses.replace(call, **none))
+    rows = [linear] if call.cu_query is None else linear.split(call.cu_query.diff().tolist(), -2)
     outs = []
-    for sequence, part in zip(eager.with_dropout(call).sequences(), rows_of_sequences(call, linear), strict=True):
+    for sequence, part in zip(eager.with_dropout(call).sequences(), rows, strict=True):
         assert sequence.lln_weight is not None
         part = part * sequence.lln_weight.unsqueeze(-2)
         outs.append((part + eager.blocks_of(sequence) if part.shape[-2] else part).to(call.query.dtype))
     return torch.cat(outs, -2), log_sum, mean
-
-
-def rows_of_sequences(call: Call, t: Tensor) -> Sequence[Tensor]:
-    return [t] if call.cu_query is None else t.split(call.cu_query.diff().tolist(), -2)

@@ -3,91 +3,74 @@ state."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lln.kernels.call import Call
 from lln.kernels.triton import plan
 from lln.kernels.triton.causal_backward import causal_keys_kernel, causal_queries_kernel, suffix_kernel
-from lln.kernels.triton.causal_slow_backward import slow_keys_kernel, slow_queries_kernel
+from lln.kernels.triton.causal_slow import slow_keys_kernel, slow_rows_kernel
 from lln.kernels.triton.fold import sum_kernel
-from lln.kernels.triton.forward import SLOW, Arguments, Launch, steps
+from lln.kernels.triton.forward import ROWS, SLOW, Launch, strides
 from lln.kernels.triton.read import fold_backward_kernel, read_backward_kernel
 from lln.kernels.triton.tape import Recording
 
 
-@dataclasses.dataclass
-class Gradients:
-    """Of the differentiable arguments, None where nobody asked (alpha, beta, weights) or there is no such argument."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    alpha: Tensor | None = None
-    beta: Tensor | None = None
-    lln_weight: Tensor | None = None
-    block_weight: Tensor | None = None
-    log_sum: Tensor | None = None
-    mean_value: Tensor | None = None
-    open_key: Tensor | None = None
-    open_value: Tensor | None = None
-
-    @property
-    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.query, self.key, self.value
-
-
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """Which of the gradients that cost extra are asked for."""
-
-    alpha: bool
-    beta: bool
-    weights: bool
-
-
 class Backward(Launch):
+    """`gradients` are filled by the names of a call's fields; of factors and weights, those that are `wanted`."""
+
     def __init__(
-        self, a: Arguments, final: tuple[Tensor, Tensor] | None, grad: Tensor, grad_log: Tensor | None,
-        grad_mean: Tensor | None, wanted: Wanted, recording: Recording | None = None,
+        self, call: Call, final: tuple[Tensor, Tensor] | None, grad: Tensor, grad_log: Tensor | None,
+        grad_mean: Tensor | None, wanted: Set[str], recording: Recording | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(a, recording)
-        self.grad, self.wanted, self.folded_before = grad, wanted, final is not None
+        super().__init__(call, recording)
+        self.folded_before = final is not None
         self.grad_log, self.grad_mean = grad_log, grad_mean
         self.has_grad = grad_log is not None or grad_mean is not None
         if final is not None:
             self.ends_in(final)
+        self.dalpha, self.dbeta = "alpha" in wanted, "beta" in wanted
+        self.dweights = self.blocks and not wanted.isdisjoint(("lln_weight", "block_weight"))
+        dq, dk, dv = (self.like(t, t.shape[3]) for t in (call.query, call.key, call.value))
+        self.gradients: dict[str, Tensor] = {"query": dq, "key": dk, "value": dv}
+        self.values |= {
+            "GRAD": grad, "DQ": dq, "DK": dk, "DV": dv, **strides(g=grad, dq=dq, dk=dk, dv=dv),
+            "HAS_GRAD": self.has_grad, "HAS_DALPHA": self.dalpha, "HAS_DBETA": self.dbeta,
+            "HAS_DWEIGHT": self.dweights,
+            # Of each row of A, with blocks: its largest logit, the inverse of its sum, and D; L as the logits have it.
+            "TOP": None, "INVERSE": None, "OWN": None, "LOG2": None,
+        }  # fmt: skip
         # Weights that are the same for all channels go into P and A, unless their own gradients need these without.
-        self.uniform["UNIFORM"] &= not wanted.weights
-        # With blocks: of each row of A its largest logit, the inverse of its sum, and D; L as the logits have it.
-        self.of_rows: tuple[Tensor | None, ...] = (None,) * 4
-        self.result = Gradients(*(self.like(t, t.shape[3]) for t in (a.query, a.key, a.value)))
+        self.values["UNIFORM"] &= not self.dweights
 
     def parts(self, wanted: bool, count: int, size: int) -> Tensor | None:
         return self.empty(count, size) if wanted else None
 
-    def per_sequence(self, parts: Tensor, w: plan.Works, heads: int, like: Tensor) -> Tensor:
-        """Sums of parts [heads * works, X] over the works of each sequence, in the shape of the factor `like`."""
-        size = parts.shape[-1]
+    def add_up(self, name: str, parts: Tensor | None, w: plan.Works) -> None:
+        """The gradient of a factor: sums of parts [heads * works, X] over the works of each sequence, in its shape."""
+        if parts is None:
+            return
+        size, heads = parts.shape[-1], self.heads if name == "beta" else self.query_heads
         if w.owner is None:
             sums = parts.view(heads, self.batch, w.splits, size).sum(2).transpose(0, 1)
         else:  # a product, not index_add: that would add in any order
             own = (torch.arange(self.batch, device=self.device).unsqueeze(-1) == w.owner).double()
             with torch.autocast(self.device.type, enabled=False):  # backward may run under it
                 sums = torch.einsum("bw,hwx->bhx", own, parts.view(heads, w.works, size).double()).float()
-        return sums.sum_to_size(like.shape).contiguous()
+        self.gradients[name] = sums.sum_to_size(getattr(self.call, name).shape).contiguous()
 
-    def run(self) -> Gradients:
+    def run(self) -> dict[str, Tensor]:
         with plan.on_device(self.device):
-            if self.a.is_causal and self.rows:
+            if self.call.is_causal and self.rows:
                 self.causal_backward()
             else:
                 if not self.folded_before:
                     self.ends_in(self.state())
                 self.bidirectional()
-        return self.result
+        return self.gradients
 
     def ends_in(self, state: tuple[Tensor, Tensor]) -> None:
         self.log, self.mean = state
@@ -101,157 +84,97 @@ class Backward(Launch):
         dmean, pull = self.queries()
         if self.keys:
             self.fold_backward(dmean, pull)
-        elif self.wanted.beta:
-            self.result.beta = torch.zeros_like(self.a.beta)
-        if self.a.log_sum is not None and self.a.mean_value is not None:
-            part = (self.a.log_sum - self.log.clamp_min(torch.finfo(torch.float64).min)).exp().float()
-            self.result.mean_value = (part.unsqueeze(-1) * dmean).contiguous()
-            self.result.log_sum = (part * ((self.a.mean_value * dmean).sum(-1) - pull)).double().contiguous()
+        elif self.dbeta:
+            self.gradients["beta"] = torch.zeros_like(self.call.beta)
+        if self.call.log_sum is not None and self.call.mean_value is not None:
+            part = (self.call.log_sum - self.log.clamp_min(torch.finfo(torch.float64).min)).exp().float()
+            self.gradients["mean_value"] = (part.unsqueeze(-1) * dmean).contiguous()
+            dlog = part * ((self.call.mean_value * dmean).sum(-1) - pull)
+            self.gradients["log_sum"] = dlog.double().contiguous()
 
     def queries(self) -> tuple[Tensor, Tensor]:
         """dS and r of every state; dq, unless the blocks have a part in it."""
-        a, s = self.a, self.settings("read_backward", self.blocks)
+        s = self.settings("read_backward", self.blocks)
         w = self.cut(s, self.query_heads, False, False)
         count = self.query_heads * w.works
-        single = w.splits == 1 and self.group == 1 and a.cu_query is None and not self.has_grad
-        single = single and not (self.blocks and self.wanted.weights)
+        single = w.splits == 1 and self.group == 1 and self.call.cu_query is None
+        single = single and not self.has_grad and not self.dweights
         lead = (self.batch, self.heads) if single else (count,)
         parts, pulls = self.empty(*lead, self.dim, self.width), self.empty(*lead, self.dim)
-        dalpha = self.parts(self.wanted.alpha, count, self.dim)
-        dq = self.result.query
+        dalpha = self.parts(self.dalpha, count, self.dim)
         if self.blocks:
-            total = a.query.shape[0] * self.query_heads * self.rows
-            self.of_rows = *(self.empty(total) for _ in range(3)), self.empty(self.batch, self.heads, self.dim)
+            total = self.call.query.shape[0] * self.query_heads * self.rows
+            self.values |= {name: self.empty(total) for name in ("TOP", "INVERSE", "OWN")}
+            self.values["LOG2"] = self.empty(self.batch, self.heads, self.dim)
         if count:
-            pointers, numbers, flags = self.place(w, False, False)
             self.launch(
-                read_backward_kernel, (count,),
-                a.query, self.grad, a.alpha, self.log, self.mean, a.lln_weight, *pointers, a.seed,
-                dq, parts, pulls, dalpha, *self.of_rows,
-                *a.query.stride(), *self.grad.stride(), *dq.stride(), *steps(a.alpha), *steps(a.lln_weight),
-                a.dropout, *numbers, self.heads,
-                G=self.group, **self.sizes, **flags, BLOCKS=self.blocks, HAS_DALPHA=self.wanted.alpha, SINGLE=single,
-                **self.uniform, **self.drop, **self.numeric, options=s.options,
+                read_backward_kernel, count, s.options, **self.place(w, False, False), LOG=self.log, MEAN=self.mean,
+                DMEAN=parts, PULL=pulls, DALPHA=dalpha, BLOCKS=self.blocks, SINGLE=single,
             )  # fmt: skip
-        if dalpha is not None:
-            self.result.alpha = self.per_sequence(dalpha, w, self.query_heads, a.alpha)
-        if self.blocks and self.wanted.weights:
+        self.add_up("alpha", dalpha, w)
+        if self.dweights:
             owner = w.owner
             if owner is None:
                 owner = torch.arange(self.batch, device=self.device).repeat_interleave(w.splits)
             mean = self.mean[owner].transpose(0, 1).repeat_interleave(self.group, 0)  # [Hq, works, D, E]
-            sums = (parts.view(mean.shape) * mean).sum(-2)
-            self.result.lln_weight = self.per_sequence(sums, w, self.query_heads, self.weight(a.lln_weight))
+            self.add_up("lln_weight", (parts.view(mean.shape) * mean).sum(-2), w)
         return (parts, pulls) if single else self.sum(w, parts, pulls)
 
     def sum(self, w: plan.Works, parts: Tensor, pulls: Tensor) -> tuple[Tensor, Tensor]:
         dmean = self.empty(self.batch, self.heads, self.dim, self.width)
         pull = self.empty(self.batch, self.heads, self.dim)
-        grid, sizes = self.channels()
+        programs, cut = self.merging(w)
         self.launch(
-            sum_kernel, grid,
-            parts, pulls, w.begin, self.a.lln_weight, self.log, self.mean, self.grad_log, self.grad_mean, dmean, pull,
-            *steps(self.a.lln_weight), w.works, w.splits, self.heads,
-            G=self.group, **sizes, BP=self.at_once(w),
-            PACKED=w.begin is not None, WEIGHTED=self.blocks, HAS_GRAD=self.has_grad,
+            sum_kernel, programs, **cut, DMEAN=parts, PULL=pulls, LOG=self.log,
+            MEAN=self.mean, G_LOG=self.grad_log, G_MEAN=self.grad_mean, DMEAN_OUT=dmean, PULL_OUT=pull,
+            WEIGHTED=self.blocks,
         )  # fmt: skip
         return dmean, pull
 
-    @staticmethod
-    def weight(t: Tensor | None) -> Tensor:
-        assert t is not None
-        return t
-
     def fold_backward(self, dmean: Tensor, pull: Tensor) -> None:
-        a, s = self.a, self.settings("fold_backward", self.blocks)
-        shifted = a.start is not None
-        w = self.cut(s, self.heads, True, shifted)
-        dq, dk, dv = self.result.query, self.result.key, self.result.value
-        count = self.heads * w.works
-        dbeta = self.parts(self.wanted.beta, count, self.dim)
-        dweight = self.parts(self.blocks and self.wanted.weights, self.query_heads * w.works, self.width)
-        pointers, numbers, flags = self.place(w, shifted, True)
+        s = self.settings("fold_backward", self.blocks)
+        w = self.cut(s, self.heads, True, self.shifted)
+        dbeta = self.parts(self.dbeta, self.heads * w.works, self.dim)
+        dweight = self.parts(self.dweights, self.query_heads * w.works, self.width)
         wide = self.group > 1 and self.dtype != torch.bfloat16  # matrices of float32
-        again = self.blocks and (wide or not self.roomy)
         self.launch(
-            fold_backward_kernel, (count,),
-            a.query, a.key, a.value, self.grad, a.alpha, a.beta, self.log, self.mean, dmean, pull,
-            a.lln_weight, a.block_weight, a.key_mask, *pointers, a.seed, *self.of_rows, dq, dk, dv,
-            dbeta, dweight,
-            *a.query.stride(), *a.key.stride(), *a.value.stride(), *self.grad.stride(),
-            *dq.stride(), *dk.stride(), *dv.stride(),
-            *steps(a.alpha), *steps(a.beta), *steps(a.lln_weight), *steps(a.block_weight), *self.mask,
-            a.scale, a.dropout, *numbers, self.heads,
-            G=self.group, **self.sizes, **flags, BS=a.block_size or 0, **self.masked,
-            LOW=self.dtype == torch.bfloat16 and self.size <= 64, AGAIN=again,
-            HAS_DBETA=self.wanted.beta, HAS_DWEIGHT=dweight is not None,
-            **self.uniform, **self.drop, **self.numeric, options=s.options,
+            fold_backward_kernel, self.heads * w.works, s.options, **self.place(w, self.shifted, True), LOG=self.log,
+            MEAN=self.mean, DMEAN=dmean, PULL=pull, DBETA=dbeta, DWEIGHT=dweight,
+            LOW=self.dtype == torch.bfloat16 and self.size <= 64, AGAIN=self.blocks and (wide or not self.roomy),
         )  # fmt: skip
-        if dbeta is not None:
-            self.result.beta = self.per_sequence(dbeta, w, self.heads, a.beta)
-        if dweight is not None:
-            self.result.block_weight = self.per_sequence(dweight, w, self.query_heads, self.weight(a.block_weight))
+        self.add_up("beta", dbeta, w)
+        self.add_up("block_weight", dweight, w)
 
     # Causal
 
     def causal_backward(self) -> None:
-        a, w = self.a, self.causal_works()
-        (log, mean, *end), state = self.prefixes(w)
+        w, given, state = self.prefixes()
         self.ends_in(state)
-        count, total = self.query_heads * w.works, a.query.shape[0] * self.rows
+        count, rows = self.query_heads * w.works, self.call.query.shape[0] * self.query_heads * self.rows
         reach, reach_d = self.empty(count, self.dim, self.width), self.empty(count, self.dim)
         wide = torch.float64 if self.dtype == torch.float32 else torch.float32
-        log_z, own = self.empty(self.query_heads * total, dtype=wide), self.empty(self.query_heads * total)
-        mark = self.empty(count, dtype=torch.int32)
-        reference = self.empty(self.heads * w.works * w.tiles, self.dim)
-        width = self.empty(count * w.tiles, dtype=torch.int32)
-        dalpha = self.parts(self.wanted.alpha, count, self.dim)
-        weights = self.blocks and self.wanted.weights
-        dlln, dblock = self.parts(weights, count, self.width), self.parts(weights, count, self.width)
-        dq, dk, dv = self.result.query, self.result.key, self.result.value
-        pointers, numbers, flags = self.place(w, a.start is not None, True)
-        opened = self.opened()
-        given = (a.query, a.key, a.value, self.grad, a.alpha, a.beta)
-        others = (a.lln_weight, a.block_weight, a.key_mask, *opened, *pointers, a.seed)
-        strides = (*a.query.stride(), *a.key.stride(), *a.value.stride(), *self.grad.stride())
-        factors = (*steps(a.alpha), *steps(a.beta), *steps(a.lln_weight), *steps(a.block_weight), *self.mask)
-        sizes = (*factors, a.scale, a.dropout, *numbers, self.rows, self.heads)
-        common: dict[str, Any] = {"G": self.group, **self.sizes, **flags, "BS": a.block_size or 0, **self.masked}
-        common |= {"HAS_OPEN": a.open_key is not None, **self.uniform, **self.drop, **self.numeric}
+        dalpha = self.parts(self.dalpha, count, self.dim)
+        dlln, dblock = self.parts(self.dweights, count, self.width), self.parts(self.dweights, count, self.width)
+        given |= {
+            "REACH": reach, "REACH_D": reach_d, "LOG_Z": self.empty(rows, dtype=wide), "OWN": self.empty(rows),
+            "REFERENCE": self.empty(self.heads * w.works * w.tiles, self.dim),
+            "DALPHA": dalpha, "DLLN": dlln, "DBLOCK": dblock,
+        }  # fmt: skip
+        options = self.settings("causal_queries", self.blocks).options
+        self.launch(causal_queries_kernel, count, options, **given)
+        self.launch(slow_rows_kernel, count, SLOW, **given, **NO_FORWARD, BACKWARD=True)
 
-        of_queries = {**common, "HAS_DALPHA": self.wanted.alpha, "HAS_DWEIGHT": weights}
-        left = (dq, reach, reach_d, log_z, own, mark)
-        right = (dalpha, dlln, dblock, *strides, *dq.stride(), *sizes)
-        s = self.settings("causal_queries", self.blocks)
-        self.launch(
-            causal_queries_kernel, (count,),
-            *given, log, mean, *end, *others, *left, *right, **of_queries, options=s.options,
-        )  # fmt: skip
-        self.launch(
-            slow_queries_kernel, (count,),
-            *given, log, mean, *others, *left, reference, width, *right, **of_queries, options=SLOW,
-        )  # fmt: skip
-
-        suffix = self.suffix(w, log, reach, reach_d)
-        dbeta = self.parts(self.wanted.beta, self.heads * w.works, self.dim)
-        dopen = [None if t is None else torch.zeros_like(t) for t in opened[:2]]
-        of_keys = {**common, "HAS_DBETA": self.wanted.beta}
-        right = (*others, dk, dv, dbeta, *dopen, *strides, *dk.stride(), *dv.stride(), *sizes)
-        s = self.settings("causal_keys", self.blocks)
-        grid = (self.heads * w.works,)
-        self.launch(
-            causal_keys_kernel, grid, *given, *end, *suffix, log_z, own, mark, *right, **of_keys, options=s.options
-        )
-        states = (log, self.log, *suffix, log_z, own, mark, reference, width)
-        self.launch(slow_keys_kernel, grid, *given, *states, *right, **of_keys, options=SLOW)
-        self.result.open_key, self.result.open_value = dopen
-        if dalpha is not None:
-            self.result.alpha = self.per_sequence(dalpha, w, self.query_heads, a.alpha)
-        if dbeta is not None:
-            self.result.beta = self.per_sequence(dbeta, w, self.heads, a.beta)
-        if dlln is not None and dblock is not None:
-            self.result.lln_weight = self.per_sequence(dlln, w, self.query_heads, self.weight(a.lln_weight))
-            self.result.block_weight = self.per_sequence(dblock, w, self.query_heads, self.weight(a.block_weight))
+        suffix, suffix_d = self.suffix(w, given["LOG"], reach, reach_d)
+        dbeta = self.parts(self.dbeta, self.heads * w.works, self.dim)
+        dopen = [None if given[name] is None else torch.zeros_like(given[name]) for name in ("OPEN_K", "OPEN_V")]
+        given |= {"SUFFIX": suffix, "SUFFIX_D": suffix_d, "LOG_END": self.log, "DBETA": dbeta}
+        given |= {"DOPEN_K": dopen[0], "DOPEN_V": dopen[1]}
+        options = self.settings("causal_keys", self.blocks).options
+        self.launch(causal_keys_kernel, self.heads * w.works, options, **given)
+        self.launch(slow_keys_kernel, self.heads * w.works, SLOW, **given)
+        self.gradients |= {name: t for name, t in zip(("open_key", "open_value"), dopen, strict=True) if t is not None}
+        for name, parts in (("alpha", dalpha), ("beta", dbeta), ("lln_weight", dlln), ("block_weight", dblock)):
+            self.add_up(name, parts, w)
 
     def suffix(self, w: plan.Works, log: Tensor, reach: Tensor, reach_d: Tensor) -> tuple[Tensor, Tensor]:
         """R and r at the end of every work; the gradient of the incoming state."""
@@ -259,15 +182,16 @@ class Backward(Launch):
         suffix, suffix_d = self.empty(count, self.dim, self.width), self.empty(count, self.dim)
         first = self.empty(self.batch, self.heads, self.dim, self.width)
         first_d = self.empty(self.batch, self.heads, self.dim)
-        grid, sizes = self.channels()
+        programs, cut = self.merging(w)
         self.launch(
-            suffix_kernel, grid,
-            reach, reach_d, log, self.log, self.mean, self.grad_log, self.grad_mean, suffix, suffix_d, first, first_d,
-            w.begin, w.works, w.splits, self.heads,
-            G=self.group, **sizes,
-            PACKED=w.begin is not None, HAS_GRAD=self.has_grad,
+            suffix_kernel, programs, **cut, REACH=reach, REACH_D=reach_d, LOG=log, LOG_END=self.log,
+            MEAN_END=self.mean, G_LOG=self.grad_log, G_MEAN=self.grad_mean, SUFFIX=suffix, SUFFIX_D=suffix_d,
+            REACH_0=first, REACH_D0=first_d,
         )  # fmt: skip
-        if self.a.mean_value is not None:
-            self.result.mean_value = first
-            self.result.log_sum = ((self.a.mean_value * first).sum(-1) - first_d).double().contiguous()
+        if self.call.mean_value is not None:
+            self.gradients["mean_value"] = first
+            self.gradients["log_sum"] = ((self.call.mean_value * first).sum(-1) - first_d).double().contiguous()
         return suffix, suffix_d
+
+
+NO_FORWARD: dict[str, Any] = dict.fromkeys(("OUT", *ROWS["o"]))

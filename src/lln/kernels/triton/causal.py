@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from lln.kernels.triton.parts import (
-    block_softmax,
+    block_output,
     exp2,
     keep,
     load_factor,
@@ -76,6 +76,15 @@ def lowest(Z, so_far, ok, visible, keys, BM: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
+def is_marked(MARK, hk, w, works, G: tl.constexpr):
+    """Whether a split is to be done again for any query head of a key head: they share the keys' backward."""
+    marked = 0
+    for group in range(G):
+        marked = tl.maximum(marked, tl.load(MARK + (hk * G + group).to(tl.int64) * works + w))
+    return marked > 0
+
+
+@triton.jit
 def open_keys(x, OPEN, base, opened, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr):
     """x with its first rows from the block that an earlier call left open."""
     r = tl.arange(0, BM)
@@ -132,8 +141,7 @@ def causal_kernel(
     if BS:
         lln_weight = load_factor(LLN_WEIGHT, b, h, lln_b, lln_h, lln_e, E, BE, UNIFORM)
         block_weight = load_factor(BLOCK_WEIGHT, b, h, block_b, block_h, block_e, E, BE, UNIFORM)
-    if DROPOUT:
-        stream = (b * H * G + h) * 2
+    stream = (b * H * G + h) * 2
     index = hk.to(tl.int64) * works + w
     z, state, keys = start_state(LOG, MEAN, END32, index, D, E, BD, BE)
     lowest_z = tl.full([BM], 1.0, tl.float32)
@@ -164,10 +172,10 @@ def causal_kernel(
                 k, v, visible, OPEN_K, OPEN_V, OPEN_MASK, b.to(tl.int64) * H + hk, b, tl.where(t == 0, opened, 0),
                 D, E, BD, BE, BM, BS, HAS_OPEN,
             )  # fmt: skip
-            p, inverse = block_softmax(q, kb, seen, scale, BM, BS, USED, True, EVEN, DOT, PRECISION)
-            if DROPOUT:
-                p = p * keep(SEED, stream + 1, rows, r, BM, dropout)
-            blocks = tl.dot(p.to(DOT), vb.to(DOT), input_precision=PRECISION) * inverse[:, None]
+            blocks = block_output(
+                q, kb, vb, seen, SEED, stream, rows, scale, dropout,
+                BM, BS, USED, True, DROPOUT, EVEN, DOT, PRECISION,
+            )  # fmt: skip
             out = out * lln_weight + blocks * block_weight
         store_rows(OUT, o_base, rows, ok, o_n, o_d, out, E, BE, EVEN)
     tl.store(MARK + tl.program_id(0), (tl.min(lowest_z, 0) < TINY).to(tl.int32))

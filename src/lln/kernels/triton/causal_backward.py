@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lln.kernels.triton.causal import TINY, block_keys, key_reference, lowest, query_reference, start_state
+from lln.kernels.triton.causal import TINY, block_keys, is_marked, key_reference, lowest, query_reference, start_state
 from lln.kernels.triton.fold import place_channels, share, split_range
 from lln.kernels.triton.parts import (
     block_backward,
@@ -250,10 +250,7 @@ def causal_keys_kernel(
     factor, low = two_words(beta)
     dbeta = tl.zeros([BD], tl.float32)
     index = tl.program_id(0).to(tl.int64)
-    marked = 0
-    for group in range(G):
-        marked = tl.maximum(marked, tl.load(MARK + (h * G + group).to(tl.int64) * works + w))
-    if marked:  # it is done elsewhere
+    if is_marked(MARK, h, w, works, G):  # it is done elsewhere
         end = begin
     suffix = load_matrix(SUFFIX + index * D * E, D, E, BD, BE)
     suffix_d = tl.load(SUFFIX_D + index * D + d, mask=d < D, other=0.0)

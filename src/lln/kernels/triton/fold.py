@@ -195,8 +195,8 @@ def prefix_kernel(
 
 @triton.jit(do_not_specialize=["works", "splits", "H"])
 def sum_kernel(
-    DMEAN, PULL, BEGIN, WEIGHT, LOG, MEAN, G_LOG, G_MEAN, DMEAN_OUT, PULL_OUT,
-    weight_b, weight_h, weight_e, works, splits, H,
+    DMEAN, PULL, BEGIN, LLN_WEIGHT, LOG, MEAN, G_LOG, G_MEAN, DMEAN_OUT, PULL_OUT,
+    lln_b, lln_h, lln_e, works, splits, H,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
     PACKED: tl.constexpr, WEIGHTED: tl.constexpr, HAS_GRAD: tl.constexpr,
 ):  # fmt: skip
@@ -224,7 +224,7 @@ def sum_kernel(
             here += tl.sum(parts, 0)
             pull += tl.sum(pulls, 0)
         if WEIGHTED:
-            weight = tl.load(WEIGHT + b.to(tl.int64) * weight_b + head * weight_h + e * weight_e, mask=e < E, other=0.0)
+            weight = tl.load(LLN_WEIGHT + b.to(tl.int64) * lln_b + head * lln_h + e * lln_e, mask=e < E, other=0.0)
             here = here * weight[None, :]
         dmean += here
     if HAS_GRAD:

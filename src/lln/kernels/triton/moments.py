@@ -76,7 +76,7 @@ def run(
     for t in made:
         if t is not None:
             recording.make(t)
-    recording.launch(kernel, compiled, (programs,), args, {})
+    recording.launch(compiled, (programs,), args)
 
 
 def empty_moments(

@@ -203,6 +203,18 @@ def block_softmax(
 
 
 @triton.jit
+def block_output(
+    q, k, v, visible, SEED, stream, rows, scale, dropout, BM: tl.constexpr, BS: tl.constexpr, USED: tl.constexpr,
+    CAUSAL: tl.constexpr, DROPOUT: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The blocks' part of the output, without its weight."""
+    p, inverse = block_softmax(q, k, visible, scale, BM, BS, USED, CAUSAL, EVEN, DOT, PRECISION)
+    if DROPOUT:
+        p = p * keep(SEED, stream + 1, rows, tl.arange(0, BM), BM, dropout)
+    return tl.dot(p.to(DOT), v.to(DOT), input_precision=PRECISION) * inverse[:, None]
+
+
+@triton.jit
 def block_products(
     g, v, WEIGHT, b, head, weight_b, weight_h, weight_e, E: tl.constexpr, BE: tl.constexpr, UNIFORM: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,

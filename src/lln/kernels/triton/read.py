@@ -14,8 +14,8 @@ import triton.language as tl
 
 from lln.kernels.triton.parts import (
     block_backward,
+    block_output,
     block_products,
-    block_softmax,
     block_values,
     block_weight_gradient,
     exp2,
@@ -68,8 +68,7 @@ def read_kernel(
         mean = mean * load_factor(LLN_WEIGHT, b, h, lln_b, lln_h, lln_e, E, BE, UNIFORM)
         block_weight = load_factor(BLOCK_WEIGHT, b, h, block_b, block_h, block_e, E, BE, UNIFORM)
     mean = mean.to(DOT)
-    if DROPOUT:
-        stream = (b * H * G + h) * 2
+    stream = (b * H * G + h) * 2
     eye = identity(BD, DOT)
     for t in range(begin, end):
         rows = (origin + t * USED + r).to(tl.int64)
@@ -83,10 +82,10 @@ def read_kernel(
             k = load_rows(K, k_base, rows, ok, k_n, k_d, D, BD, EVEN)
             v = load_rows(V, v_base, rows, ok, v_n, v_d, E, BE, EVEN)
             visible = visible_keys(MASK, mask_base, rows, ok, mask_n, MASKED)
-            p, inverse = block_softmax(q, k, visible, scale, BM, BS, USED, False, EVEN, DOT, PRECISION)
-            if DROPOUT:
-                p = p * keep(SEED, stream + 1, rows, r, BM, dropout)
-            o += tl.dot(p.to(DOT), v.to(DOT), input_precision=PRECISION) * inverse[:, None] * block_weight
+            o += block_weight * block_output(
+                q, k, v, visible, SEED, stream, rows, scale, dropout,
+                BM, BS, USED, False, DROPOUT, EVEN, DOT, PRECISION,
+            )  # fmt: skip
         store_rows(OUT, o_base, rows, ok, o_n, o_d, o, E, BE, EVEN)
 
 

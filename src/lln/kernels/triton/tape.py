@@ -72,17 +72,14 @@ class Recording:
         self.made.append(t)
         return t
 
-    def launch(
-        self, kernel: Any, compiled: Any, grid: tuple[int], args: tuple[Any, ...], named: dict[str, Any]
-    ) -> None:
-        tensors = [t for t in (*args, *named.values()) if isinstance(t, Tensor)]
-        if compiled is None or any(id(t) not in self.known for t in tensors):  # None: the interpreter
+    def launch(self, compiled: Any, grid: tuple[int], args: Sequence[Any]) -> None:
+        """args: all of the kernel's, in its order."""
+        tensors = [(i, id(t)) for i, t in enumerate(args) if isinstance(t, Tensor)]
+        if compiled is None or any(name not in self.known for _, name in tensors):  # None: the interpreter
             self.complete = False
             return
-        values = [*args, *(named[name] for name in kernel.arg_names[len(args) :])]
-        places = [(i, self.known[id(v)]) for i, v in enumerate(values) if isinstance(v, Tensor)]
-        template = [None if isinstance(v, Tensor) else v for v in values]
-        self.launches.append((compiled, (*grid, 1, 1), template, places))
+        template = [None if isinstance(v, Tensor) else v for v in args]
+        self.launches.append((compiled, (*grid, 1, 1), template, [(i, self.known[name]) for i, name in tensors]))
 
     def tape(self, results: Sequence[Tensor], device: torch.device) -> Tape | None:
         """None where a call like this cannot be repeated from its launches alone."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lln.files import write_json
+from lln.kernels.call import FIELDS, Call
 from lln.kernels.triton import plan
 from lln.kernels.triton.plan import Settings
 from lln.lab.bench.replay import time_device
@@ -63,8 +64,8 @@ def use(kernel: str, blocks: bool, dim: int, size: str, settings: Settings) -> N
 
 def build_calls(shape: Shape, blocks: bool, causal: bool, device: torch.device) -> dict[str, Callable[[], Any]]:
     """Calls that launch the kernels, by the part of the work they belong to."""
-    from lln.kernels.triton.backward import Backward, Wanted
-    from lln.kernels.triton.forward import Arguments, Launch
+    from lln.kernels.triton.backward import Backward
+    from lln.kernels.triton.forward import Launch
 
     batch, heads, length, dim = shape
     q, k, v, g = (torch.randn(batch, heads, length, dim, device=device, dtype=torch.bfloat16) for _ in range(4))
@@ -72,23 +73,25 @@ def build_calls(shape: Shape, blocks: bool, causal: bool, device: torch.device) 
     def number(x: float) -> Tensor:
         return torch.full((1, 1, 1), x, device=device)
 
-    weights = (number(0.5), number(0.5)) if blocks else (None, None)
-    none: list[Any] = [None] * 10
-    rest: list[Any] = [*weights, *none, 64 if blocks else None, causal, dim**-0.5, 0.0]
-    a = Arguments(q, k, v, number(2.1), number(2.1), *rest)
-    out, log, mean = Launch(a).forward()
+    given: dict[str, Any] = dict.fromkeys(FIELDS)
+    given |= {"query": q, "key": k, "value": v, "alpha": number(2.1), "beta": number(2.1)}
+    if blocks:
+        given |= {"lln_weight": number(0.5), "block_weight": number(0.5), "block_size": 64}
+    given |= {"is_causal": causal, "scale": dim**-0.5, "dropout_p": 0.0}
+    call = Call(**given)
+    out, log, mean = Launch(call).forward()
     del out
 
     def back() -> Backward:
-        return Backward(a, (log, mean), g, None, None, Wanted(False, False, False))
+        return Backward(call, (log, mean), g, None, None, set())
 
     if causal:
-        return {"causal": lambda: Launch(a).causal(), "causal_backward": lambda: back().run()}
+        return {"causal": lambda: Launch(call).causal(), "causal_backward": lambda: back().run()}
     ready = back()
     pulls = ready.queries()
     return {
-        "fold": lambda: Launch(a).folded(),
-        "read": lambda: Launch(a).read(log, mean),
+        "fold": lambda: Launch(call).folded(),
+        "read": lambda: Launch(call).read(log, mean),
         "read_backward": lambda: back().queries(),
         "fold_backward": lambda: ready.fold_backward(*pulls),
     }

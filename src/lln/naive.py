@@ -1,0 +1,238 @@
+"""Equation (8) of the paper, dense and in float64, to be read: the standard that every back end is held to.
+
+    out_i = sum_j P_ij v_j      P_ij = n_ij / sum_j' n_ij'      n_ij = sum_c exp(alpha q_ic) exp(beta k_jc)
+
+Nothing here is fast, and nothing here knows the two softmaxes, chunks or merges of the package: P is an
+explicit [B, H, Nq, Nk] matrix. Everything is differentiable by autograd.
+
+    >>> import torch, lln
+    >>> from lln.naive import naive_lln
+    >>> q, k, v = torch.randn(3, 1, 2, 16, 8, generator=torch.Generator().manual_seed(0)).double()
+    >>> bool(torch.allclose(lln.lln_attention(q, k, v, 1.5, 1.5), naive_lln(q, k, v, 1.5, 1.5)))
+    True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class State(NamedTuple):
+    """What came before, with the fields of `lln.LLNState`, so that either can be passed to either side."""
+
+    log_sum: Tensor  # [B, Hk, D]            logsumexp_j(beta k_jc); -inf: nothing yet
+    mean_value: Tensor  # [B, Hk, D, Dv]        sum_j softmax_j(beta k_jc) v_j
+    count: Tensor | None = None  # type: ignore[assignment]  # [B], positions since the first valid token
+    block_key: Tensor | None = None  # [B, Hk, block_size, D]
+    block_value: Tensor | None = None  # [B, Hk, block_size, Dv]
+    block_mask: Tensor | None = None  # [B, block_size]
+
+
+class Result(NamedTuple):
+    out: Tensor  # [B, Hq, Nq, Dv]
+    log_sum: Tensor  # [B, Hk, D]
+    mean_value: Tensor  # [B, Hk, D, Dv]
+
+
+def naive_lln(
+    query: Tensor, key: Tensor, value: Tensor, alpha: Any, beta: Any, *, is_causal: bool = False,
+    key_mask: Tensor | None = None, cu_seqlens: Any = None, state: Any = None,
+) -> Tensor:  # fmt: skip
+    """LLN attention by eq. (8): [B, Hq, Nq, Dv] in float64. The arguments are those of `lln.lln_attention`.
+
+    >>> q, k, v = torch.randn(3, 1, 1, 4, 8, generator=torch.Generator().manual_seed(0))
+    >>> units = torch.eye(4).expand(1, 1, 4, 4)  # as values they show P, whose rows sum to one
+    >>> p = naive_lln(q, k, units, 1.0, 1.0, is_causal=True)
+    >>> [round(x, 6) for x in p.sum(-1).flatten().tolist()]
+    [1.0, 1.0, 1.0, 1.0]
+    >>> bool(p.triu(1).any())  # nobody sees a later key
+    False
+    """
+    return naive_attention(
+        query, key, value, alpha, beta, is_causal=is_causal, key_mask=key_mask, cu_seqlens=cu_seqlens, state=state
+    ).out
+
+
+def naive_lln_diag(
+    query: Tensor, key: Tensor, value: Tensor, alpha: Any, beta: Any, block_size: int, *, mix: Any = 0.5,
+    scale: float | None = None, is_causal: bool = False, key_mask: Tensor | None = None, cu_seqlens: Any = None,
+    state: Any = None,
+) -> Tensor:  # fmt: skip
+    """LLN+Diag: mix * eq. (8) + (1 - mix) * softmax attention inside blocks: [B, Hq, Nq, Dv] in float64.
+
+    >>> q, k, v = torch.randn(3, 1, 1, 4, 8, generator=torch.Generator().manual_seed(0)).double()
+    >>> blocks = naive_lln_diag(q, k, v, 1.0, 1.0, 4, mix=0.0)  # one block, and nothing of LLN
+    >>> bool(torch.allclose(blocks, torch.nn.functional.scaled_dot_product_attention(q, k, v)))
+    True
+    """
+    return naive_attention(
+        query, key, value, alpha, beta, block_size=block_size, mix=mix, scale=scale, is_causal=is_causal,
+        key_mask=key_mask, cu_seqlens=cu_seqlens, state=state,
+    ).out  # fmt: skip
+
+
+def raw_map(aq: Tensor, bk: Tensor, allowed: Tensor) -> Tensor:
+    """Eq. (8) letter by letter. aq [..., Nq, D], bk [..., Nk, D], allowed and P [..., Nq, Nk]."""
+    n = (aq.exp() @ bk.exp().transpose(-1, -2)) * allowed
+    return n / n.sum(-1, keepdim=True)
+
+
+def log_similarity(aq: Tensor, bk: Tensor) -> Tensor:
+    """log n_ij = log sum_c exp(alpha q_ic + beta k_jc), [..., Nq, Nk].
+
+    n_ij / sum_j' n_ij' = softmax_j(log n_ij), so eq. (8) is a softmax over keys of this number: the same P as
+    `raw_map`, but no exponential is ever taken of a large number.
+    """
+    return (aq[..., :, None, :] + bk[..., None, :, :]).logsumexp(-1)
+
+
+def masked_softmax(score: Tensor, allowed: Tensor, dim: int = -1) -> Tensor:
+    """Softmax over the allowed entries; all zero, with zero gradient, where nothing is allowed."""
+    return score.masked_fill(~allowed, torch.finfo(score.dtype).min).softmax(dim) * allowed
+
+
+def per_head(number: Any, batch: int, heads: int, width: int) -> Tensor:
+    """A number, [], [H], [B, H], [H, width] or [B, H, width] -> [B, H, 1 or width]."""
+    x: Tensor = torch.as_tensor(number, dtype=torch.float64)
+    if x.dim() == 2:
+        assert x.shape in ((batch, heads), (heads, width))
+        x = x[:, :, None] if x.shape == (batch, heads) else x[None]
+    elif x.dim() < 2:
+        x = x.reshape(1, -1, 1)
+    return x.expand(batch, heads, -1)
+
+
+def naive_attention(
+    query: Tensor,  # [B, Hq, Nq, D]
+    key: Tensor,  # [B, Hk, Nk, D]
+    value: Tensor,  # [B, Hk, Nk, Dv]
+    alpha: Any,
+    beta: Any,
+    *,
+    block_size: int | None = None,
+    mix: Any = 0.5,
+    is_causal: bool = False,
+    key_mask: Tensor | None = None,  # [B, Nk]
+    cu_seqlens: Any = None,
+    state: Any = None,
+    scale: float | None = None,
+) -> Result:
+    """Either of the two, and (log_sum, mean_value) of the state after it."""
+    query, key, value = query.double(), key.double(), value.double()
+    packs = cu_seqlens if isinstance(cu_seqlens, Sequence) else (cu_seqlens, cu_seqlens)
+    batch = query.shape[0] if cu_seqlens is None else len(packs[0]) - 1
+    (hq, dim), (hk, value_dim) = query.shape[1::2], value.shape[1::2]
+    alpha, beta = per_head(alpha, batch, hq, dim), per_head(beta, batch, hk, dim)
+    r, p = mix if isinstance(mix, Sequence) else (mix, 1 - mix)
+    r, p = per_head(r, batch, hq, value_dim), per_head(p, batch, hq, value_dim)
+    if key_mask is None:
+        key_mask = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool)
+
+    if cu_seqlens is None:
+        return _dense(query, key, value, alpha, beta, r, p, block_size, is_causal, key_mask, state, scale)
+    # A packed batch is by definition its sequences one at a time.
+    parts = []
+    for s in range(batch):
+        rows, cols = (slice(int(cu[s]), int(cu[s + 1])) for cu in packs)
+        parts.append(
+            _dense(
+                query[:, :, rows], key[:, :, cols], value[:, :, cols],
+                alpha[s : s + 1], beta[s : s + 1], r[s : s + 1], p[s : s + 1],
+                block_size, is_causal, key_mask[:, cols], sample_state(state, s), scale,
+            )
+        )  # fmt: skip
+    out, log_sum, mean_value = zip(*parts, strict=True)
+    return Result(torch.cat(out, 2), torch.cat(log_sum), torch.cat(mean_value))
+
+
+def _dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    alpha: Tensor,  # [B, Hq, 1 or D]
+    beta: Tensor,  # [B, Hk, 1 or D]
+    r: Tensor,  # [B, Hq, 1 or Dv], and p: out = r * lln + p * diag
+    p: Tensor,
+    block_size: int | None,
+    is_causal: bool,
+    key_mask: Tensor,
+    state: Any,
+    scale: float | None,
+) -> Result:
+    batch, _, rows, dim = query.shape
+    cols = key.shape[2]
+    bk = beta[:, :, None] * key  # [B, Hk, Nk, D]
+    if state is None:
+        log_sum = torch.full((*bk.shape[:2], dim), -torch.inf, dtype=torch.float64)
+        state = State(log_sum, torch.zeros(*bk.shape[:2], dim, value.shape[-1], dtype=torch.float64))
+
+    def heads(x: Tensor) -> Tensor:  # query head h uses key head h // group
+        return x.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+
+    visible = key_mask[:, None, None, :].expand(batch, 1, rows, cols)  # [B, 1, Nq, Nk]
+    if is_causal:
+        visible = visible & torch.ones(rows, cols, dtype=torch.bool).tril()
+
+    # A state is D further keys that everyone sees: key c has the exponent log_sum_c in channel c, -inf in all
+    # others, and the value mean_value_c. Its log similarity to query i is therefore alpha q_ic + log_sum_c.
+    aq = alpha[:, :, None] * query  # [B, Hq, Nq, D]
+    past = heads(state.log_sum.double())[:, :, None]  # [B, Hq, 1, D]
+    score = torch.cat([aq + past, log_similarity(aq, heads(bk))], -1)  # [B, Hq, Nq, D + Nk]
+    allowed = torch.cat([past.isfinite().expand_as(aq), visible.expand(-1, aq.shape[1], -1, -1)], -1)
+    out = masked_softmax(score, allowed) @ heads(torch.cat([state.mean_value.double(), value], 2))
+
+    if block_size is not None:
+        diag = _block_diagonal(query, key, value, block_size, visible, key_mask, state, scale, heads)
+        out = r[:, :, None] * out + p[:, :, None] * diag
+    return Result(out, *_fold(bk, value, key_mask, state))
+
+
+def _block_diagonal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_size: int,
+    visible: Tensor,
+    key_mask: Tensor,
+    state: Any,
+    scale: float | None,
+    heads: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """softmax(scale q k^T) v over the visible keys of each row's block, counted from the first valid key."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    first = key_mask.int().argmax(-1) if key.shape[2] else torch.zeros(len(key), dtype=torch.long)  # [B]
+    count = torch.zeros_like(first) if state.count is None else state.count
+    start = torch.where(count > 0, count, -first)
+    block = (start[:, None] + torch.arange(key.shape[2])).div(block_size, rounding_mode="floor")  # [B, N]
+    visible = visible & (block[:, None, :, None] == block[:, None, None, :])
+    if state.block_key is not None:  # the keys of the block that was open when the state was taken
+        is_open = state.block_mask & (count % block_size != 0)[:, None]  # [B, block_size]
+        is_open = is_open[:, None, :] & (block == (count // block_size)[:, None])[:, :, None]  # [B, Nq, block_size]
+        visible = torch.cat([is_open[:, None], visible], -1)
+        key = torch.cat([state.block_key.double(), key], 2)
+        value = torch.cat([state.block_value.double(), value], 2)
+    score = scale * query @ heads(key).transpose(-1, -2)
+    return masked_softmax(score, visible) @ heads(value)
+
+
+def _fold(bk: Tensor, value: Tensor, key_mask: Tensor, state: Any) -> tuple[Tensor, Tensor]:
+    """(log_sum, mean_value) of the state's keys and these, straight from their definition."""
+    exponent = torch.cat([state.log_sum.double()[:, :, None], bk], 2)  # [B, Hk, 1 + Nk, D]
+    present = torch.cat([state.log_sum.isfinite()[:, :, None], key_mask[:, None, :, None].expand_as(bk)], 2)
+    weight = masked_softmax(exponent, present, dim=2)
+    mean_value = weight[:, :, 0, :, None] * state.mean_value.double() + weight[:, :, 1:].transpose(-1, -2) @ value
+    log_sum = exponent.masked_fill(~present, torch.finfo(torch.float64).min).logsumexp(2)
+    return log_sum.masked_fill(~present.any(2), -torch.inf), mean_value
+
+
+def sample_state(state: Any, index: int) -> State | None:
+    """The state of one sample, still with a batch dimension."""
+    if state is None:
+        return None
+    fields: list[Any] = [getattr(state, name) for name in State._fields]
+    rows: list[Any] = [x if x is None else x[index : index + 1] for x in fields]
+    return State(*rows)
