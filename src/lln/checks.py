@@ -83,7 +83,6 @@ def check_call(
     weights = mix_weights(mix, block_size, (batch, query_heads, value_dim), dtype, query.device)
     check_state(state, batch, key, value, block_size, beta.detach() if isinstance(given, Tensor) else float(given))
     scale = 1.0 / math.sqrt(dim) if scale is None else check_number("scale", scale)
-    p = check_fraction("dropout_p", dropout_p)
     count = None if state is None else state.count
     return Call(
         query=query,
@@ -94,7 +93,7 @@ def check_call(
         is_causal=is_causal,
         key_mask=key_mask,
         seed=None,
-        dropout_p=p,
+        dropout_p=check_fraction("dropout_p", dropout_p),
         cu_query=cu_query,
         cu_key=cu_key,
         log_sum=None if state is None else state.log_sum,
@@ -303,13 +302,12 @@ def mix_weights(
     if isinstance(mix, (tuple, list)):
         if len(mix) != 2:
             raise ValueError(f"mix must be a number, a tensor, or a pair (r, p); got {len(mix)} of them.")
-        first, second = (coefficient("mix", m, shape, dtype, device, positive=False) for m in mix)
-        return first, second
+        r, p = (coefficient("mix", m, shape, dtype, device, positive=False) for m in mix)
+        return r, p
     if not isinstance(mix, Tensor):
         check_fraction("mix", mix, " A pair (r, p) gives r * lln + p * diag.")
-    first = coefficient("mix", mix, shape, dtype, device, positive=False)
-    second = 1.0 - first if isinstance(mix, Tensor) else constant(1.0 - float(mix), dtype, device)
-    return first, second
+    r = coefficient("mix", mix, shape, dtype, device, positive=False)
+    return r, 1.0 - r if isinstance(mix, Tensor) else constant(1.0 - float(mix), dtype, device)
 
 
 def check_state(
@@ -398,9 +396,8 @@ def check_options(
 
 
 def check_convolution(convolution: int | None) -> None:
-    if convolution is None:
-        return
-    if not isinstance(convolution, int) or isinstance(convolution, bool) or convolution < 3 or convolution % 2 == 0:
+    odd = isinstance(convolution, int) and not isinstance(convolution, bool) and convolution % 2 == 1
+    if convolution is not None and not (odd and convolution >= 3):
         raise ValueError(f"convolution must be an odd int of 3 or more, or None for none; got {convolution!r}.")
 
 

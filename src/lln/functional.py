@@ -97,6 +97,45 @@ def lln_attention(
 
     Raises:
         ValueError or TypeError: it names the argument, what came, and what is allowed.
+
+    Who sees whom. 1: query i attends key j; s: it also attends all that `state` holds; 0: it does not.
+
+        not causal, 3 queries, 5 keys      is_causal, 4 tokens      is_causal after a state of any length
+
+                 keys                              keys                          keys
+              0 1 2 3 4                          0 1 2 3                 state  0 1 2 3
+        q 0   1 1 1 1 1                    q 0   1 0 0 0           q 0     s    1 0 0 0
+        q 1   1 1 1 1 1                    q 1   1 1 0 0           q 1     s    1 1 0 0
+        q 2   1 1 1 1 1                    q 2   1 1 1 0           q 2     s    1 1 1 0
+                                           q 3   1 1 1 1           q 3     s    1 1 1 1
+
+    So causal queries and keys are the same tokens, and both count from the end of the state: there is no choice of a
+    corner. A hidden key (key_mask) is a column of zeros. Packed sequences each have a table of their own. Blocks
+    (block_size) count tokens from a sequence's first valid one, those in the state included.
+
+    Examples:
+        >>> import torch
+        >>> from lln import lln_attention
+        >>> q, k, v = torch.randn(3, 2, 4, 100, 16, generator=torch.Generator().manual_seed(0))
+        >>> lln_attention(q, k, v, 2.0, 2.0).shape
+        torch.Size([2, 4, 100, 16])
+
+        LLN+Diag, padding, and several sequences packed into one:
+
+        >>> mask = torch.arange(100) < torch.tensor([[100], [70]])  # the second sequence has 70 tokens
+        >>> out = lln_attention(q, k, v, 2.0, 2.0, block_size=32, key_mask=mask)
+        >>> offsets = torch.tensor([0, 30, 100], dtype=torch.int32)
+        >>> packed = lln_attention(q[:1], k[:1], v[:1], 2.0, 2.0, cu_seqlens=offsets)
+        >>> alone = lln_attention(q[:1, :, 30:], k[:1, :, 30:], v[:1, :, 30:], 2.0, 2.0)
+        >>> torch.testing.assert_close(packed[:, :, 30:], alone)
+
+        A sequence in two pieces, with the state between them:
+
+        >>> whole = lln_attention(q, k, v, 2.0, 2.0, is_causal=True)
+        >>> first, second = zip(*(t.split([60, 40], 2) for t in (q, k, v)))
+        >>> _, state = lln_attention(*first, 2.0, 2.0, is_causal=True, return_state=True)
+        >>> rest = lln_attention(*second, 2.0, 2.0, is_causal=True, state=state)
+        >>> torch.testing.assert_close(rest, whole[:, :, 60:])
     """
     query, key, value = autocast(query, key, value)
     inputs = check_inputs(query, key, value, key_mask=key_mask, cu_seqlens=cu_seqlens)

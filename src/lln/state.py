@@ -29,6 +29,18 @@ class LLNState:
     """The state of B sequences with H key heads of dimension D and values of dimension E.
 
     Made by `lln_attention(..., return_state=True)` or `LLNState.empty`; taken by `lln_attention(..., state=...)`.
+
+    Examples:
+        >>> import torch
+        >>> from lln import LLNState, lln_attention
+        >>> q, k, v = torch.randn(3, 1, 2, 10, 8, generator=torch.Generator().manual_seed(0))
+        >>> state = LLNState.empty(1, 2, 8)
+        >>> for t in range(10):  # token by token, in memory that does not grow
+        ...     rows = (x[:, :, t : t + 1] for x in (q, k, v))
+        ...     out, state = lln_attention(*rows, 1.5, 1.5, is_causal=True, state=state, return_state=True)
+        >>> torch.testing.assert_close(out, lln_attention(q, k, v, 1.5, 1.5, is_causal=True)[:, :, 9:])
+        >>> state
+        LLNState(batch=1, heads=2, head_dim=8, value_dim=8, dtype=torch.float32, device=cpu)
     """
 
     log_sum: Tensor  # [B, H, D] float64: 100,000 one-token merges in float32 would drift
@@ -70,7 +82,11 @@ class LLNState:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> LLNState:
-        """The state of no keys at all. `heads` are key heads; `dtype` is that of the keys and values to come."""
+        """The state of no keys at all. `heads` are key heads; `dtype` is that of the keys and values to come.
+
+        >>> LLNState.empty(1, 2, 8, block_size=4)
+        LLNState(batch=1, heads=2, head_dim=8, value_dim=8, block_size=4, dtype=torch.float32, device=cpu)
+        """
         device = torch.empty(0, device=device).device
         value_dim = head_dim if value_dim is None else value_dim
         log_sum = torch.full((batch, heads, head_dim), -torch.inf, dtype=wide_dtype(device), device=device)
@@ -88,16 +104,30 @@ class LLNState:
 
     @property
     def block_size(self) -> int | None:
+        """Of LLN+Diag; None for LLN alone."""
         return None if self.block_key is None else self.block_key.shape[-2]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors. The same after one token and after a million."""
+        """Bytes of all tensors. The same after one token and after a million.
+
+        >>> LLNState.empty(1, 2, 8).nbytes  # 2 heads of 8 numbers in float64, 64 in float32
+        640
+        """
         return sum(t.nbytes for t in vars(self).values() if isinstance(t, Tensor))
 
     def merge(self, other: LLNState) -> LLNState:
         """The state of the keys of both. Raises ValueError where the two cannot be one: other sizes, dtype or device,
-        another beta (tensors on a GPU are not compared: that would wait for the device), an open block."""
+        another beta (tensors on a GPU are not compared: that would wait for the device), an open block.
+
+        >>> from lln import lln_attention
+        >>> q, k, v = torch.randn(3, 1, 2, 10, 8, generator=torch.Generator().manual_seed(0))
+        >>> parts = [lln_attention(q, k[:, :, i : i + 5], v[:, :, i : i + 5], 1.5, 1.5, return_state=True)[1]
+        ...          for i in (0, 5)]
+        >>> both = parts[0].merge(parts[1])  # as if all keys had come at once
+        >>> out = lln_attention(q, k[:, :, :0], v[:, :, :0], 1.5, 1.5, state=both)
+        >>> torch.testing.assert_close(out, lln_attention(q, k, v, 1.5, 1.5))
+        """
         if not isinstance(other, LLNState):
             raise TypeError(f"LLNState.merge: other must be an LLNState; got {type(other).__name__}.")
         if self.mean_value.shape != other.mean_value.shape:
@@ -141,7 +171,11 @@ class LLNState:
         non_blocking: bool = False,
     ) -> LLNState:
         """Moved to a device, or for keys and values of another dtype, as Tensor.to: `state.to("cuda")`,
-        `state.to(torch.bfloat16)`. log_sum stays float64, and mean_value at least float32."""
+        `state.to(torch.bfloat16)`. log_sum stays float64, and mean_value at least float32.
+
+        >>> LLNState.empty(1, 2, 8, dtype=torch.float64).to(torch.bfloat16).mean_value.dtype
+        torch.float32
+        """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
         moved = self._map(lambda t: t.to(device=device, non_blocking=non_blocking))
@@ -153,14 +187,28 @@ class LLNState:
         return dataclasses.replace(moved, **cast)
 
     def detach(self) -> LLNState:
-        """The same numbers, cut off from the graph that made them (truncated backpropagation through time)."""
+        """The same numbers, cut off from the graph that made them (truncated backpropagation through time).
+
+        >>> LLNState.empty(1, 2, 8).detach().mean_value.requires_grad
+        False
+        """
         return self._map(Tensor.detach)
 
     def clone(self) -> LLNState:
+        """A copy that shares no memory with it.
+
+        >>> state = LLNState.empty(1, 2, 8)
+        >>> state.clone().mean_value.data_ptr() == state.mean_value.data_ptr()
+        False
+        """
         return self._map(Tensor.clone)
 
     def index_select(self, index: Tensor) -> LLNState:
-        """The states of the sequences in `index` (int64 [n]), as beam search reorders them."""
+        """The states of the sequences in `index` (int64 [n]), as beam search reorders them.
+
+        >>> LLNState.empty(2, 2, 8).index_select(torch.tensor([1, 1, 0])).log_sum.shape
+        torch.Size([3, 2, 8])
+        """
         batch = self.log_sum.shape[0]
         return self._map(lambda t: t.index_select(0, index) if t.shape[0] == batch else t)
 

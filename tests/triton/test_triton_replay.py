@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
 
 from helpers.reference import normal
 from helpers.triton_cases import DEVICE, GPU, MARKS, MODES, attend, only_triton
 from lln import LLNAttention
 from lln.kernels.triton import op, tape
-from lln.kernels.triton.tape import Recording
 
 pytestmark = [*MARKS, only_triton, pytest.mark.usefixtures("_replaying")]
 
@@ -30,7 +30,7 @@ Hooks = contextlib.AbstractContextManager[Any]
 class StandIn:
     """A compiled kernel: it takes addresses where it was given tensors."""
 
-    def __init__(self, kernel: Any, values: list[Any]) -> None:
+    def __init__(self, kernel: Any, values: tuple[Any, ...]) -> None:
         self.kernel, self.kinds = kernel, [(v.dtype, reach(v)) if isinstance(v, Tensor) else None for v in values]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -59,13 +59,13 @@ def _replaying(monkeypatch: pytest.MonkeyPatch) -> None:
     if GPU:
         return
     monkeypatch.setattr(tape, "raw_stream", lambda device: 0)
-    record = Recording.launch
+    run = InterpretedFunction.run
 
-    def launch(self: Recording, kernel: Any, compiled: Any, grid: Any, args: Any, named: dict[str, Any]) -> None:
-        values = [*args, *(named[name] for name in kernel.arg_names[len(args) :])]
-        record(self, kernel, StandIn(kernel, values), grid, args, named)
+    def run_as_compiled(self: Any, *args: Any, **options: Any) -> StandIn:
+        run(self, *args, **options)
+        return StandIn(self, args)
 
-    monkeypatch.setattr(Recording, "launch", launch)
+    monkeypatch.setattr(InterpretedFunction, "run", run_as_compiled)
 
 
 @contextlib.contextmanager
