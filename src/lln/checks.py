@@ -329,9 +329,8 @@ def check_state(
         )
     if state.mean_value.device != key.device:
         raise ValueError(f"state is on {state.mean_value.device}, key on {key.device}; use state.to(key.device).")
-    held = state.mean_value.dtype if state.block_key is None else state.block_key.dtype
-    wanted = compute_dtype(key.dtype) if state.block_key is None else key.dtype
-    if held != wanted or state.mean_value.dtype != compute_dtype(key.dtype):
+    other = state.block_key is not None and state.block_key.dtype != key.dtype
+    if other or state.mean_value.dtype != compute_dtype(key.dtype):
         raise ValueError(f"state is for keys of another dtype than {key.dtype}; use state.to({key.dtype}).")
     if not same_beta(state.beta, beta):
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, get_type_hints
 
 import torch
@@ -70,26 +70,17 @@ class Call:
             return
         lengths_q, lengths_k = self.cu_query.diff().tolist(), self.cu_key.diff().tolist()
         # split, not narrow: its backward is one concatenation however many sequences there are.
-        queries = self.query.split(lengths_q, -2)
-        keys, values = self.key.split(lengths_k, -2), self.value.split(lengths_k, -2)
-        masks = [None] * len(keys) if self.key_mask is None else self.key_mask.split(lengths_k, -1)
-        per_sequence = {
-            name: t.split(1) if t.shape[0] > 1 else [t] * len(keys)
-            for name in marked(SEQUENCE)
-            if (t := getattr(self, name)) is not None
-        }
-        for i, (query, key, value, key_mask) in enumerate(zip(queries, keys, values, masks, strict=True)):
-            yield dataclasses.replace(
-                self,
-                query=query,
-                key=key,
-                value=value,
-                key_mask=key_mask,
-                cu_query=None,
-                cu_key=None,
-                dropout=None if self.dropout is None else self.dropout.at(i),
-                **{name: parts[i] for name, parts in per_sequence.items()},
-            )
+        split: dict[str, Sequence[Tensor]] = {"query": self.query.split(lengths_q, -2)}
+        split |= {"key": self.key.split(lengths_k, -2), "value": self.value.split(lengths_k, -2)}
+        if self.key_mask is not None:
+            split["key_mask"] = self.key_mask.split(lengths_k, -1)
+        for name in marked(SEQUENCE):
+            if (t := getattr(self, name)) is not None:
+                split[name] = t.split(1) if t.shape[0] > 1 else [t] * len(lengths_k)
+        for i in range(len(lengths_k)):
+            parts: dict[str, Any] = {name: tensors[i] for name, tensors in split.items()}
+            dropout = None if self.dropout is None else self.dropout.at(i)
+            yield dataclasses.replace(self, cu_query=None, cu_key=None, dropout=dropout, **parts)
 
     def block_mask(self) -> Tensor:
         """Valid keys of [open block, new rows], [B, block_size + M]."""

@@ -115,6 +115,12 @@ def reuse(buffer: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(like.shape, dtype=dtype, device=like.device)
 
 
+def grouped(t: Tensor, heads: int) -> Tensor:
+    """[B, Hq, D] -> [B, H, G, D], where any size may be 1."""
+    parts: Tensor = t.unflatten(1, (heads, -1) if t.shape[1] > 1 else (1, 1))
+    return parts
+
+
 def zeros_like(weight: Tensor | None) -> Any:
     """Where the gradient of an optional weight is summed up: None for None."""
     return None if weight is None else torch.zeros_like(weight)

@@ -14,7 +14,7 @@ from torch import Tensor
 from lln.kernels.blocks import Blocks
 from lln.kernels.call import Call
 from lln.kernels.causal import Causal
-from lln.kernels.common import Dropout, compute_dtype
+from lln.kernels.common import Dropout, compute_dtype, grouped
 from lln.kernels.fold import Fold, Read, empty, merge
 
 
@@ -90,7 +90,4 @@ def attend_blocks(call: Call, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtyp
 
 def by_key_head(t: Tensor | None, heads: int) -> Tensor | None:
     """[B, Hq, D] -> [B, Hk, G, 1, D], where any size may be 1."""
-    if t is None:
-        return None
-    grouped: Tensor = t.unflatten(1, (heads, -1) if t.shape[1] > 1 else (1, 1))
-    return grouped.unsqueeze(-2)
+    return None if t is None else grouped(t, heads).unsqueeze(-2)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lln.kernels.call import Call
-from lln.kernels.common import autocast_enabled, compute_dtype, exponents, softmax_or_zero
+from lln.kernels.common import autocast_enabled, compute_dtype, exponents, grouped, softmax_or_zero
 from lln.kernels.fold import merge, readable
 
 
@@ -74,9 +74,3 @@ def step_in_block(call: Call, q: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         "block_value": value.masked_fill(closed, 0.0),
         "block_mask": mask,
     }
-
-
-def grouped(t: Tensor, heads: int) -> Tensor:
-    """[B, Hq, D] -> [B, H, G, D], where any size may be 1."""
-    parts: Tensor = t.unflatten(1, (heads, -1) if t.shape[1] > 1 else (1, 1))
-    return parts

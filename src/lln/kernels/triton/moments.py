@@ -18,36 +18,39 @@ PROGRAMS = 528  # four for each multiprocessor of an H100 or H200; fixed, so tha
 LEAST = 2**15  # elements that are worth a program, and up to twice as many a program that needs no merging
 
 
-def both_moments(
-    query: Tensor, key: Tensor, key_heads: int, query_mask: Tensor | None, key_mask: Tensor | None,
-    cu_query: Tensor | None, cu_key: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """(count, sum, sum of squares) of queries and of keys: [2, 3, samples, key heads] in float64."""
-    given = query, key, query_mask, key_mask, cu_query, cu_key
-
-    def launches(recording: Recording | None) -> Sequence[Tensor]:
-        out = empty_moments(query, key, key_heads, query_mask, key_mask, cu_query, cu_key)
-        launch(*given, key_heads, None, out, None, None, recording)
-        return (out,)
-
-    return replayed(("moments", query.device, key_heads, signature(given)), given, launches)[0]
+def both_moments(*data: Any) -> Tensor:
+    """(count, sum, sum of squares) of queries and of keys: [2, 3, samples, key heads] in float64; data: see INPUTS."""
+    return measured(data, None)[0]
 
 
-def paper_coefficients(
-    query: Tensor, key: Tensor, key_heads: int, query_mask: Tensor | None, key_mask: Tensor | None,
-    cu_query: Tensor | None, cu_key: Tensor | None, factor: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def paper_coefficients(*given: Any) -> tuple[Tensor, Tensor]:
     """(alpha [samples, heads, 1], beta [samples, key heads, 1]) in float32 by eq. (10), with the score variance
-    factor (sigma_q sigma_k)^2 of each sample and key head."""
-    given = query, key, query_mask, key_mask, cu_query, cu_key
+    factor (sigma_q sigma_k)^2 of each sample and key head; given: INPUTS and factor."""
+    *data, factor = given
+    alpha, beta = measured(data, factor)
+    return alpha, beta
+
+
+def measured(data: Sequence[Any], factor: float | None) -> Sequence[Tensor]:
+    """The moments; with a factor alpha and beta."""
+    query, key, key_heads, *rows = data
 
     def launches(recording: Recording | None) -> Sequence[Tensor]:
-        both = empty_coefficients(query, key, key_heads, query_mask, key_mask, cu_query, cu_key, factor)
-        launch(*given, key_heads, factor, None, *both, recording)
-        return both
+        made = empty(data, factor)
+        launch(data, factor, made, recording)
+        return made
 
-    alpha, beta = replayed(("coefficients", query.device, key_heads, factor, signature(given)), given, launches)
-    return alpha, beta
+    given = query, key, *rows
+    return replayed(("moments", query.device, key_heads, factor, signature(given)), given, launches)
+
+
+def empty(data: Sequence[Any], factor: float | None) -> Sequence[Tensor]:
+    """What `measured` returns, without values."""
+    query, _, key_heads, _, _, cu_query, _ = data
+    samples = query.shape[0] if cu_query is None else cu_query.shape[0] - 1
+    if factor is None:
+        return (query.new_empty(2, 3, samples, key_heads, dtype=torch.float64),)
+    return tuple(query.new_empty(samples, n, 1, dtype=torch.float32) for n in (query.shape[1], key_heads))
 
 
 def paper_match(variance_q: Tensor, variance_k: Tensor, heads: int, factor: float) -> tuple[Tensor, Tensor]:
@@ -66,54 +69,29 @@ def paper_match(variance_q: Tensor, variance_k: Tensor, heads: int, factor: floa
 
 
 def run(
-    recording: Recording | None, made: Sequence[Tensor | None], kernel: Any, programs: int, args: tuple[Any, ...],
+    recording: Recording | None, made: Sequence[Tensor], kernel: Any, programs: int, args: tuple[Any, ...],
     warps: int,
 ) -> None:  # fmt: skip
     """One launch; `made` are tensors that it writes to."""
     compiled = kernel[(programs,)](*args, num_warps=warps)
-    if recording is None:
-        return
-    for t in made:
-        if t is not None:
+    if recording is not None:
+        for t in made:
             recording.make(t)
-    recording.launch(compiled, (programs,), args)
+        recording.launch(compiled, (programs,), args)
 
 
-def empty_moments(
-    query: Tensor, key: Tensor, key_heads: int, query_mask: Tensor | None, key_mask: Tensor | None,
-    cu_query: Tensor | None, cu_key: Tensor | None,
-) -> Tensor:  # fmt: skip
-    return query.new_empty(2, 3, samples(query, cu_query), key_heads, dtype=torch.float64)
+def empty_match(variance_q: Tensor, variance_k: Tensor, heads: int, factor: float) -> Sequence[Tensor]:
+    return tuple(variance_q.new_empty(1, n, 1, dtype=torch.float32) for n in (heads, variance_k.shape[0]))
 
 
-def empty_coefficients(
-    query: Tensor, key: Tensor, key_heads: int, query_mask: Tensor | None, key_mask: Tensor | None,
-    cu_query: Tensor | None, cu_key: Tensor | None, factor: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    number = samples(query, cu_query)
-    alpha = query.new_empty(number, query.shape[1], 1, dtype=torch.float32)
-    return alpha, query.new_empty(number, key_heads, 1, dtype=torch.float32)
-
-
-def empty_match(variance_q: Tensor, variance_k: Tensor, heads: int, factor: float) -> tuple[Tensor, Tensor]:
-    alpha = variance_q.new_empty(1, heads, 1, dtype=torch.float32)
-    return alpha, variance_q.new_empty(1, variance_k.shape[0], 1, dtype=torch.float32)
-
-
-def samples(query: Tensor, cu_query: Tensor | None) -> int:
-    return query.shape[0] if cu_query is None else cu_query.shape[0] - 1
-
-
-def launch(
-    query: Tensor, key: Tensor, query_mask: Tensor | None, key_mask: Tensor | None,
-    cu_query: Tensor | None, cu_key: Tensor | None, key_heads: int, factor: float | None,
-    out: Tensor | None, alpha: Tensor | None, beta: Tensor | None, recording: Recording | None,
-) -> None:  # fmt: skip
-    """Into `out`, or with a factor into alpha and beta. What is launched is decided by shapes alone."""
+def launch(data: Sequence[Any], factor: float | None, made: Sequence[Tensor], recording: Recording | None) -> None:
+    """Into what `empty` made. What is launched is decided by shapes alone."""
+    query, key, key_heads, query_mask, key_mask, cu_query, cu_key = data
+    out, alpha, beta = (*made, None, None) if factor is None else (None, *made)
     batch, heads, length, dim = query.shape
     key_length, groups = key.shape[2], heads // key_heads
     packed = cu_query is not None
-    number = samples(query, cu_query)
+    number = cu_query.shape[0] - 1 if packed else batch
     cells = number * key_heads
     if cells == 0:
         return
@@ -136,7 +114,7 @@ def launch(
                 query, key, query_mask, key_mask, cu_query, cu_key, out, alpha, beta, *arguments, key_heads,
                 factor, groups, dim, rows, columns,
             )  # fmt: skip
-            run(recording, (out, alpha, beta), sample_kernel, cells, args, warps)
+            run(recording, made, sample_kernel, cells, args, warps)
             return
         rows = max(8 * 32 * LANE // columns, 1)
         work = max(total // PROGRAMS, LEAST)
@@ -159,16 +137,17 @@ def launch(
             parts, cu_query, cu_key, out, alpha, beta, chunk_q, chunk_k, splits_q, splits_k, key_heads, programs_q,
             programs, factor, groups, 128,
         )  # fmt: skip
-        run(recording, (out, alpha, beta), merge_kernel, cells, args, 1)
+        run(recording, made, merge_kernel, cells, args, 1)
 
 
 INPUTS = (
     "Tensor query, Tensor key, int key_heads, Tensor? query_mask, Tensor? key_mask, Tensor? cu_query, Tensor? cu_key"
 )
-for schema, function, empty in (
-    (f"both_moments({INPUTS}) -> Tensor", both_moments, empty_moments),
-    (f"paper_coefficients({INPUTS}, float factor) -> (Tensor, Tensor)", paper_coefficients, empty_coefficients),
+for schema, function, fake in (
+    (f"both_moments({INPUTS}) -> Tensor", both_moments, lambda *data: empty(data, None)[0]),
+    (f"paper_coefficients({INPUTS}, float factor) -> (Tensor, Tensor)", paper_coefficients,
+     lambda *given: empty(given[:-1], given[-1])),
     ("paper_match(Tensor variance_q, Tensor variance_k, int heads, float factor) -> (Tensor, Tensor)", paper_match,
      empty_match),
 ):  # fmt: skip
-    define(schema, function, empty, torch.Tag.flexible_layout)
+    define(schema, function, fake, torch.Tag.flexible_layout)
