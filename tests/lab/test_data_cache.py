@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lln.lab.data.cache import build_once, cache_root
+from lln.lab.data.cache import build_once, find_cache
 
 # Says in a file that it was called, takes its time, and writes its result in two steps.
 BUILDER = """
@@ -94,10 +94,10 @@ def test_a_whole_result_is_kept_and_a_damaged_one_built_again(tmp_path: Path) ->
 
 def test_the_cache_is_where_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLN_CACHE", str(tmp_path / "environment"))
-    assert cache_root() == tmp_path / "environment"
-    assert cache_root(tmp_path) == tmp_path
+    assert find_cache() == tmp_path / "environment"
+    assert find_cache(tmp_path) == tmp_path
     monkeypatch.delenv("LLN_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path / "xdg"))
-    assert cache_root() == tmp_path / "xdg" / "lln"
+    assert find_cache() == tmp_path / "xdg" / "lln"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_root() == Path.home() / ".cache" / "lln"
+    assert find_cache() == Path.home() / ".cache" / "lln"

@@ -11,7 +11,7 @@ import pytest
 
 from lln.lab.core.errors import DataError
 from lln.lab.data import listops, pathfinder
-from lln.lab.data.listops import CLOSE, TOKENS, Grammar, evaluate, expressions, load_listops, to_text
+from lln.lab.data.listops import CLOSE, TOKENS, Grammar, evaluate, generate_expressions, load_listops, to_text
 from lln.lab.data.pathfinder import DIFFICULTY, Scene, draw, load_pathfinder
 
 SHORT = Grammar(min_length=8, max_length=60)
@@ -60,7 +60,7 @@ def test_what_is_no_expression_has_no_value(text: str) -> None:
 
 @pytest.mark.parametrize("grammar", [SHORT, Grammar()], ids=["short", "published"])
 def test_expressions_follow_the_grammar(grammar: Grammar) -> None:
-    made = list(islice(expressions("train", grammar, 0), 1500 if grammar is SHORT else 120))
+    made = list(islice(generate_expressions("train", grammar, 0), 1500 if grammar is SHORT else 120))
     labels = []
     for ids in made:
         words = to_text(ids).split()

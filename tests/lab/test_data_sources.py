@@ -14,6 +14,7 @@ from helpers.mirror import write_card, write_set, write_split
 from lln.lab.core.errors import DataError, need
 from lln.lab.core.seeds import fingerprint, generator, permutation
 from lln.lab.data import embedded
+from lln.lab.data.generated import SPLITS
 from lln.lab.data.sources import AAN, PUBLISHED, list_splits, read
 
 
@@ -210,7 +211,7 @@ def test_a_partial_copy_of_a_published_set_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(embedded.NOTES))
 def test_embedded_sets_need_nothing_and_their_splits_share_nothing(name: str) -> None:
     with mock.patch.dict(os.environ, {"LLN_DATA_ROOT": "/nowhere"}):
-        parts = {split: read(name, split) for split in embedded.SPLITS}
+        parts = {split: read(name, split) for split in SPLITS}
     first = parts["train"].columns[0]
     values = {split: [str(v) for v in rows.column(first)] for split, rows in parts.items()}
     assert len(values["train"]) > 3 * len(values["validation"]) > 0

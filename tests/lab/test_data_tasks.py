@@ -9,8 +9,8 @@ import torch
 from helpers.mirror import encoded_image, write_set, write_split
 from lln.lab.core.errors import DataError
 from lln.lab.data.examples import Pad, Stream
-from lln.lab.data.glue import load_glue, tasks
-from lln.lab.data.images import CATS_VS_DOGS, CIFAR10, DIGITS, grey, load_images
+from lln.lab.data.glue import list_tasks, load_glue
+from lln.lab.data.images import CATS_VS_DOGS, CIFAR10, DIGITS, load_images, to_grey
 from lln.lab.data.lra import IMDB, load_byte_text, load_pixels, load_retrieval
 from lln.lab.data.sources import read
 from lln.lab.data.tokenizer import TextTokenizer, train_tokenizer
@@ -25,7 +25,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
 
 
 def glue_rows(task: str, labels: list[int]) -> dict[str, list]:
-    columns = {c: [f"{c} of row {i}" for i in range(len(labels))] for c in tasks()[task].columns}
+    columns = {c: [f"{c} of row {i}" for i in range(len(labels))] for c in list_tasks()[task].columns}
     return {**columns, "label": labels, "idx": list(range(len(labels)))}
 
 
@@ -33,10 +33,10 @@ def glue_rows(task: str, labels: list[int]) -> dict[str, list]:
 def test_every_split_of_a_glue_task_loads_with_its_columns_and_labels(
     task: str, tokenizer: TextTokenizer, tmp_path: Path
 ) -> None:
-    spec = tasks()[task]
+    spec = list_tasks()[task]
     labels = [i % len(spec.labels) for i in range(7)]
-    public = ("train", *spec.validation)
-    content = {split: glue_rows(task, labels if split in public else [-1] * 7) for split in (*public, *spec.test)}
+    public, hidden = ("train", *spec.validation), [split.replace("validation", "test") for split in spec.validation]
+    content = {split: glue_rows(task, labels if split in public else [-1] * 7) for split in (*public, *hidden)}
     write_set(tmp_path, GLUE, task, content)
     for split in public:
         data = load_glue(task, split, tokenizer, data_root=tmp_path, cache_dir=tmp_path / "cache")
@@ -45,7 +45,7 @@ def test_every_split_of_a_glue_task_loads_with_its_columns_and_labels(
         text = tokenizer.decode(data[3]["input_ids"].tolist())
         expected = "</s></s>".join(f"{column} of row 3" for column in spec.columns)
         assert text == f"<s>{expected}</s>"
-    for split in spec.test:
+    for split in hidden:
         data = load_glue(task, split, tokenizer, data_root=tmp_path, cache_dir=tmp_path / "cache")
         assert data.labels is None
         assert set(data[0]) == {"input_ids"}
@@ -56,8 +56,8 @@ def test_every_split_of_a_glue_task_loads_with_its_columns_and_labels(
 
 
 def test_mnli_has_a_matched_and_a_mismatched_validation() -> None:
-    assert tasks()["mnli"].validation == ("validation_matched", "validation_mismatched")
-    assert tasks()["mnli"].labels == ("entailment", "neutral", "contradiction")
+    assert list_tasks()["mnli"].validation == ("validation_matched", "validation_mismatched")
+    assert list_tasks()["mnli"].labels == ("entailment", "neutral", "contradiction")
 
 
 def test_hidden_labels_never_reach_training(tokenizer: TextTokenizer, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_lra_image_is_grey_pixels_row_by_row(tmp_path: Path) -> None:
     assert [int(item["labels"]) for item in data] == [9, 0, 4]
     digits = load_pixels("test", name=DIGITS, cache_dir=tmp_path)
     assert digits.length == 64
-    assert grey(np.full((2, 2, 3), 255, np.uint8)).tolist() == [[255, 255], [255, 255]]
+    assert to_grey(np.full((2, 2, 3), 255, np.uint8)).tolist() == [[255, 255], [255, 255]]
 
 
 def test_lra_text_is_bytes_cut_at_the_length(tmp_path: Path) -> None:

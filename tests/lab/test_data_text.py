@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from helpers.mirror import write_set
 from lln.lab.core.errors import DataError
-from lln.lab.core.seeds import UNIT, draws, fingerprint, generator, stream_key, unit
+from lln.lab.core.seeds import UNIT, draws, fingerprint, generator, stream_key, to_unit
 from lln.lab.data.examples import IGNORE, Pad, Stream
 from lln.lab.data.masking import Masking
 from lln.lab.data.sources import read
@@ -82,7 +82,7 @@ def test_wrong_tokenizers_are_named(tmp_path: Path, tokenizer: TextTokenizer) ->
 
 def test_sequences_are_the_text_and_nothing_else(tokenizer: TextTokenizer, cache: Path, packed: PackedText) -> None:
     rows = read("embedded/prose", "validation")
-    stream = tokenise(rows, tokenizer, cache_dir=cache)
+    stream, _ = tokenise(rows, tokenizer, cache_dir=cache)
     lines = [line for line in rows.strings("text") if line.strip()]
     assert tokenizer.decode(stream).split("</s>") == [*lines, ""]
     plain = load_text("embedded/prose", "validation", tokenizer, length=65, cache_dir=cache)
@@ -132,7 +132,7 @@ def test_masking_is_fifteen_in_a_hundred_and_eighty_ten_ten(tokenizer: TextToken
 
 def some_draws(rows: int, length: int, key: str = "test") -> torch.Tensor:
     zeros = torch.zeros(rows, dtype=torch.int64)
-    return draws(stream_key(key), zeros, torch.arange(rows), Masking.draws(length))
+    return draws(stream_key(key), zeros, torch.arange(rows), Masking.count_draws(length))
 
 
 def test_draws_are_splitmix64_and_spread_evenly() -> None:
@@ -149,7 +149,7 @@ def test_draws_are_splitmix64_and_spread_evenly() -> None:
     start = published((published((key + epoch) % 2**64) + index) % 2**64)
     wanted = [published((start + i * 0x9E3779B97F4A7C15) % 2**64) >> 1 for i in range(5)]
     assert draws(key, torch.tensor([epoch]), torch.tensor([index]), 5).tolist() == [wanted]
-    many = unit(draws(key, torch.arange(3).repeat(50), torch.arange(150), 1000)).double() / UNIT
+    many = to_unit(draws(key, torch.arange(3).repeat(50), torch.arange(150), 1000)).double() / UNIT
     assert abs(float(many.mean()) - 0.5) < 5 * (1 / 12 / many.numel()) ** 0.5
     assert len(many.unique()) > 149_900
 
@@ -204,12 +204,12 @@ def test_unigram_entropy_is_that_of_the_ordinary_tokens(tokenizer: TextTokenizer
 def test_an_epoch_shows_everything_once_and_the_next_in_another_order(packed: PackedText) -> None:
     n = len(packed)
     stream = Stream(packed, seed=1, length=2 * n + 5)
-    first, second = (stream.places(np.arange(e * n, (e + 1) * n))[0].tolist() for e in (0, 1))
+    first, second = (stream.find_places(np.arange(e * n, (e + 1) * n))[0].tolist() for e in (0, 1))
     assert sorted(first) == sorted(second) == list(range(n))
     assert first != second
     assert first != list(range(n))
-    assert stream.places(np.array([0, n - 1, n, 2 * n]))[1].tolist() == [0, 0, 1, 2]
-    assert first != Stream(packed, seed=2, length=n).places(np.arange(n))[0].tolist()
+    assert stream.find_places(np.array([0, n - 1, n, 2 * n]))[1].tolist() == [0, 0, 1, 2]
+    assert first != Stream(packed, seed=2, length=n).find_places(np.arange(n))[0].tolist()
     with pytest.raises(IndexError):
         stream[2 * n + 5]
     with pytest.raises(ValueError, match="start must lie between 0 and length = 4"):

@@ -18,7 +18,7 @@ from helpers.fake_runs import asked, jobs_of
 from lln.lab.cli.app import app
 from lln.lab.core.tables import write_csv
 from lln.lab.data.examples import IGNORE, Stream
-from lln.lab.data.needles import Needles, Planting, answers, by_distance
+from lln.lab.data.needles import Needles, Planting, average_by_distance, score_answers
 from lln.lab.paper import jobs as driver
 from lln.lab.paper.experiments import EXPERIMENTS
 from lln.lab.paper.finished_runs import find
@@ -97,7 +97,7 @@ def test_sequences_depend_on_seed_split_epoch_and_index_alone() -> None:
     others = [shown(seed=1), shown(split="validation"), shown(index=4), shown(epoch=1)]
     assert all(other != shown() for other in others)
     data = needles()
-    batch = data.batch(np.array([5, 3, 3]), np.array([0, 0, 2]))
+    batch = data.make_batch(np.array([5, 3, 3]), np.array([0, 0, 2]))
     assert batch["input_ids"][1].tolist() == shown()
     assert batch["input_ids"][2].tolist() == shown(epoch=2)
     assert needles().fingerprint == data.fingerprint
@@ -107,7 +107,7 @@ def test_sequences_depend_on_seed_split_epoch_and_index_alone() -> None:
 def test_neither_key_nor_place_nor_what_stands_beside_tells_the_value() -> None:
     """Over many sequences each value follows each key, and each kind of place, about equally often."""
     data = needles(planting=Planting(16, 16, 4, 2))  # 4 needles of 2 values
-    batch = data.batch(np.arange(50).repeat(20), np.tile(np.arange(20), 50))
+    batch = data.make_batch(np.arange(50).repeat(20), np.tile(np.arange(20), 50))
     ids, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
     at = labels != IGNORE
     value = (labels[at] - 104) % 2
@@ -124,7 +124,7 @@ def test_neither_key_nor_place_nor_what_stands_beside_tells_the_value() -> None:
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_values_are_as_likely_however_few_needles_there_are(count: int) -> None:
     data = needles(planting=Planting(12, 12, count, 4))
-    batch = data.batch(np.arange(50).repeat(20), np.tile(np.arange(20), 50))
+    batch = data.make_batch(np.arange(50).repeat(20), np.tile(np.arange(20), 50))
     labels = batch["labels"].numpy()
     value = (labels[labels != IGNORE] - 100 - count) % 4
     assert np.bincount(value, minlength=4) / len(value) == pytest.approx([0.25] * 4, abs=0.04)
@@ -162,7 +162,7 @@ def test_learned_positions_go_with_one_length_and_no_judging_means_the_usual(tmp
 
 def test_places_are_spread_over_the_sequence_and_distances_are_told() -> None:
     data = needles(200, Planting(20, 10, 10, 5))
-    found = data.distances()
+    found = data.measure_distances()
     assert found.shape == (50, 20)
     for index in range(50):
         item = data.item(index)
@@ -173,7 +173,7 @@ def test_places_are_spread_over_the_sequence_and_distances_are_told() -> None:
     # Two places drawn from 1 .. 199 lie 200/3 apart on average.
     assert abs(found.mean() - 200 / 3) < 6
     assert found.max() > 150
-    batch = data.batch(np.arange(50), np.zeros(50, np.int64))
+    batch = data.make_batch(np.arange(50), np.zeros(50, np.int64))
     held = torch.nonzero(batch["input_ids"] >= 110)[:, 1].float()
     assert abs(held.mean() - 100) < 12
     assert held.min() < 12
@@ -182,21 +182,21 @@ def test_places_are_spread_over_the_sequence_and_distances_are_told() -> None:
 
 def test_accuracy_is_told_by_distance() -> None:
     data = needles(400, Planting(20, 10, 10, 5))
-    batch = data.batch(np.arange(50), np.zeros(50, np.int64))
-    labels, distances = batch["labels"], data.distances()
+    batch = data.make_batch(np.arange(50), np.zeros(50, np.int64))
+    labels, distances = batch["labels"], data.measure_distances()
     logits = torch.zeros(50, 400, data.vocab_size)
     at = torch.nonzero(labels != IGNORE)
     near = torch.from_numpy(distances.reshape(-1) <= 64)
     for (row, place), known in zip(at.tolist(), near.tolist(), strict=True):
         logits[row, place, labels[row, place] if known else 5] = 9.0
-    found = answers(logits, labels).numpy()
+    found = score_answers(logits, labels).numpy()
     assert found.shape == (50, 40, 2)
     guesses = Guesses(torch.nn.Identity(), data.questions / 400)  # a head that saw the questions alone says the same
     with guesses.only(labels):
         (few,) = guesses.pick(guesses, (logits,)) or ()  # type: ignore[arg-type]
     assert few.shape[1] < 60
-    np.testing.assert_array_equal(answers(few, labels).numpy(), found)
-    scores = by_distance(found, distances)
+    np.testing.assert_array_equal(score_answers(few, labels).numpy(), found)
+    scores = average_by_distance(found, distances)
     assert scores["to_64_accuracy"] == 1.0
     assert scores["to_256_accuracy"] == scores["to_1024_accuracy"] == 0.0
     assert scores["accuracy"] == pytest.approx(float(near.float().mean()))

@@ -61,7 +61,7 @@ def test_the_places_always_suffice(probability: float, length: int) -> None:
 
     ids = torch.randint(5, 50, (200, length), generator=torch.Generator().manual_seed(0))
     index = torch.arange(200)
-    drawn = draws(stream_key("mask", 0), index, torch.zeros_like(index), Masking.draws(length))
+    drawn = draws(stream_key("mask", 0), index, torch.zeros_like(index), Masking.count_draws(length))
     _, labels = Masking(probability)(ids, Letters(), drawn)  # type: ignore[arg-type]
     guesses = Guesses(torch.nn.Identity(), probability)
     with guesses.only(labels) as chosen:

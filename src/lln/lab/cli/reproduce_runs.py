@@ -20,7 +20,7 @@ from lln.lab.cli.train import pair
 from lln.lab.core.errors import DataError, Refused
 from lln.lab.core.provenance import provenance
 from lln.lab.core.tables import write_csv
-from lln.lab.data.glue import tasks as glue_tasks
+from lln.lab.data.glue import list_tasks
 from lln.lab.data.sources import list_splits
 from lln.lab.paper import needle_lengths as lengths
 from lln.lab.paper import render
@@ -164,7 +164,7 @@ def data_of(config: Config) -> tuple[str, str | None] | None:
     if data.name == "generated":
         return None
     if config.task == "glue":
-        task = glue_tasks()[data.subset]
+        task = list_tasks()[data.subset]
         return task.name, task.config
     return data.name, (data.subset or None) if config.task in ("mlm", "image", "needles") else None
 

@@ -1,4 +1,9 @@
-"""Random numbers that depend on names and whole numbers alone: the same in every process, worker and resumed run."""
+"""Random numbers that depend on names and whole numbers alone: the same in every process, worker and resumed run.
+
+generator, permutation   numpy, for what is made once: by a key of names and numbers
+stream_key, draws, pick  torch, for what a batch draws: whole numbers, bit-equal on every device
+normal                   torch, normal numbers for what is measured: by a key of numbers
+"""
 
 from __future__ import annotations
 
@@ -33,8 +38,11 @@ def permutation(n: int, *key: str | int) -> np.ndarray:
 
 
 def _bits(key: tuple[str | int, ...]) -> np.random.PCG64:
-    digest = fingerprint([part if isinstance(part, str) else int(part) for part in key])
-    return np.random.PCG64(int(digest[:32], 16))
+    return np.random.PCG64(int(_hash_key(key)[:32], 16))
+
+
+def _hash_key(key: tuple[str | int, ...]) -> str:
+    return fingerprint([part if isinstance(part, str) else int(part) for part in key])
 
 
 def normal(key: tuple[int, ...], *shape: int, device: torch.device) -> Tensor:
@@ -61,31 +69,36 @@ def draws(key: int, epoch: Tensor, index: Tensor, count: int) -> Tensor:
     Whole-number arithmetic alone (SplitMix64), so that every device gives the same bits, for one example as for many.
     """
     start = scramble(scramble(epoch + key) + index)  # [B]
-    return shifted(scramble(start[:, None] + torch.arange(count, device=index.device) * signed(GOLDEN)), 1)
+    return shift_right(scramble(start[:, None] + torch.arange(count, device=index.device) * to_signed(GOLDEN)), 1)
 
 
-def unit(drawn: Tensor) -> Tensor:
-    """From 0 to 2^32 - 1."""
+def to_unit(drawn: Tensor) -> Tensor:
+    """From 0 to UNIT - 1."""
     return drawn >> 31
+
+
+def pick(drawn: Tensor, n: int) -> Tensor:
+    """From 0 to n - 1."""
+    return to_unit(drawn) * n // UNIT
 
 
 def stream_key(*key: str | int) -> int:
     """What `draws` calls a key, for a list of names and numbers."""
-    return signed(int(fingerprint([part if isinstance(part, str) else int(part) for part in key])[:16], 16))
+    return to_signed(int(_hash_key(key)[:16], 16))
 
 
 def scramble(x: Tensor) -> Tensor:
-    x = x + signed(GOLDEN)
-    x = (x ^ shifted(x, 30)) * signed(FIRST)
-    x = (x ^ shifted(x, 27)) * signed(SECOND)
-    return x ^ shifted(x, 31)
+    x = x + to_signed(GOLDEN)
+    x = (x ^ shift_right(x, 30)) * to_signed(FIRST)
+    x = (x ^ shift_right(x, 27)) * to_signed(SECOND)
+    return x ^ shift_right(x, 31)
 
 
-def shifted(x: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros from the left: torch has no unsigned numbers of 64 bits."""
+def shift_right(x: Tensor, bits: int) -> Tensor:
+    """With zeros from the left: torch has no unsigned numbers of 64 bits."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def signed(x: int) -> int:
+def to_signed(x: int) -> int:
     """The number with the same 64 bits."""
     return x - 2**64 if x >= 2**63 else x

@@ -10,14 +10,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lln.files import write_json
 from lln.lab.core.errors import need
 from lln.lab.core.seeds import fingerprint
 
 MANIFEST = "manifest.json"
+Place = str | os.PathLike[str] | None
 
 
-def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
+def find_cache(cache_dir: Place = None) -> Path:
     """cache_dir, or else LLN_CACHE, or else lln in the user's cache folder."""
     chosen = cache_dir or os.environ.get("LLN_CACHE")
     if chosen:
@@ -29,14 +32,14 @@ def build_once(
     kind: str,
     key: Mapping[str, Any],
     build: Callable[[Path], None],
-    cache_dir: str | os.PathLike[str] | None = None,
+    cache_dir: Place = None,
 ) -> Path:
     """The folder with what `build(folder)` wrote for this key, which must hold everything that decides its content.
 
     A folder appears complete or not at all: it is built beside its place and renamed. Of several processes that ask at
     once, one builds and the others wait. A folder whose files have other sizes than at its making is built again.
     """
-    parent = cache_root(cache_dir) / kind
+    parent = find_cache(cache_dir) / kind
     name = fingerprint(key)[:32]
     folder = parent / name
     if is_whole(folder):
@@ -54,7 +57,8 @@ def build_once(
             build(part)
             sizes = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
             for path in part.iterdir():
-                _to_disk(path)
+                with path.open("rb+") as file:
+                    os.fsync(file.fileno())
             write_json(part / MANIFEST, {"key": dict(key), "sizes": sizes})
             part.chmod(0o755)
             part.rename(folder)
@@ -72,6 +76,18 @@ def is_whole(folder: Path) -> bool:
         return False
 
 
-def _to_disk(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
+def build_arrays(
+    kind: str, identity: Mapping[str, Any], make: Callable[[], Mapping[str, np.ndarray]], cache_dir: Place = None
+) -> dict[str, np.ndarray]:
+    """What `make()` returns for this identity, made once."""
+
+    def build(folder: Path) -> None:
+        for name, array in make().items():
+            np.save(folder / f"{name}.npy", array, allow_pickle=False)
+
+    return load_arrays(build_once(kind, {**identity, "form": 1}, build, cache_dir))
+
+
+def load_arrays(folder: Path) -> dict[str, np.ndarray]:
+    """The arrays in a folder by name: mapped, not read, so that processes on one machine share their pages."""
+    return {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in folder.glob("*.npy")}

@@ -19,9 +19,9 @@ import numpy as np
 
 from lln.lab.core.errors import DataError, need
 from lln.lab.core.seeds import generator, permutation
+from lln.lab.data.generated import SPLITS, choose_split
 
 PREFIX = "embedded/"
-SPLITS = ("train", "validation", "test")
 NOTES = {
     "embedded/prose": "Text: the help texts that come with this Python (pydoc_data.topics), without repetitions.",
     "embedded/topics": "Made from this Python's help texts: 24 words each, the label is the chapter. Not GLUE.",
@@ -52,10 +52,10 @@ def make_columns(name: str, split: str) -> dict[str, list[Any]]:
         return _halves(split)
     if name in ("embedded/pairs", "embedded/passages"):
         return _pairs(name, split, WORDS if name == "embedded/pairs" else PASSAGE)
-    return {"text": [text for i, (_, text) in enumerate(_paragraphs()) if _split_of(i) == split]}
+    return {"text": [text for i, (_, text) in enumerate(_paragraphs()) if choose_split(i // RUN) == split]}
 
 
-def chapters() -> list[str]:
+def list_chapters() -> list[str]:
     """The names of the classes of embedded/topics: the chapters with the most text of their own."""
     sizes: dict[str, int] = {}
     for topic, text in _paragraphs():
@@ -79,16 +79,12 @@ def _paragraphs() -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def _split_of(paragraph: int) -> str:
-    return {8: "validation", 9: "test"}.get(paragraph // RUN % 10, "train")
-
-
 def _runs(split: str) -> list[tuple[str, list[str]]]:
     """(topic, words): the split's paragraphs, joined where they follow each other, so no paragraph is in two splits"""
     runs: list[tuple[str, list[str]]] = []
     before: tuple[str, int] | None = None
     for i, (topic, text) in enumerate(_paragraphs()):
-        if _split_of(i) == split:
+        if choose_split(i // RUN) == split:
             if before != (topic, i - 1):
                 runs.append((topic, []))
             runs[-1][1].extend(text.split())
@@ -101,7 +97,7 @@ def _cut(words: list[str], length: int, stride: int) -> list[str]:
 
 
 def _topics(split: str) -> dict[str, list[Any]]:
-    names = chapters()
+    names = list_chapters()
     runs = [(names.index(topic), words) for topic, words in _runs(split) if topic in names]
     found = [(text, label) for label, words in runs for text in _cut(words, WORDS, STRIDE)]
     order = permutation(len(found), "embedded/topics", split)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from lln.lab.core.seeds import fingerprint, permutation
@@ -24,14 +25,14 @@ class Examples(Dataset[dict[str, Tensor]]):
     identity: everything that decides the content, as JSON; `fingerprint` is its hash, for the run's own identity.
     notes: sentences that a result from this data must carry.
 
-    A set says how examples are stored (`raw`) and what a model sees of them (`finish`): tensors in, tensors out, so
+    A set says how examples are stored (`read`) and what a model sees of them (`finish`): tensors in, tensors out, so
     that batches can be made where the stored examples are, on a GPU too.
     """
 
     identity: dict[str, Any]
     notes: list[str]
 
-    def raw(self, indices: np.ndarray | slice) -> dict[str, Tensor]:
+    def read(self, indices: np.ndarray | slice) -> dict[str, Tensor]:
         """Stored examples, one a row: each [B, ...], in small dtypes."""
         raise NotImplementedError
 
@@ -42,12 +43,12 @@ class Examples(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         raise NotImplementedError
 
-    def batch(self, indices: np.ndarray, epochs: np.ndarray) -> dict[str, Tensor]:
-        return self.finish(self.raw(indices), torch.from_numpy(indices), torch.from_numpy(epochs))
+    def make_batch(self, indices: np.ndarray, epochs: np.ndarray) -> dict[str, Tensor]:
+        return self.finish(self.read(indices), torch.from_numpy(indices), torch.from_numpy(epochs))
 
     def items(self, indices: np.ndarray, epochs: np.ndarray) -> list[dict[str, Tensor]]:
         """One dict an example, ready for a collator."""
-        batch = {name: rows.unbind() for name, rows in self.batch(indices, epochs).items()}
+        batch = {name: rows.unbind() for name, rows in self.make_batch(indices, epochs).items()}
         return [{name: rows[i] for name, rows in batch.items()} for i in range(len(indices))]
 
     def item(self, index: int, epoch: int = 0) -> dict[str, Tensor]:
@@ -85,7 +86,7 @@ class Stream(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return self.length - self.start
 
-    def places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def find_places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(indices of the examples, the epochs they are seen in), each [positions] int64"""
         epochs, rest = np.divmod(self.start + positions, len(self.examples))
         indices = np.empty_like(rest)
@@ -95,7 +96,7 @@ class Stream(Dataset[dict[str, Tensor]]):
         return indices, epochs
 
     def __getitems__(self, positions: list[int]) -> list[dict[str, Tensor]]:
-        return self.examples.items(*self.places(np.array(positions)))
+        return self.examples.items(*self.find_places(np.array(positions)))
 
     def __getitem__(self, position: int) -> dict[str, Tensor]:
         if not 0 <= position < len(self):
@@ -108,27 +109,11 @@ def _order(n: int, seed: int, epoch: int) -> np.ndarray:
     return permutation(n, "order", seed, epoch)
 
 
-class Sequences(Examples):
-    """Sequences of different lengths, or pairs of them, with a label each.
+class Labelled(Examples):
+    """Examples of classes."""
 
-    Items: `input_ids` [n], for pairs also `pair_ids` [m], and `labels` [] where labels are known.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[tuple[np.ndarray, np.ndarray]],  # (all ids [total], offsets [rows + 1]), one or two of them
-        labels: np.ndarray | None,  # [rows]
-        *,
-        vocab_size: int,
-        pad_id: int,
-        length: int,  # the longest that a sequence may be
-        label_names: Sequence[str],
-        identity: dict[str, Any],
-        notes: list[str],
-    ) -> None:
-        self.parts, self.labels, self.vocab_size, self.pad_id, self.length = parts, labels, vocab_size, pad_id, length
-        self.label_names = list(label_names)
-        self.identity, self.notes = identity, notes
+    labels: np.ndarray | None  # [examples]; None where they are not public
+    label_names: list[str]
 
     @property
     def num_labels(self) -> int:
@@ -141,10 +126,28 @@ class Sequences(Examples):
             raise ValueError("the labels of this split are not public.")
         return float(np.bincount(self.labels).max() / len(self.labels))
 
+
+@dataclass(eq=False)
+class Sequences(Labelled):
+    """Sequences of different lengths, or pairs of them, with a label each.
+
+    Items: `input_ids` [n], for pairs also `pair_ids` [m], and `labels` [] where labels are known.
+    """
+
+    parts: Sequence[tuple[np.ndarray, np.ndarray]]  # (all ids [total], offsets [rows + 1]), one or two of them
+    labels: np.ndarray | None  # [rows]
+    _: KW_ONLY
+    vocab_size: int
+    pad_id: int
+    length: int  # the longest that a sequence may be
+    label_names: list[str]
+    identity: dict[str, Any]
+    notes: list[str]
+
     def __len__(self) -> int:
         return len(self.parts[0][1]) - 1
 
-    def raw(self, indices: np.ndarray | slice) -> dict[str, Tensor]:
+    def read(self, indices: np.ndarray | slice) -> dict[str, Tensor]:
         """Padded to the longest that there may be, with the lengths."""
         chosen = np.arange(len(self))[indices]
         found: dict[str, Tensor] = {}
@@ -169,14 +172,12 @@ class Sequences(Examples):
 
     def items(self, indices: np.ndarray, epochs: np.ndarray) -> list[dict[str, Tensor]]:
         """As long as they are: a collator pads them to the longest of a batch."""
-        return [self.one(int(index)) for index in indices]
-
-    def one(self, index: int) -> dict[str, Tensor]:
-        found = {}
-        for key, (ids, offsets) in zip(PARTS, self.parts, strict=False):
-            found[key] = torch.from_numpy(ids[offsets[index] : offsets[index + 1]].astype(np.int64))
-        if self.labels is not None:
-            found["labels"] = torch.tensor(int(self.labels[index]))
+        found: list[dict[str, Tensor]] = [{} for _ in indices]
+        for item, index in zip(found, indices.tolist(), strict=True):
+            for name, (ids, offsets) in zip(PARTS, self.parts, strict=False):
+                item[name] = torch.from_numpy(ids[offsets[index] : offsets[index + 1]].astype(np.int64))
+            if self.labels is not None:
+                item["labels"] = torch.tensor(int(self.labels[index]))
         return found
 
 
@@ -199,8 +200,7 @@ class Pad:
             mask = dict(zip(PARTS, MASKS, strict=True)).get(key)
             if mask is not None:
                 batch[key] = self._pad(rows, self.pad_id)
-                lengths = torch.tensor([len(row) for row in rows])
-                batch[mask] = torch.arange(batch[key].shape[1]) < lengths[:, None]
+                batch[mask] = self._pad([torch.ones_like(row, dtype=torch.bool) for row in rows], False)
             elif key == "labels" and rows[0].ndim == 1:
                 batch[key] = self._pad(rows, IGNORE)
             else:
@@ -212,38 +212,20 @@ class Pad:
         if self.length is not None and longest > self.length:
             raise ValueError(f"length = {self.length} is too short for a sequence of {longest} tokens.")
         width = self.length or -(-max(longest, 1) // self.multiple) * self.multiple
-        padded = torch.full((len(rows), width), value, dtype=torch.int64)  # [batch, width]
-        for i, row in enumerate(rows):
-            padded[i, : len(row)] = row
-        return padded
+        padded = pad_sequence(rows, batch_first=True, padding_value=value)  # [batch, longest]
+        return torch.nn.functional.pad(padded, (0, width - longest), value=value)
 
 
-class Stack:
-    """Makes a batch of items of one shape, without padding and so without masks."""
+def flatten(rows: Sequence[Sequence[int] | np.ndarray], dtype: Any) -> dict[str, np.ndarray]:
+    """ids [total]: all of them, one behind the other; offsets [rows + 1]: where each begins, and the last ends"""
+    ids = np.concatenate([np.asarray(row, dtype) for row in rows])
+    return {"ids": ids, "offsets": np.cumsum([0, *map(len, rows)], dtype=np.int64)}
 
-    def __call__(self, items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        return {key: torch.stack([item[key] for item in items]) for key in items[0]}
 
-
-def flatten(rows: Sequence[Sequence[int] | np.ndarray], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(all ids [total], offsets [rows + 1])"""
-    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)]).astype(np.int64)
-    flat = np.empty(offsets[-1], dtype)
-    for i, row in enumerate(rows):
-        flat[offsets[i] : offsets[i + 1]] = row
-    return flat, offsets
+def cut_evenly(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, offsets) of rows of one size [rows, ...]"""
+    return rows.reshape(-1), np.arange(len(rows) + 1) * (rows.size // len(rows))
 
 
 def id_type(vocab_size: int) -> type[np.uint16] | type[np.int32]:
     return np.uint16 if vocab_size <= 2**16 else np.int32
-
-
-def save_arrays(folder: Path, **arrays: np.ndarray) -> None:
-    for name, array in arrays.items():
-        np.save(folder / f"{name}.npy", array, allow_pickle=False)
-
-
-def load_array(folder: Path, name: str) -> np.ndarray:
-    """Mapped, not read: processes on one machine share its pages."""
-    mapped: np.ndarray = np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-    return mapped

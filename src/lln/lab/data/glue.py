@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Unpack
 
 from lln.lab.data import embedded
-from lln.lab.data.cache import build_once
-from lln.lab.data.examples import Sequences, flatten, id_type, load_array, save_arrays
-from lln.lab.data.sources import read
+from lln.lab.data.cache import Place, build_arrays
+from lln.lab.data.examples import Sequences, flatten, id_type
+from lln.lab.data.sources import Selection, read
 from lln.lab.data.tokenizer import TextTokenizer
 
 GLUE = "nyu-mll/glue"
@@ -22,26 +21,21 @@ class Task:
     columns: tuple[str, ...]  # one: sentences; two: pairs
     labels: tuple[str, ...]
     validation: tuple[str, ...] = ("validation",)  # what a model is scored on
-    test: tuple[str, ...] = ("test",)
-    hidden: bool = True  # test labels are -1
 
 
-def tasks() -> dict[str, Task]:
+def list_tasks() -> dict[str, Task]:
+    matched = ("validation_matched", "validation_mismatched")
+    chapters = tuple(embedded.list_chapters())
     return {
         "mnli": Task(
-            GLUE,
-            "mnli",
-            ("premise", "hypothesis"),
-            ("entailment", "neutral", "contradiction"),
-            ("validation_matched", "validation_mismatched"),
-            ("test_matched", "test_mismatched"),
+            GLUE, "mnli", ("premise", "hypothesis"), ("entailment", "neutral", "contradiction"), validation=matched
         ),
         "qnli": Task(GLUE, "qnli", ("question", "sentence"), ("entailment", "not_entailment")),
         "qqp": Task(GLUE, "qqp", ("question1", "question2"), ("not_duplicate", "duplicate")),
         "sst2": Task(GLUE, "sst2", ("sentence",), ("negative", "positive")),
-        "topics": Task("embedded/topics", None, ("sentence",), tuple(embedded.chapters()), hidden=False),
+        "topics": Task("embedded/topics", None, ("sentence",), chapters),
         # Whether two texts belong together (embedded/pairs) takes longer to learn than a tiny model has.
-        "pairs": Task("embedded/halves", None, ("text1", "text2"), tuple(embedded.chapters()), hidden=False),
+        "pairs": Task("embedded/halves", None, ("text1", "text2"), chapters),
     }
 
 
@@ -52,41 +46,48 @@ def load_glue(
     *,
     length: int = 128,
     name: str | None = None,
-    data_root: str | os.PathLike[str] | None = None,
-    hold_out: float = 0.0,
-    limit: int | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
+    cache_dir: Place = None,
+    **selection: Unpack[Selection],
 ) -> Sequences:
     """A split of a task by GLUE's name (mnli, qnli, qqp, sst2) or an embedded one (topics, pairs).
 
     Splits are the Hub's: MNLI has validation_matched and validation_mismatched. Where the publisher keeps the labels
-    (test), items have no `labels`. `name`: another set with the same configurations and columns. The rest as in `read`.
+    (test), items have no `labels`. length: tokens at most, special ones included. name: another set with the same
+    configurations and columns. selection: data_root, hold_out and limit, as in `read`.
+
+    >>> import tempfile
+    >>> from lln.lab.data.tokenizer import train_tokenizer
+    >>> with tempfile.TemporaryDirectory() as cache:
+    ...     tokenizer = train_tokenizer(read("embedded/prose", "test"), vocab_size=300, cache_dir=cache)
+    ...     data = load_glue("topics", "test", tokenizer, length=16, limit=3, cache_dir=cache)
+    >>> data.num_labels, [len(item["input_ids"]) for item in data]
+    (4, [16, 16, 16])
     """
-    known = tasks()
+    known = list_tasks()
     if task not in known:
         raise ValueError(f"task must be one of {', '.join(known)}; got {task!r}.")
     if length < 8:
         raise ValueError(f"length must be at least 8, to leave room beside the special tokens; got {length}.")
     chosen = known[task]
-    rows = read(name or chosen.name, split, config=chosen.config, data_root=data_root, hold_out=hold_out, limit=limit)
-    kept = chosen.hidden and split in chosen.test and set(rows.column("label")) == {-1}
-    labels = None if kept else rows.labels("label", len(chosen.labels))
+    rows = read(name or chosen.name, split, config=chosen.config, **selection)
+    hidden = split.startswith("test") and set(rows.column("label")) == {-1}
     identity = {"rows": rows.identity, "task": task, "tokenizer": tokenizer.identity, "length": length}
-
-    def build(folder: Path) -> None:
-        columns = [rows.strings(column) for column in chosen.columns]
-        encoded = list(tokenizer.encode_examples(columns, length))
-        ids, offsets = flatten(encoded, id_type(tokenizer.vocab_size))
-        save_arrays(folder, ids=ids, offsets=offsets)
-
-    folder = build_once("glue", {**identity, "form": 1}, build, cache_dir)
+    arrays = build_arrays(
+        "glue",
+        identity,
+        lambda: flatten(
+            list(tokenizer.encode_examples([rows.strings(column) for column in chosen.columns], length)),
+            id_type(tokenizer.vocab_size),
+        ),
+        cache_dir,
+    )
     return Sequences(
-        [(load_array(folder, "ids"), load_array(folder, "offsets"))],
-        labels,
+        [(arrays["ids"], arrays["offsets"])],
+        None if hidden else rows.labels("label", len(chosen.labels)),
         vocab_size=tokenizer.vocab_size,
         pad_id=tokenizer.pad_id,
         length=length,
-        label_names=chosen.labels,
+        label_names=list(chosen.labels),
         identity=identity,
         notes=rows.notes,
     )

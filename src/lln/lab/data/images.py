@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-import os
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -13,56 +13,45 @@ from torch import Tensor
 
 from lln.lab.core.errors import DataError, need
 from lln.lab.core.progress import track
-from lln.lab.core.seeds import UNIT, draws, stream_key, unit
-from lln.lab.data.cache import build_once
-from lln.lab.data.examples import Examples, load_array
-from lln.lab.data.sources import Rows, read
+from lln.lab.core.seeds import UNIT, draws, pick, stream_key, to_unit
+from lln.lab.data.cache import Place, build_once, load_arrays
+from lln.lab.data.examples import Labelled
+from lln.lab.data.sources import Rows, Selection, read
 
 CATS_VS_DOGS, CIFAR10, DIGITS = "microsoft/cats_vs_dogs", "uoft-cs/cifar10", "embedded/digits"
 LABEL_NAMES = {
-    CATS_VS_DOGS: ("cat", "dog"),
-    CIFAR10: ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
-    DIGITS: tuple("0123456789"),
+    CATS_VS_DOGS: ["cat", "dog"],
+    CIFAR10: ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"],
+    DIGITS: list("0123456789"),
 }
 
 
-class Images(Examples):
+@dataclass(eq=False)
+class Images(Labelled):
     """Items: `pixel_values` [channels, height, width] float32 from -1 to 1, `labels` [].
 
     augment: mirror half of the images (`mirror`), and shift each by up to an eighth of its side; the choice depends on
-    (seed, epoch, index) alone.
+    (seed, epoch, index) alone. stored: the identity of the pixels as they are.
     """
 
-    def __init__(
-        self,
-        pixels: np.ndarray,  # [n, height, width, channels] uint8
-        labels: np.ndarray,  # [n]
-        *,
-        label_names: tuple[str, ...],
-        augment: bool,
-        mirror: bool,
-        seed: int,
-        identity: dict[str, Any],
-        notes: list[str],
-    ) -> None:
-        self.pixels, self.labels, self.label_names = pixels, labels, list(label_names)
-        self.augment, self.mirror, self.key = augment, mirror, stream_key("augment", seed)
-        self.identity = {**identity, "augment": [mirror, seed] if augment else None}
-        self.notes = notes
+    pixels: np.ndarray  # [n, height, width, channels] uint8
+    labels: np.ndarray  # [n]
+    _: KW_ONLY
+    label_names: list[str]
+    augment: bool
+    mirror: bool
+    seed: int
+    stored: dict[str, Any]
+    notes: list[str]
 
-    @property
-    def num_labels(self) -> int:
-        return len(self.label_names)
-
-    @property
-    def majority(self) -> float:
-        """The accuracy of always naming the most frequent class."""
-        return float(np.bincount(self.labels).max() / len(self.labels))
+    def __post_init__(self) -> None:
+        self.key = stream_key("augment", self.seed)
+        self.identity = {**self.stored, "augment": [self.mirror, self.seed] if self.augment else None}
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def raw(self, indices: np.ndarray | slice) -> dict[str, Tensor]:
+    def read(self, indices: np.ndarray | slice) -> dict[str, Tensor]:
         pixels = torch.from_numpy(np.array(self.pixels[indices]))
         return {"pixels": pixels, "labels": torch.from_numpy(self.labels[indices])}
 
@@ -77,14 +66,14 @@ class Images(Examples):
 
 def shift_and_mirror(pixels: Tensor, drawn: Tensor, mirror: bool) -> Tensor:
     """[B, height, width, channels] by random numbers [B, 3]; what comes in at an edge repeats the edge."""
-    down, right, turn = unit(drawn).unbind(1)
+    sides = pixels.shape[1:3]
     rows, columns = (
-        torch.arange(side, device=pixels.device) + ((by * (2 * (side // 8) + 1) // UNIT) - side // 8)[:, None]
-        for side, by in zip(pixels.shape[1:3], (down, right), strict=True)
+        torch.arange(side, device=pixels.device) + (pick(by, 2 * (side // 8) + 1) - side // 8)[:, None]
+        for side, by in zip(sides, drawn[:, :2].unbind(1), strict=True)
     )  # [B, height], [B, width]
-    rows, columns = (at.clamp(0, side - 1) for at, side in zip((rows, columns), pixels.shape[1:3], strict=True))
+    rows, columns = (at.clamp(0, side - 1) for at, side in zip((rows, columns), sides, strict=True))
     if mirror:
-        columns = torch.where(turn[:, None] < UNIT // 2, columns.flip(1), columns)
+        columns = torch.where(to_unit(drawn[:, 2:]) < UNIT // 2, columns.flip(1), columns)
     example = torch.arange(len(pixels), device=pixels.device)
     return pixels[example[:, None, None], rows[:, :, None], columns[:, None, :]]
 
@@ -97,55 +86,50 @@ def load_images(
     config: str | None = None,
     augment: bool = False,
     seed: int = 0,
-    data_root: str | os.PathLike[str] | None = None,
-    hold_out: float = 0.0,
-    limit: int | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
+    cache_dir: Place = None,
+    **selection: Unpack[Selection],
 ) -> Images:
-    """A split of a set with the columns image (or img) and label (or labels). `size`: cut to the middle square and
-    resized to size x size; None: as stored, if all are of one size. The rest is as in `read`.
+    """A split of a set with the columns image (or img) and label (or labels). size: cut to the middle square and
+    resized to size x size; None: as stored, if all are of one size. augment, seed: see `Images`. selection: data_root,
+    hold_out and limit, as in `read`. Labels of a set that is not known here are named by their numbers.
 
     On the Hub, Dogs vs Cats is one split: use hold_out for a validation split.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as cache:
+    ...     digits = load_images("embedded/digits", "test", limit=5, cache_dir=cache)
+    >>> len(digits), digits.num_labels, digits[0]["pixel_values"].shape
+    (5, 10, torch.Size([1, 8, 8]))
     """
-    rows = read(name, split, config=config, data_root=data_root, hold_out=hold_out, limit=limit)
-    labels, names = image_labels(rows)
-    pixels, identity = decode(rows, size, cache_dir)
+    rows = read(name, split, config=config, **selection)
+    names = LABEL_NAMES.get(name)
+    labels = rows.labels(_find_column(rows, ("label", "labels")), len(names) if names else None)
+    pixels, stored = decode(rows, size, cache_dir)
     return Images(
         pixels,
         labels,
-        label_names=names,
+        label_names=names or [str(i) for i in range(int(labels.max()) + 1)],
         augment=augment,
         mirror=name != DIGITS,  # a mirrored digit is no digit
         seed=seed,
-        identity=identity,
+        stored=stored,
         notes=rows.notes,
     )
 
 
-def image_labels(rows: Rows) -> tuple[np.ndarray, tuple[str, ...]]:
-    """(labels [n], their names: numbers where the set is not known here)"""
-    names = LABEL_NAMES.get(rows.identity["name"])
-    labels = rows.labels(_column(rows, ("label", "labels")), len(names) if names else None)
-    return labels, names or tuple(str(i) for i in range(int(labels.max()) + 1))
-
-
-def decode(
-    rows: Rows, size: int | None, cache_dir: str | os.PathLike[str] | None = None
-) -> tuple[np.ndarray, dict[str, Any]]:
+def decode(rows: Rows, size: int | None, cache_dir: Place = None) -> tuple[np.ndarray, dict[str, Any]]:
     """([n, height, width, channels] uint8, mapped from the cache; its identity)"""
     if size is not None and size < 1:
         raise ValueError(f"size must be at least 1, or None; got {size}.")
-    pillow = need("PIL")
     # Another version may round a JPEG's pixels otherwise.
-    identity = {"rows": rows.identity, "size": size, "pillow": pillow.__version__}
+    identity = {"rows": rows.identity, "size": size, "pillow": need("PIL").__version__}
 
     def build(folder: Path) -> None:
-        column = _column(rows, ("image", "img"))
-        values = rows.table.column(column)
-        first = _pixels(values[0].as_py(), size, rows, 0)
+        values = rows.table.column(_find_column(rows, ("image", "img")))
+        first = _decode_one(values[0].as_py(), size, rows, 0)
         pixels = np.lib.format.open_memmap(folder / "pixels.npy", "w+", np.uint8, (len(rows), *first.shape))
         for i in track(range(len(rows)), len(rows), f"Decoding {rows.title}"):
-            image = _pixels(values[i].as_py(), size, rows, i)
+            image = _decode_one(values[i].as_py(), size, rows, i)
             if image.shape != first.shape:
                 raise DataError(
                     f"{rows.title}: images differ in size ({image.shape[1]} x {image.shape[0]} in row {i}, "
@@ -154,17 +138,17 @@ def decode(
             pixels[i] = image
         pixels.flush()
 
-    return load_array(build_once("images", {**identity, "form": 1}, build, cache_dir), "pixels"), identity
+    return load_arrays(build_once("images", {**identity, "form": 1}, build, cache_dir))["pixels"], identity
 
 
-def _column(rows: Rows, names: tuple[str, ...]) -> str:
+def _find_column(rows: Rows, names: tuple[str, ...]) -> str:
     for name in names:
         if name in rows.columns:
             return name
     raise DataError(f"{rows.title} has no column {' or '.join(names)}; there are: {', '.join(rows.columns)}.")
 
 
-def _pixels(value: Any, size: int | None, rows: Rows, row: int) -> np.ndarray:
+def _decode_one(value: Any, size: int | None, rows: Rows, row: int) -> np.ndarray:
     """[height, width, channels] uint8"""
     image_module = need("PIL.Image")
     try:
@@ -186,7 +170,7 @@ def _pixels(value: Any, size: int | None, rows: Rows, row: int) -> np.ndarray:
     return array if array.ndim == 3 else array[:, :, None]
 
 
-def grey(pixels: np.ndarray) -> np.ndarray:
+def to_grey(pixels: np.ndarray) -> np.ndarray:
     """[..., channels] -> [...] uint8, with the weights of Rec. 601 as in Long Range Arena."""
     if pixels.shape[-1] == 1:
         return pixels[..., 0]

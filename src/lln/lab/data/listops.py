@@ -8,19 +8,16 @@ expressions whose length is not wanted are thrown away. Long Range Arena wants 5
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
-from pathlib import Path
 
 import numpy as np
 
 from lln.lab.core.errors import DataError
-from lln.lab.core.progress import track
 from lln.lab.core.seeds import generator
-from lln.lab.data.cache import build_once
-from lln.lab.data.examples import Sequences, flatten, load_array, save_arrays
+from lln.lab.data.cache import Place
+from lln.lab.data.examples import Sequences, flatten
+from lln.lab.data.generated import choose_split, generate
 
 PAD = 0
 TOKENS = ("<pad>", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
@@ -94,38 +91,37 @@ def load_listops(
     count: int,
     grammar: Grammar | None = None,
     seed: int = 0,
-    cache_dir: str | os.PathLike[str] | None = None,
+    cache_dir: Place = None,
 ) -> Sequences:
     """`count` expressions of train, validation or test; a larger count begins with the same ones. No expression is in
-    two splits: a hash of it decides where it may go. Long Range Arena has 96,000, 2,000 and 2,000."""
+    two splits: a hash of it decides where it may go. Long Range Arena has 96,000, 2,000 and 2,000.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as cache:
+    ...     data = load_listops("test", count=2, grammar=Grammar(min_length=4, max_length=8), cache_dir=cache)
+    >>> to_text(data[0]["input_ids"]), int(data[0]["labels"])
+    ('[MAX 5 3 0 ]', 5)
+    """
     grammar = grammar or Grammar()
-    if split not in ("train", "validation", "test"):
-        raise ValueError(f"split must be train, validation or test; got {split!r}.")
-    if count < 1:
-        raise ValueError(f"count must be at least 1; got {count}.")
-    identity = {"name": "generated/listops", "split": split, "count": count, "seed": seed, **asdict(grammar)}
 
-    def build(folder: Path) -> None:
-        made = islice(expressions(split, grammar, seed), count)
-        rows = list(track(made, count, f"Generating ListOps {split}"))
-        ids, offsets = flatten(rows, np.uint8)
-        labels = np.array([evaluate(row) for row in rows], np.int64)
-        save_arrays(folder, ids=ids, offsets=offsets, labels=labels)
+    def pack(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
+        return {**flatten(rows, np.uint8), "labels": np.array([evaluate(row) for row in rows], np.int64)}
 
-    folder = build_once("listops", {**identity, "form": 1}, build, cache_dir)
+    rows = generate_expressions(split, grammar, seed)
+    arrays, identity = generate("ListOps", split, count, seed, grammar, rows, pack, cache_dir)
     return Sequences(
-        [(load_array(folder, "ids"), load_array(folder, "offsets"))],
-        load_array(folder, "labels"),
+        [(arrays["ids"], arrays["offsets"])],
+        arrays["labels"],
         vocab_size=len(TOKENS),
         pad_id=PAD,
         length=grammar.max_length,
-        label_names=TOKENS[FIRST_DIGIT:FIRST_OPERATOR],
+        label_names=list(TOKENS[FIRST_DIGIT:FIRST_OPERATOR]),
         identity=identity,
         notes=["ListOps was generated here with the published grammar; it is not the published file."],
     )
 
 
-def expressions(split: str, grammar: Grammar, seed: int) -> Iterator[np.ndarray]:
+def generate_expressions(split: str, grammar: Grammar, seed: int) -> Iterator[np.ndarray]:
     """Endless: expressions of a split, each once. [n] uint8"""
     seen: set[bytes] = set()
     draw_key = ("listops", split, seed, *asdict(grammar).values())
@@ -134,8 +130,7 @@ def expressions(split: str, grammar: Grammar, seed: int) -> Iterator[np.ndarray]
         idle += 1
         for ids in _grow(generator(*draw_key, number), grammar):
             digest = hashlib.sha256(ids.tobytes()).digest()
-            bucket = {8: "validation", 9: "test"}.get(digest[0] % 10, "train")
-            if bucket == split and digest not in seen:
+            if choose_split(digest[0]) == split and digest not in seen:
                 seen.add(digest)
                 idle = 0
                 yield ids

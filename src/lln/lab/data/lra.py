@@ -6,56 +6,35 @@ document), Image 1024, Pathfinder 1024.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from typing import Unpack
 
 import numpy as np
 
 from lln.lab.data import embedded
-from lln.lab.data.examples import Sequences, flatten
-from lln.lab.data.images import CIFAR10, decode, grey, image_labels
-from lln.lab.data.sources import Rows, read
+from lln.lab.data.cache import Place
+from lln.lab.data.examples import Sequences, cut_evenly, flatten
+from lln.lab.data.images import CIFAR10, load_images, to_grey
+from lln.lab.data.sources import Selection, read
 
 IMDB = "stanfordnlp/imdb"
 BYTE_PAD, BYTE_VOCAB = 0, 257  # a byte b is the token b + 1
 
 
-def byte_ids(texts: Sequence[str], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(ids [total] uint16, offsets [rows + 1]): the first `length` bytes of each text in UTF-8"""
-    rows = [np.frombuffer(text.encode()[:length], np.uint8) for text in texts]
-    flat, offsets = flatten(rows, np.uint16)
-    return flat + np.uint16(1), offsets
-
-
-def load_byte_text(
-    split: str,
-    *,
-    name: str = IMDB,
-    length: int = 4000,
-    data_root: str | os.PathLike[str] | None = None,
-    hold_out: float = 0.0,
-    limit: int | None = None,
-) -> Sequences:
-    """LRA Text: IMDB reviews as bytes, label 1 = positive; or `embedded/topics`. Options as in `read`."""
-    rows = read(name, split, data_root=data_root, hold_out=hold_out, limit=limit)
-    names = embedded.chapters() if name == "embedded/topics" else ["negative", "positive"]
-    column = "sentence" if name == "embedded/topics" else "text"
-    return _byte_sequences(rows, [column], names, length)
+def load_byte_text(split: str, *, name: str = IMDB, length: int = 4000, **selection: Unpack[Selection]) -> Sequences:
+    """LRA Text: IMDB reviews as bytes, label 1 = positive; or `embedded/topics`. length: bytes at most, from the start.
+    selection: data_root, hold_out and limit, as in `read`."""
+    topics = name == "embedded/topics"
+    names = embedded.list_chapters() if topics else ["negative", "positive"]
+    return _load_bytes(name, split, ["sentence" if topics else "text"], names, length, selection)
 
 
 def load_retrieval(
-    split: str,
-    *,
-    name: str = "embedded/pairs",
-    length: int = 4000,
-    data_root: str | os.PathLike[str] | None = None,
-    hold_out: float = 0.0,
-    limit: int | None = None,
+    split: str, *, name: str = "embedded/pairs", length: int = 4000, **selection: Unpack[Selection]
 ) -> Sequences:
     """LRA Retrieval: pairs of documents as bytes, label 1 = they belong together. A set with the columns text1, text2
-    and label; the Hub has no official one. Items: `input_ids`, `pair_ids`, `labels`."""
-    rows = read(name, split, data_root=data_root, hold_out=hold_out, limit=limit)
-    return _byte_sequences(rows, ["text1", "text2"], ["apart", "together"], length)
+    and label; the Hub has no official one. Items: `input_ids`, `pair_ids`, `labels`. Arguments as above."""
+    return _load_bytes(name, split, ["text1", "text2"], ["apart", "together"], length, selection)
 
 
 def load_pixels(
@@ -63,39 +42,44 @@ def load_pixels(
     *,
     name: str = CIFAR10,
     size: int | None = None,
-    data_root: str | os.PathLike[str] | None = None,
-    hold_out: float = 0.0,
-    limit: int | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
+    cache_dir: Place = None,
+    **selection: Unpack[Selection],
 ) -> Sequences:
     """LRA Image: the grey levels (0-255) of an image row by row as a sequence, 1024 tokens for CIFAR-10; also of
-    `embedded/digits`, 64 tokens."""
-    rows = read(name, split, data_root=data_root, hold_out=hold_out, limit=limit)
-    labels, names = image_labels(rows)
-    pixels, identity = decode(rows, size, cache_dir)
-    length = pixels.shape[1] * pixels.shape[2]
+    `embedded/digits`, 64 tokens. Arguments as in `load_images`."""
+    images = load_images(name, split, size=size, cache_dir=cache_dir, **selection)
+    pixels = to_grey(images.pixels)  # [n, height, width]
     return Sequences(
-        [(grey(pixels).reshape(-1), np.arange(len(rows) + 1) * length)],
-        labels,
+        [cut_evenly(pixels)],
+        images.labels,
         vocab_size=256,
         pad_id=0,  # no sequence is padded: all have one length
-        length=length,
-        label_names=names,
-        identity={**identity, "form": "grey pixels"},
-        notes=rows.notes,
+        length=pixels[0].size,
+        label_names=images.label_names,
+        identity={**images.stored, "form": "grey pixels"},
+        notes=images.notes,
     )
 
 
-def _byte_sequences(rows: Rows, columns: list[str], names: Sequence[str], length: int) -> Sequences:
+def _load_bytes(
+    name: str, split: str, columns: list[str], label_names: list[str], length: int, selection: Selection
+) -> Sequences:
     if length < 1:
         raise ValueError(f"length must be at least 1; got {length}.")
+    rows = read(name, split, **selection)
     return Sequences(
-        [byte_ids(rows.strings(column), length) for column in columns],
-        rows.labels("label", len(names)),
+        [encode_bytes(rows.strings(column), length) for column in columns],
+        rows.labels("label", len(label_names)),
         vocab_size=BYTE_VOCAB,
         pad_id=BYTE_PAD,
         length=length,
-        label_names=names,
+        label_names=label_names,
         identity={"rows": rows.identity, "columns": columns, "length": length, "form": "bytes"},
         notes=rows.notes,
     )
+
+
+def encode_bytes(texts: Sequence[str], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """(ids [total] uint16, offsets [rows + 1]): the first `length` bytes of each text in UTF-8"""
+    found = flatten([np.frombuffer(text.encode()[:length], np.uint8) for text in texts], np.uint16)
+    return found["ids"] + np.uint16(1), found["offsets"]

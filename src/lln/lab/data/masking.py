@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lln.lab.core.seeds import UNIT, unit
+from lln.lab.core.seeds import UNIT, pick, to_unit
 from lln.lab.data.examples import IGNORE
 from lln.lab.data.tokenizer import TextTokenizer
 
@@ -39,30 +38,26 @@ class Masking:
                 f"random_share + keep_share must be at most 1; got {self.random_share} + {self.keep_share}."
             )
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        return asdict(self)
-
     @staticmethod
-    def draws(length: int) -> int:
+    def count_draws(length: int) -> int:
         """How many random numbers a sequence takes."""
         return 3 * length + 1
 
     def __call__(self, ids: Tensor, tokenizer: TextTokenizer, drawn: Tensor) -> tuple[Tensor, Tensor]:
         """(what the model sees, what it must guess: -100 elsewhere), each [B, N] int64, of ids [B, N] int64 and random
-        numbers [B, draws(N)] of `seeds.draws`. Whole numbers alone, so that every device masks the same tokens."""
+        numbers [B, count_draws(N)] of `seeds.draws`. Whole numbers alone: every device masks the same tokens."""
         special, ordinary = tokenizer.tables(ids.device)  # [vocabulary] bool, [ordinary ids]
         n = ids.shape[1]
         if n == 0:
             return ids, ids
-        rank, fate, instead, rest = drawn[:, :n], unit(drawn[:, n : 2 * n]), unit(drawn[:, 2 * n : 3 * n]), drawn[:, -1]
+        rank, fate, instead, rest = drawn.split([n, n, n, 1], 1)  # [B, N] each, and [B, 1]
         candidates = ~special[ids]  # [B, N]
-        count = (round(self.probability * UNIT) * candidates.sum(1) + unit(rest)) // UNIT  # [B]
+        count = (round(self.probability * UNIT) * candidates.sum(1) + to_unit(rest[:, 0])) // UNIT  # [B]
         order = torch.where(candidates, rank, HIGHEST)
         last = order.sort(1).values.gather(1, (count - 1).clamp_min(0)[:, None])  # [B, 1]
         chosen = candidates & (order <= last) & (count > 0)[:, None]
         labels = torch.where(chosen, ids, IGNORE)
-        at_random = chosen & (fate < round(self.random_share * UNIT))
-        masked = chosen & (fate >= round((self.random_share + self.keep_share) * UNIT))
-        seen = torch.where(at_random, ordinary[instead * len(ordinary) // UNIT], ids)
+        at_random = chosen & (to_unit(fate) < round(self.random_share * UNIT))
+        masked = chosen & (to_unit(fate) >= round((self.random_share + self.keep_share) * UNIT))
+        seen = torch.where(at_random, ordinary[pick(instead, len(ordinary))], ids)
         return torch.where(masked, tokenizer.mask_id, seen), labels

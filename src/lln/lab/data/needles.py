@@ -12,18 +12,18 @@ whether two layers learn in a short run to work together (one that brings a key 
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lln.lab.core.errors import DataError
-from lln.lab.core.seeds import UNIT, draws, stream_key, unit
+from lln.lab.core.seeds import draws, pick, stream_key
+from lln.lab.data.cache import Place
 from lln.lab.data.examples import IGNORE, Examples
-from lln.lab.data.sources import read
+from lln.lab.data.sources import Selection, read
 from lln.lab.data.text import tokenise
 from lln.lab.data.tokenizer import TextTokenizer
 
@@ -55,21 +55,21 @@ class Planting:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}.")
 
     @classmethod
-    def of(cls, options: dict[str, Any]) -> Planting:
+    def from_options(cls, options: dict[str, Any]) -> Planting:
         """From a config's data.options; ValueError for names that are none."""
         known = [field.name for field in fields(cls)]
         if unknown := [name for name in options if name not in known]:
             raise ValueError(f"data.options: needles have {', '.join(known)}; got {unknown[0]!r}.")
         return cls(**options)
 
-    def needles(self, length: int) -> int:
+    def count_needles(self, length: int) -> int:
         return min(length // self.needles_every, self.keys)
 
-    def questions(self, length: int) -> int:
+    def count_questions(self, length: int) -> int:
         return length // self.questions_every
 
     def check(self, length: int) -> None:
-        needles, questions = self.needles(length), self.questions(length)
+        needles, questions = self.count_needles(length), self.count_questions(length)
         if needles < 1 or questions < 1 or needles + questions > length - 1:
             raise ValueError(
                 f"length must have room for a needle, a question and the start token; got {length} with {needles} "
@@ -92,7 +92,7 @@ class Needles(Examples):
         self.first_question = tokenizer.vocab_size
         self.first_needle = self.first_question + planting.keys
         self.vocab_size = self.first_needle + planting.keys * planting.values
-        self.needles, self.questions = planting.needles(length), planting.questions(length)
+        self.needles, self.questions = planting.count_needles(length), planting.count_questions(length)
         self.key = stream_key("needles", split, seed)
         self.identity = {
             **identity, "length": length, "count": count, "planting": asdict(planting), "needle_seed": seed,
@@ -104,17 +104,17 @@ class Needles(Examples):
     def __len__(self) -> int:
         return self.count
 
-    def raw(self, indices: np.ndarray | slice) -> dict[str, Tensor]:
+    def read(self, indices: np.ndarray | slice) -> dict[str, Tensor]:
         """Nothing is stored by example: `finish` draws all of it."""
         return {}
 
-    def text(self, device: torch.device) -> Tensor:
+    def text_on(self, device: torch.device) -> Tensor:
         """[total] int32, kept on the device"""
         if device not in self._tokens:
             self._tokens[device] = torch.from_numpy(self.tokens.astype(np.int32)).to(device)
         return self._tokens[device]
 
-    def drawn(self, index: Tensor, epoch: Tensor) -> dict[str, Tensor]:
+    def draw(self, index: Tensor, epoch: Tensor) -> dict[str, Tensor]:
         """Of each sequence: the start of its text [B]; keys, values and places of its needles [B, needles]; places of
         its questions [B, questions], of which the j-th asks for needle j modulo needles. Whole numbers alone, so that
         every device draws the same."""
@@ -122,18 +122,18 @@ class Needles(Examples):
         places, keys, values, start = draws(self.key, epoch, index, sum(sizes)).split(sizes, 1)
         order = 1 + places.argsort(1)
         return {
-            "start": unit(start[:, 0]) * len(self.tokens) // UNIT,
+            "start": pick(start[:, 0], len(self.tokens)),
             "keys": keys.argsort(1)[:, : self.needles],
-            "values": unit(values) * self.planting.values // UNIT,
+            "values": pick(values, self.planting.values),
             "needles": order[:, : self.needles],
             "questions": order[:, self.needles : self.needles + self.questions],
         }
 
     def finish(self, rows: dict[str, Tensor], index: Tensor, epoch: Tensor) -> dict[str, Tensor]:
-        d, device = self.drawn(index, epoch), index.device
+        d, device = self.draw(index, epoch), index.device
         asked = torch.arange(self.questions, device=device) % self.needles  # needle of each question
         needle = self.first_needle + d["keys"] * self.planting.values + d["values"]  # [B, needles]
-        text = self.text(device)
+        text = self.text_on(device)
         ids = text[(d["start"][:, None] + torch.arange(self.length, device=device)) % len(text)].long()  # [B, N]
         ids[:, 0] = self.tokenizer.start_id
         ids.scatter_(1, d["needles"], needle)
@@ -141,11 +141,11 @@ class Needles(Examples):
         labels = torch.full_like(ids, IGNORE).scatter_(1, d["questions"], needle[:, asked])
         return {"input_ids": ids, "labels": labels}
 
-    def distances(self) -> np.ndarray:
+    def measure_distances(self) -> np.ndarray:
         """[count, questions]: tokens from each question to its needle, in the order of places, in epoch 0."""
         found = []
         for index in torch.arange(self.count).split(max(2**20 // self.length, 1)):
-            d = self.drawn(index, torch.zeros_like(index))
+            d = self.draw(index, torch.zeros_like(index))
             asked = torch.arange(self.questions) % self.needles
             distance = (d["questions"] - d["needles"][:, asked]).abs()
             found.append(distance.gather(1, d["questions"].argsort(1)))
@@ -162,14 +162,12 @@ def load_needles(
     planting: Planting | None = None,
     seed: int = 0,
     config: str | None = None,
-    data_root: str | os.PathLike[str] | None = None,
-    hold_out: float = 0.0,
-    limit: int | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
+    cache_dir: Place = None,
+    **selection: Unpack[Selection],
 ) -> Needles:
-    """`count` sequences in the text of a set. The rest is as in `read`."""
-    rows = read(name, split, config=config, data_root=data_root, hold_out=hold_out, limit=limit)
-    tokens = tokenise(rows, tokenizer, "text", cache_dir)
+    """`count` sequences in the text of a set. selection: data_root, hold_out and limit, as in `read`."""
+    rows = read(name, split, config=config, **selection)
+    tokens, _ = tokenise(rows, tokenizer, "text", cache_dir)
     identity = {"rows": rows.identity, "tokenizer": tokenizer.identity}
     return Needles(
         tokens, tokenizer, length=length, count=count, planting=planting or Planting(), seed=seed, split=split,
@@ -180,7 +178,7 @@ def load_needles(
 # What a model's guesses are worth
 
 
-def answers(logits: Tensor, labels: Tensor) -> Tensor:
+def score_answers(logits: Tensor, labels: Tensor) -> Tensor:
     """[B, questions, 2]: of each question, in the order of places, its loss and 1 where the guess is right. logits
     [B, places, vocabulary]: of all places, or as `Guesses` gives them, of the questions first. Sequences hold equally
     many questions."""
@@ -193,9 +191,10 @@ def answers(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([loss, hit], -1).view(len(labels), -1, 2)
 
 
-def by_distance(found: np.ndarray, distances: np.ndarray) -> dict[str, float]:
-    """Of `answers` [sequences, questions, 2] and their distances: accuracy, loss, and `to_256_accuracy` of questions at
-    most so far from their needle and farther than the band before. Bands without questions are left out."""
+def average_by_distance(found: np.ndarray, distances: np.ndarray) -> dict[str, float]:
+    """Of `score_answers` [sequences, questions, 2] and their distances: accuracy, loss, and `to_256_accuracy` of
+    questions at most so far from their needle and farther than the band before. Bands without questions are left out.
+    """
     loss, hit = found.astype(np.float64).transpose(2, 0, 1)
     scores = {"accuracy": float(hit.mean()), "loss": float(loss.mean())}
     for low, high in zip((0, *EDGES[:-1]), EDGES, strict=True):

@@ -8,18 +8,17 @@ further apart than that, everywhere. So each image has one right answer, and who
 
 from __future__ import annotations
 
+import itertools
 import math
-import os
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
 from lln.lab.core.errors import DataError
-from lln.lab.core.progress import track
 from lln.lab.core.seeds import generator
-from lln.lab.data.cache import build_once
-from lln.lab.data.examples import Sequences, load_array, save_arrays
+from lln.lab.data.cache import Place
+from lln.lab.data.examples import Sequences, cut_evenly
+from lln.lab.data.generated import generate
 
 Point = tuple[int, int]  # (y, x)
 TURN = 0.25  # how strongly a path bends from step to step, in radians
@@ -70,30 +69,29 @@ def load_pathfinder(
     count: int,
     scene: Scene | None = None,
     seed: int = 0,
-    cache_dir: str | os.PathLike[str] | None = None,
+    cache_dir: Place = None,
 ) -> Sequences:
     """`count` images as sequences of size * size pixels, 0 or 255; classes alternate. A larger count begins with the
-    same images. Long Range Arena has 160,000, 20,000 and 20,000 (train, validation, test)."""
+    same images. Long Range Arena has 160,000, 20,000 and 20,000 (train, validation, test).
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as cache:
+    ...     data = load_pathfinder("test", count=3, scene=Scene(size=16, dashes=2, distractors=0), cache_dir=cache)
+    >>> data[0]["input_ids"].shape, [int(item["labels"]) for item in data]
+    (torch.Size([256]), [0, 1, 0])
+    """
     scene = scene or DIFFICULTY["easy"]
-    if split not in ("train", "validation", "test"):
-        raise ValueError(f"split must be train, validation or test; got {split!r}.")
-    if count < 1:
-        raise ValueError(f"count must be at least 1; got {count}.")
-    identity = {"name": "generated/pathfinder", "split": split, "count": count, "seed": seed, **asdict(scene)}
-
-    def build(folder: Path) -> None:
-        numbers = track(range(count), count, f"Generating Pathfinder {split}")
-        save_arrays(folder, pixels=np.stack([draw(scene, split, seed, i).image for i in numbers]))
-
-    folder = build_once("pathfinder", {**identity, "form": 1}, build, cache_dir)
-    length = scene.size**2
+    rows = (draw(scene, split, seed, index).image for index in itertools.count())
+    arrays, identity = generate(
+        "Pathfinder", split, count, seed, scene, rows, lambda images: {"pixels": np.stack(images)}, cache_dir
+    )
     return Sequences(
-        [(load_array(folder, "pixels").reshape(-1), np.arange(count + 1) * length)],
+        [cut_evenly(arrays["pixels"])],
         np.arange(count) % 2,
         vocab_size=256,
         pad_id=0,
-        length=length,
-        label_names=("apart", "connected"),
+        length=scene.size**2,
+        label_names=["apart", "connected"],
         identity=identity,
         notes=["Pathfinder was generated here; it is not the published set of images."],
     )

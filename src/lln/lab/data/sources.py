@@ -17,6 +17,8 @@ from lln.files import hash_file
 from lln.lab.core.errors import DataError, first_line, need
 from lln.lab.core.seeds import fingerprint, permutation
 from lln.lab.data import embedded
+from lln.lab.data.cache import Place
+from lln.lab.data.generated import SPLITS
 
 # Why files are found and read here and not by Hugging Face's `datasets`; all tried with version 5.2:
 # - A run's identity is the SHA-256 of the files it read. `datasets` makes Arrow copies (189 MB beside 64 MB of parquet,
@@ -54,7 +56,6 @@ PUBLISHED = {
 }
 # split-00000-of-00002.parquet, as the Hub names the pieces of a split
 PIECE = re.compile(r"(?P<split>.+)-\d+-of-(?P<count>\d+)\.parquet")
-Place = str | os.PathLike[str] | None
 Layout = dict[str, dict[str, list[str]]]  # patterns of files by configuration and split, relative to the set's folder
 
 
@@ -173,7 +174,7 @@ def read(
 def list_splits(name: str, *, config: str | None = None, data_root: Place = None) -> list[str]:
     """The splits that the set has: by its card or, in a local folder without one, by its files."""
     if name.startswith(embedded.PREFIX):
-        return list(embedded.SPLITS)
+        return list(SPLITS)
     layout, _ = read_layout(_find_folder(name, resolve_root(data_root)))
     return sorted(_find_config(layout, name, config)) if layout else []
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -13,10 +12,10 @@ from torch import Tensor
 from lln.lab.core.errors import DataError
 from lln.lab.core.progress import track
 from lln.lab.core.seeds import draws, stream_key
-from lln.lab.data.cache import build_once
-from lln.lab.data.examples import Examples, id_type, load_array, save_arrays
+from lln.lab.data.cache import Place, build_arrays
+from lln.lab.data.examples import Examples, id_type
 from lln.lab.data.masking import Masking
-from lln.lab.data.sources import Rows, read
+from lln.lab.data.sources import Rows, Selection, read
 from lln.lab.data.tokenizer import CHUNK, TextTokenizer
 
 
@@ -47,13 +46,13 @@ class PackedText(Examples):
         self.tokens = tokens[: count * (length - 1)].reshape(count, length - 1)  # [sequences, length - 1]
         self.tokenizer, self.length, self.masking = tokenizer, length, masking
         self.key = stream_key("mask", seed)
-        self.identity = {**identity, "length": length, "masking": masking and masking.identity, "mask_seed": seed}
+        self.identity = {**identity, "length": length, "masking": masking and asdict(masking), "mask_seed": seed}
         self.notes = notes
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def raw(self, indices: np.ndarray | slice) -> dict[str, Tensor]:
+    def read(self, indices: np.ndarray | slice) -> dict[str, Tensor]:
         return {"tokens": torch.from_numpy(self.tokens[indices].astype(np.int32))}
 
     def finish(self, rows: dict[str, Tensor], index: Tensor, epoch: Tensor) -> dict[str, Tensor]:
@@ -61,7 +60,7 @@ class PackedText(Examples):
         ids = torch.nn.functional.pad(tokens, (1, 0), value=self.tokenizer.start_id)
         if self.masking is None:
             return {"input_ids": ids}
-        drawn = draws(self.key, epoch, index, Masking.draws(self.length))
+        drawn = draws(self.key, epoch, index, Masking.count_draws(self.length))
         seen, labels = self.masking(ids, self.tokenizer, drawn)
         return {"input_ids": seen, "labels": labels}
 
@@ -83,25 +82,33 @@ def load_text(
     column: str = "text",
     masking: Masking | None = None,
     seed: int = 0,
-    data_root: str | os.PathLike[str] | None = None,
-    hold_out: float = 0.0,
-    limit: int | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
+    cache_dir: Place = None,
+    **selection: Unpack[Selection],
 ) -> PackedText:
-    """The text of a set, packed; `masking=Masking()` makes it masked language modelling. The rest is as in `read`."""
-    rows = read(name, split, config=config, data_root=data_root, hold_out=hold_out, limit=limit)
-    tokens = tokenise(rows, tokenizer, column, cache_dir)
-    identity = {"rows": rows.identity, "column": column, "tokenizer": tokenizer.identity}
+    """The text of a set, packed; `masking=Masking()` makes it masked language modelling. selection: data_root, hold_out
+    and limit, as in `read`.
+
+    >>> import tempfile
+    >>> from lln.lab.data.tokenizer import train_tokenizer
+    >>> with tempfile.TemporaryDirectory() as cache:
+    ...     tokenizer = train_tokenizer(read("embedded/prose", "test"), vocab_size=300, cache_dir=cache)
+    ...     text = load_text("embedded/prose", "test", tokenizer, length=32, masking=Masking(), cache_dir=cache)
+    >>> item = text[0]
+    >>> item["input_ids"].shape, int((item["labels"] != -100).sum()) in (4, 5)  # 15 % of 31 tokens
+    (torch.Size([32]), True)
+    """
+    rows = read(name, split, config=config, **selection)
+    tokens, identity = tokenise(rows, tokenizer, column, cache_dir)
     return PackedText(tokens, tokenizer, length=length, masking=masking, seed=seed, identity=identity, notes=rows.notes)
 
 
 def tokenise(
-    rows: Rows, tokenizer: TextTokenizer, column: str = "text", cache_dir: str | os.PathLike[str] | None = None
-) -> np.ndarray:
-    """All lines as one stream of ids, each line ended by the end token; blank lines are left out. [total], mapped from
-    the cache."""
+    rows: Rows, tokenizer: TextTokenizer, column: str = "text", cache_dir: Place = None
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """(all lines as one stream of ids, each line ended by the end token, blank lines left out: [total], mapped from the
+    cache; its identity)"""
 
-    def build(folder: Path) -> None:
+    def make() -> dict[str, np.ndarray]:
         lines = [line for line in (text.strip() for text in rows.strings(column)) if line]
         dtype, end = id_type(tokenizer.vocab_size), tokenizer.end_id
         pieces = []
@@ -109,7 +116,7 @@ def tokenise(
             pieces += [np.array([*ids, end], dtype) for ids in tokenizer.encode(lines[at : at + CHUNK])]
         if not pieces:
             raise DataError(f"{rows.title}: column {column!r} has no text.")
-        save_arrays(folder, tokens=np.concatenate(pieces))
+        return {"tokens": np.concatenate(pieces)}
 
-    key = {"rows": rows.identity, "column": column, "tokenizer": tokenizer.identity, "form": 1}
-    return load_array(build_once("text", key, build, cache_dir), "tokens")
+    identity = {"rows": rows.identity, "column": column, "tokenizer": tokenizer.identity}
+    return build_arrays("text", identity, make, cache_dir)["tokens"], identity

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor
 from lln.files import write_text
 from lln.lab.core.errors import DataError, first_line, need
 from lln.lab.core.progress import busy, track
-from lln.lab.data.cache import build_once
+from lln.lab.data.cache import Place, build_once
 from lln.lab.data.sources import Rows, resolve_root
 
 FILE = "tokenizer.json"
@@ -90,9 +89,7 @@ class TextTokenizer:
         return path
 
 
-def train_tokenizer(
-    rows: Rows, column: str = "text", *, vocab_size: int, cache_dir: str | os.PathLike[str] | None = None
-) -> TextTokenizer:
+def train_tokenizer(rows: Rows, column: str = "text", *, vocab_size: int, cache_dir: Place = None) -> TextTokenizer:
     """Byte-level BPE with RoBERTa's special tokens, trained on a column once and kept in the cache."""
     lowest = len(SPECIAL) + BYTES
     if vocab_size < lowest:
@@ -107,7 +104,7 @@ def train_tokenizer(
     return TextTokenizer(path.read_text(encoding="utf-8"), str(path))
 
 
-def load_tokenizer(name: str, *, data_root: str | os.PathLike[str] | None = None) -> TextTokenizer:
+def load_tokenizer(name: str, *, data_root: Place = None) -> TextTokenizer:
     """An existing one: a tokenizer.json, a folder that holds one, or a Hub id (with a data root: the folder of that
     name in it)."""
     path = Path(name).expanduser()

@@ -167,7 +167,7 @@ def jobs_lengths(asked: Asked) -> list[Job]:
     found, lengths = [], asked.lengths or LENGTHS[asked.scale]
     usual = configure("needles", asked.scale, "softmax", 0, asked.changes)
     for length in lengths:
-        Planting.of(usual.data.options).check(length)
+        Planting.from_options(usual.data.options).check(length)
     if usual.model.positions == LEARNED and len(lengths) > 1:
         raise ValueError(
             "model.positions: a model that goes on with longer sequences has not learned their positions; use none or "

@@ -21,12 +21,12 @@ from lln.files import write_json
 from lln.hf.distillation import NotFinite
 from lln.lab.core.errors import DataError, first_line
 from lln.lab.core.provenance import provenance
+from lln.lab.data.cache import Place
 from lln.lab.recipes import NAMES, PRESETS, recipe
 from lln.lab.recipes.image import deit_tiny
 from lln.lab.train.config import TASKS, Config, change, choose_attention, loose
 from lln.lab.train.run import MODEL, train
 from lln.lab.train.run_folder import CONFIG, RESULT, Run, differences
-from lln.lab.train.tasks import Place
 
 FAILED, ATTEMPTS = "failed.json", "attempts.json"
 DEIT = "deit-tiny"

@@ -35,7 +35,7 @@ class Feed:
 
     def __init__(self, stream: Stream, size: int, device: torch.device) -> None:
         self.stream, self.size, self.device = stream, size, device
-        self.stored = {name: t.to(device) for name, t in stream.examples.raw(slice(None)).items()}
+        self.stored = {name: t.to(device) for name, t in stream.examples.read(slice(None)).items()}
         self.places = torch.zeros(AHEAD, 2, size, dtype=torch.int64, device=device)  # of each step: indices, epochs
         self.cursor = torch.zeros(1, dtype=torch.int64, device=device)
         self.next: int | None = None  # step that the cursor stands at
@@ -46,7 +46,7 @@ class Feed:
         if at == 0 or self.next != step:
             end = min((step - at + AHEAD) * self.size, len(self.stream))
             positions = np.arange((step - at) * self.size, end)
-            pair = np.stack(self.stream.places(positions))  # [2, steps * size]
+            pair = np.stack(self.stream.find_places(positions))  # [2, steps * size]
             steps = torch.from_numpy(pair.reshape(2, -1, self.size)).transpose(0, 1)
             self.places[: len(steps)].copy_(steps)
             self.cursor.fill_(at)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lln.lab.data.examples import IGNORE
-from lln.lab.data.needles import Needles, answers, by_distance
+from lln.lab.data.needles import Needles, average_by_distance, score_answers
 from lln.lab.train.tasks import TaskData
 
 Batch = dict[str, Tensor]
@@ -98,10 +98,10 @@ class NeedleGuesses(Guesses):
     def measure(self, model: Forward, batch: Batch) -> Tensor:
         given, labels = split_labels(batch)
         with self.only(labels):
-            return answers(model(**given)["logits"], labels)
+            return score_answers(model(**given)["logits"], labels)
 
     def score(self, found: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-        scores = by_distance(found, self.distances)
+        scores = average_by_distance(found, self.distances)
         return {"loss": scores["loss"], **scores}
 
 
@@ -120,5 +120,5 @@ def choose_objective(data: TaskData, model: Any) -> Objective:
         return Objective()
     evaluation = next(iter(data.evaluations.values()))
     if isinstance(evaluation, Needles):
-        return NeedleGuesses(model.lm_head, data.guessed, evaluation.distances())
+        return NeedleGuesses(model.lm_head, data.guessed, evaluation.measure_distances())
     return Guesses(model.lm_head, data.guessed)

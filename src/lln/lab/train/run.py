@@ -18,13 +18,14 @@ import transformers
 from torch import distributed
 
 from lln.lab.core.provenance import provenance
+from lln.lab.data.cache import Place
 from lln.lab.train.config import Config
 from lln.lab.train.graph import GraphLoop, check_graph
 from lln.lab.train.loop import Loop, Progress, Report, count_processes
 from lln.lab.train.models import build, check_attention, count_parameters, read_start
 from lln.lab.train.run_folder import Run, list_facts, step_of
 from lln.lab.train.shard import ShardedLoop, check_shards
-from lln.lab.train.tasks import Place, TaskData, load
+from lln.lab.train.tasks import TaskData, load
 
 MODEL = "model"  # folder with the trained model
 REPORTS = ("tensorboard", "wandb", "trackio")  # modules that are packages of the same name

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.utils.data import default_collate
 
-from lln.lab.data.examples import Examples, Pad, Stack
-from lln.lab.data.glue import load_glue, tasks
+from lln.lab.data.cache import Place
+from lln.lab.data.examples import Examples, Pad
+from lln.lab.data.glue import list_tasks, load_glue
 from lln.lab.data.images import load_images
 from lln.lab.data.listops import Grammar, load_listops
 from lln.lab.data.lra import load_byte_text, load_pixels, load_retrieval
@@ -24,7 +25,6 @@ from lln.lab.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenize
 from lln.lab.train.config import Config
 from lln.lab.train.models import Sizes, read_start
 
-Place = str | os.PathLike[str] | None
 Collate = Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
 HOLD_OUT = 0.1  # of the training split, for sets without a validation split
 GENERATED = {"train": 96_000, "validation": 2_000, "test": 2_000}  # examples of ListOps and Pathfinder
@@ -99,7 +99,7 @@ def mlm(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
     train, evaluation = part("train"), part(split)
     sizes = Sizes(vocabulary=tokenizer.vocab_size, padding=tokenizer.pad_id)
     guess = {"loss": evaluation.unigram_entropy()}
-    return TaskData(train, {split: evaluation}, Stack(), sizes, guess, tokenizer, train.masking.probability)
+    return TaskData(train, {split: evaluation}, default_collate, sizes, guess, tokenizer, train.masking.probability)
 
 
 def needles(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
@@ -110,7 +110,7 @@ def needles(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
 
     def part(which: str) -> Needles:
         return load_needles(
-            d.name, which, tokenizer, length=d.length, count=counts[which], planting=Planting.of(d.options),
+            d.name, which, tokenizer, length=d.length, count=counts[which], planting=Planting.from_options(d.options),
             seed=config.seed, config=subset, data_root=data_root, hold_out=hold_out, cache_dir=cache_dir,
         )  # fmt: skip
 
@@ -118,12 +118,12 @@ def needles(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
     sizes = Sizes(vocabulary=train.vocab_size, padding=tokenizer.pad_id)
     guess = {"accuracy": 1 / train.planting.values, "loss": math.log(train.planting.values)}
     share = train.questions / d.length
-    return TaskData(train, {split: evaluation}, Stack(), sizes, guess, tokenizer, share)
+    return TaskData(train, {split: evaluation}, default_collate, sizes, guess, tokenizer, share)
 
 
 def glue(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
     d = config.data
-    task = tasks()[d.subset]
+    task = list_tasks()[d.subset]
     tokenizer = tokenizer_of(config, task.name, task.config, data_root, cache_dir)
     most = limits(config)
 
@@ -162,7 +162,7 @@ def image(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
 
     train, evaluation = part("train"), part(split)
     sizes = Sizes(labels=train.num_labels, channels=train.pixels.shape[-1])
-    return TaskData(train, {split: evaluation}, Stack(), sizes, {"accuracy": evaluation.majority})
+    return TaskData(train, {split: evaluation}, default_collate, sizes, {"accuracy": evaluation.majority})
 
 
 def lra(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
