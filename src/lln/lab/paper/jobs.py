@@ -24,7 +24,7 @@ from lln.lab.core.provenance import provenance
 from lln.lab.data.cache import Place
 from lln.lab.recipes import NAMES, PRESETS, recipe
 from lln.lab.recipes.image import deit_tiny
-from lln.lab.train.config import TASKS, Config, change, choose_attention, loose
+from lln.lab.train.config import TASKS, Config, change, choose_attention, parse_json
 from lln.lab.train.run import MODEL, train
 from lln.lab.train.run_folder import CONFIG, RESULT, Run, differences
 
@@ -54,7 +54,7 @@ def parse_attention(text: str) -> tuple[str, dict[str, Any]]:
         option, sign, value = pair.partition("=")
         if not sign or not option or not value:
             raise ValueError(f"--attentions: options look like lln:matching=entropy; got {text!r}.")
-        options[option] = loose(value)
+        options[option] = parse_json(value)
     return name, options
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from lln.peers import mechanisms
 
 TASKS = ("mlm", "glue", "image", "lra", "needles")
+PRECISIONS, SCHEDULES = ("float32", "bfloat16", "float16"), ("linear", "cosine", "constant")
 LEARNED, SINUSOIDAL, NONE = POSITIONS = ("learned", "sinusoidal", "none")
 BLOCK_SIZE = 64  # of kernels with blocks, where a preset says nothing
 
@@ -96,6 +97,17 @@ class Optimisation:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
+    """All that a run is asked to do. ValueError, in one sentence, for settings that do not go together.
+
+    >>> config = Config(
+    ...     task="image", preset="mine", attention=Attention("lln"), data=Data("embedded/digits", length=8),
+    ...     model=Model(layers=1, width=16, heads=2, inner=32, patch=2),
+    ...     optimisation=Optimisation(steps=10, batch=4, rate=1e-3),
+    ... )
+    >>> config.attention.label, config.to_dict()["optimisation"]["schedule"]
+    ('lln', 'linear')
+    """
+
     task: str
     preset: str
     attention: Attention
@@ -122,76 +134,86 @@ class Config:
         return found
 
     def __post_init__(self) -> None:
-        if self.task not in TASKS:
-            raise ValueError(f"task must be one of {', '.join(TASKS)}; got {self.task!r}.")
-        if self.precision not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"precision must be float32, bfloat16 or float16; got {self.precision!r}.")
-        if self.save_every % self.log_every:
-            # A mean over steps on both sides of a checkpoint would differ after going on from it.
-            raise ValueError(f"save_every must be a multiple of log_every; got {self.save_every} and {self.log_every}.")
-        if self.compile and self.record_every and not self.graph:
-            raise ValueError(
+        o, m = self.optimisation, self.model
+        for holds, sentence in (
+            (self.task in TASKS, f"task must be one of {', '.join(TASKS)}; got {self.task!r}."),
+            (
+                self.precision in PRECISIONS,
+                f"precision must be one of {', '.join(PRECISIONS)}; got {self.precision!r}.",
+            ),
+            (  # a mean over steps on both sides of a checkpoint would differ after going on from it
+                self.save_every % self.log_every == 0,
+                f"save_every must be a multiple of log_every; got {self.save_every} and {self.log_every}.",
+            ),
+            (
+                not (self.compile and self.record_every) or self.graph,
                 "record_every must be 0 with compile: a compiled model shows nothing of its inside; or use graph=yes, "
-                "which records in steps that are not compiled."
-            )
-        o = self.optimisation
-        if o.steps < 1 or o.batch < 1 or o.accumulation < 1 or o.batch % o.accumulation:
-            raise ValueError(
-                f"steps, batch and accumulation must be positive and batch a multiple of accumulation; got {o.steps}, "
-                f"{o.batch} and {o.accumulation}."
-            )
-        if o.schedule not in ("linear", "cosine", "constant"):
-            raise ValueError(f"schedule must be linear, cosine or constant; got {o.schedule!r}.")
-        if self.model.initial < 0:
-            raise ValueError(f"model.initial must be positive, or 0 for the usual; got {self.model.initial}.")
-        if self.model.positions not in POSITIONS:
-            raise ValueError(f"model.positions must be one of {', '.join(POSITIONS)}; got {self.model.positions!r}.")
-        if self.model.positions != LEARNED and self.task in ("image", "lra"):
-            raise ValueError(f"model.positions must be learned in models of {self.task}; got {self.model.positions!r}.")
-        if self.model.width % self.model.heads:
-            raise ValueError(
-                f"model.width must be a multiple of model.heads; got {self.model.width} and {self.model.heads}."
-            )
+                "which records in steps that are not compiled.",
+            ),
+            (
+                min(o.steps, o.batch, o.accumulation) > 0 and o.batch % o.accumulation == 0,
+                "steps, batch and accumulation must be positive and batch a multiple of accumulation; got "
+                f"{o.steps}, {o.batch} and {o.accumulation}.",
+            ),
+            (o.schedule in SCHEDULES, f"schedule must be one of {', '.join(SCHEDULES)}; got {o.schedule!r}."),
+            (m.initial >= 0, f"model.initial must be positive, or 0 for the usual; got {m.initial}."),
+            (m.positions in POSITIONS, f"model.positions must be one of {', '.join(POSITIONS)}; got {m.positions!r}."),
+            (
+                m.positions == LEARNED or self.task not in ("image", "lra"),
+                f"model.positions must be learned in models of {self.task}; got {m.positions!r}.",
+            ),
+            (m.width % m.heads == 0, f"model.width must be a multiple of model.heads; got {m.width} and {m.heads}."),
+        ):
+            if not holds:
+                raise ValueError(sentence)
 
 
 def change(config: Config, changes: dict[str, str]) -> Config:
-    """The config with other values, given as text under names like `optimisation.rate` or `seed`."""
+    """The config with other values, given as text under names like `optimisation.rate` or `seed`.
+
+    >>> from lln.lab.recipes import recipe
+    >>> small = change(recipe("mlm"), {"optimisation.betas": ".9,.95", "attention.options.matching": "entropy"})
+    >>> small.optimisation.betas, small.attention.options
+    ((0.9, 0.95), {'block_size': 32, 'matching': 'entropy'})
+    >>> change(recipe("mlm"), {"optimisation.steps": "many"})
+    Traceback (most recent call last):
+    ValueError: optimisation.steps must be a whole number; got 'many'.
+    """
     for name, text in changes.items():
-        config = changed(config, name.split("."), text, name)
+        config = set_option(config, name.split("."), text, name)
     return dataclasses.replace(config)  # checked now: on the way two changes that go together need not fit
 
 
-def changed(holder: Any, path: list[str], text: str, name: str) -> Any:
+def set_option(holder: Any, path: list[str], text: str, name: str) -> Any:
     """A dataclass or dict with one value in it set from text."""
     if isinstance(holder, dict):
-        return holder | {".".join(path): loose(text)}
+        return holder | {".".join(path): parse_json(text)}
+    first, *rest = path
     names = [field.name for field in dataclasses.fields(holder) if field.compare]
-    if path[0] not in names:
-        raise ValueError(f"{name}: there is no such option; {path[0]!r} is none of {', '.join(names)}.")
-    held = getattr(holder, path[0])
-    if dataclasses.is_dataclass(held) or isinstance(held, dict):
-        if len(path) == 1:
-            inner = ["anything"] if isinstance(held, dict) else [field.name for field in dataclasses.fields(held)]
-            raise ValueError(f"{name} is a group of options; say which one: {name}.{inner[0]}, ...")
-        value = changed(held, path[1:], text, name)
-    elif len(path) > 1:
-        raise ValueError(f"{name}: {path[0]} has no options of its own.")
-    else:
-        kind = typing.get_type_hints(type(holder))[path[0]]
-        value = parsed(text, kind, name)
+    if first not in names:
+        raise ValueError(f"{name}: there is no such option; {first!r} is none of {', '.join(names)}.")
+    held = getattr(holder, first)
+    group = isinstance(held, dict) or dataclasses.is_dataclass(held)
+    if group and not rest:
+        inner = "anything" if isinstance(held, dict) else dataclasses.fields(held)[0].name
+        raise ValueError(f"{name} is a group of options; say which one: {name}.{inner}, ...")
+    if rest and not group:
+        raise ValueError(f"{name}: {first} has no options of its own.")
     found = copy.copy(holder)
-    object.__setattr__(found, path[0], value)
+    kind = typing.get_type_hints(type(holder))[first]
+    object.__setattr__(found, first, set_option(held, rest, text, name) if rest else parse_text(text, kind, name))
     return found
 
 
-def loose(text: str) -> Any:
+def parse_json(text: str) -> Any:
+    """What the text is as JSON, and where it is none, the text."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
         return text
 
 
-def parsed(text: str, kind: Any, name: str) -> Any:
+def parse_text(text: str, kind: Any, name: str) -> Any:
     try:
         if kind is bool:
             return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.lower()]

@@ -12,18 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
     BertModel,
     PreTrainedConfig,
     PreTrainedModel,
-    RobertaConfig,
-    RobertaForMaskedLM,
-    RobertaForSequenceClassification,
-    RobertaPreLayerNormConfig,
-    RobertaPreLayerNormForMaskedLM,
-    RobertaPreLayerNormForSequenceClassification,
     ViTConfig,
     ViTForImageClassification,
     masking_utils,
@@ -31,7 +26,7 @@ from transformers import (
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import lln.hf  # registers the attentions
-from lln.lab.train.config import LEARNED, NONE, Config
+from lln.lab.train.config import LEARNED, NONE, Attention, Config
 
 SOFTMAX, CONVOLVED = "sdpa", "convolved_softmax"
 SLOWEST = 10_000.0  # the longest wave of sinusoidal positions, over 2 pi
@@ -88,16 +83,6 @@ class SequenceClassifier(PreTrainedModel):
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
-def without_coefficients(held: dict[str, Any] | None) -> tuple[dict[str, Any] | None, dict[str, float]]:
-    """(config.lln, {alpha, beta} where the options give them as numbers: Fig. 10). beta is alpha unless it is given."""
-    if held is None or "alpha" not in held:
-        return held, {}
-    alpha = float(held["alpha"])
-    given = {"alpha": alpha, "beta": float(held.get("beta", alpha))}
-    kept = {k: v for k, v in held.items() if k not in given}
-    return kept | {"statistics": "fixed", "coefficients": "head"}, given
-
-
 SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
@@ -110,26 +95,22 @@ def read_start(start: str) -> dict[str, Any]:
     return found
 
 
-def check_start(settings: Any, config: Config) -> None:
-    """A model of another shape would begin anew in part, and say nothing of it."""
-    before = read_start(config.model.start)
+def fit_start(settings: Any, config: Config) -> None:
+    """A model of another shape would begin anew in part, and say nothing of it. One that goes on with shorter sequences
+    keeps the positions that it has learned."""
+    start, before = config.model.start, read_start(config.model.start)
     for name in SHAPE:
         if name in before and before[name] != getattr(settings, name):
             raise ValueError(
-                f"model.start: {config.model.start} has a {name} of {before[name]}; got settings (model, data.options) "
+                f"model.start: {start} has a {name} of {before[name]}; got settings (model, data.options) "
                 f"with {getattr(settings, name)}."
             )
-
-
-def keep_positions(settings: Any, config: Config) -> None:
-    """A model that goes on with shorter sequences keeps the positions that it has learned."""
-    known = read_start(config.model.start).get("max_position_embeddings")
-    if known is None:
-        return
-    if settings.max_position_embeddings > known:
-        most = config.data.length - (settings.max_position_embeddings - known)
-        raise ValueError(f"data.length: {config.model.start} knows {most} positions; got {config.data.length}.")
-    settings.max_position_embeddings = known
+    known = before.get("max_position_embeddings")
+    if known is not None and config.model.positions == LEARNED:
+        if settings.max_position_embeddings > known:
+            most = config.data.length - (settings.max_position_embeddings - known)
+            raise ValueError(f"data.length: {start} knows {most} positions; got {config.data.length}.")
+        settings.max_position_embeddings = known
 
 
 def fix_positions(embedding: nn.Embedding, settings: Any, kind: str) -> None:
@@ -152,42 +133,45 @@ def build(config: Config, sizes: Sizes) -> PreTrainedModel:
     """A new model, or the one in the folder `model.start` with a new head."""
     kind: Any
     settings, kind = describe_model(config, sizes)
-    settings.lln, given = without_coefficients(held_options(config))
-    implementation = config.attention.name
-    if implementation == "softmax":
-        implementation = CONVOLVED if config.attention.options else SOFTMAX
+    settings.lln, given = read_options(config.attention)
+    name, learned = config.attention.name, config.model.positions == LEARNED
+    if name == "softmax":
+        name = CONVOLVED if config.attention.options else SOFTMAX
     if config.model.start:
-        check_start(settings, config)
-        learned = config.model.positions == LEARNED
-        if learned:
-            keep_positions(settings, config)
+        fit_start(settings, config)
         model = kind.from_pretrained(
             config.model.start,
             config=settings,
-            attn_implementation=implementation,
+            attn_implementation=name,
             ignore_mismatched_sizes=not learned,  # a table of fixed positions is made anew, for any length
         )
     else:
-        settings._attn_implementation = implementation
+        settings._attn_implementation = name
         model = kind(settings)
-    if config.model.positions != LEARNED:
+    if not learned:
         fix_positions(model.base_model.embeddings.position_embeddings, settings, config.model.positions)
     if given:
-        lln.hf.convert(model, implementation, alpha=given["alpha"], beta=given["beta"])
+        lln.hf.convert(model, name, alpha=given["alpha"], beta=given["beta"])
     if config.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     found: PreTrainedModel = model
     return found
 
 
-def held_options(config: Config) -> dict[str, Any] | None:
-    """config.lln of the model."""
-    name, options = config.attention.name, copy.deepcopy(config.attention.options)
+def read_options(attention: Attention) -> tuple[dict[str, Any] | None, dict[str, float]]:
+    """(config.lln of the model, {alpha, beta} where the options give them as numbers: Fig. 10). beta is alpha unless it
+    is given."""
+    name, options = attention.name, copy.deepcopy(attention.options)
     if name == "softmax":
-        return {"implementation": CONVOLVED, "mechanisms": {CONVOLVED: options}} if options else None
-    if name in ("lln", "lln_diag"):
-        return {"implementation": name, **options}
-    return {"implementation": name, "mechanisms": {name: options}}
+        return ({"implementation": CONVOLVED, "mechanisms": {CONVOLVED: options}} if options else None), {}
+    if name not in ("lln", "lln_diag"):
+        return {"implementation": name, "mechanisms": {name: options}}, {}
+    given = {}
+    if "alpha" in options:
+        alpha = float(options.pop("alpha"))
+        given = {"alpha": alpha, "beta": float(options.pop("beta", alpha))}
+        options |= {"statistics": "fixed", "coefficients": "head"}
+    return {"implementation": name, **options}, given
 
 
 def check_attention(config: Config) -> None:
@@ -207,7 +191,7 @@ def check_attention(config: Config) -> None:
         raise ValueError(f"attention.options: softmax takes convolution alone; got {', '.join(foreign)}.")
     if name == "lln" and (foreign := [o for o in ("block_size", "mix", "overlap") if o in config.attention.options]):
         raise ValueError(f"attention.options: {foreign[0]} goes with lln_diag; got it with lln.")
-    held, _ = without_coefficients(held_options(config))
+    held, _ = read_options(config.attention)
     if held is not None:
         unknown = sorted(set(held) - {field.name for field in dataclasses.fields(lln.hf.Options)})
         if unknown:
@@ -239,17 +223,12 @@ def describe_model(config: Config, sizes: Sizes) -> tuple[PreTrainedConfig, Any]
         return bert, SequenceClassifier
     # RoBERTa's positions begin after the padding id.
     common |= {"max_position_embeddings": config.data.length + sizes.padding + 1, "type_vocab_size": 1}
-    kinds = {
-        (False, "mlm"): RobertaForMaskedLM,
-        (True, "mlm"): RobertaPreLayerNormForMaskedLM,
-        (False, "glue"): RobertaForSequenceClassification,
-        (True, "glue"): RobertaPreLayerNormForSequenceClassification,
-    }
-    holder = RobertaPreLayerNormConfig if m.pre_norm else RobertaConfig
-    roberta = holder(**common)
-    if config.task == "glue":
-        roberta.num_labels = sizes.labels
-    return roberta, kinds[m.pre_norm, "glue" if config.task == "glue" else "mlm"]
+    family = "RobertaPreLayerNorm" if m.pre_norm else "Roberta"
+    roberta = getattr(transformers, f"{family}Config")(**common)
+    if config.task != "glue":
+        return roberta, getattr(transformers, f"{family}ForMaskedLM")
+    roberta.num_labels = sizes.labels
+    return roberta, getattr(transformers, f"{family}ForSequenceClassification")
 
 
 HERE = threading.local()  # a ContextVar would say the same, but torch.compile cannot read one

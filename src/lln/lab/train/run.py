@@ -47,6 +47,19 @@ def train(
     """Train as the config says, in this folder, and return the result. A run that was stopped goes on from its last
     whole checkpoint; one that is finished is not run again.
 
+    device: "cpu" or "cuda". data_root, cache_dir: where data are found and kept, see `lln.lab.train`. report_to: among
+    tensorboard, wandb and trackio. say: gets sentences about what happens; progress: each step and the last values.
+
+        >>> import tempfile
+        >>> from lln.lab.recipes import recipe
+        >>> from lln.lab.train.config import change
+        >>> small = {"optimisation.steps": "2", "log_every": "1", "save_every": "2", "data.train": "8"}
+        >>> config = change(recipe("image", "tiny", "lln"), small | {"record_every": "0", "data.evaluation": "8"})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = train(config, Path(folder) / "run", cache_dir=folder)
+        >>> result["facts"]["label"], sorted(result["metrics"])
+        ('lln', ['accuracy', 'loss'])
+
     Raises:
         ValueError: settings that do not fit.
         DataError: data that are not there or not as they should be.

@@ -30,8 +30,22 @@ Say = Callable[[str], None]
 
 
 class Run:
+    """The run in a folder, new or begun. ValueError where it was begun with another config, or the folder is of
+    something else.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> run = Run(folder, {"seed": 0})
+    >>> run.begin()
+    >>> run.log({"step": 1, "loss": 2.5})
+    >>> run.metrics()
+    [{'step': 1, 'loss': 2.5}]
+    >>> Run(folder, {"seed": 1})  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: ... holds a run with other settings: seed is 0 there and 1 here. Name another folder or remove this one.
+    """
+
     def __init__(self, path: Path, config: dict[str, Any], facts: dict[str, Any] | None = None) -> None:
-        """The run in this folder, new or begun. ValueError where it was begun with another config."""
         self.path, self.facts = path, facts
         if path.exists() and not path.is_dir():
             raise ValueError(f"{path} is a file; a run needs a folder.")
