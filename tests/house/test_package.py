@@ -101,7 +101,7 @@ def test_an_error_nobody_foresaw_is_one_line_unless_debugging() -> None:
         code = (
             "import sys, lln.lab.cli.app, lln.lab.cli.info as info\n"
             "def broken(): raise RuntimeError('the disk\\nis full')\n"
-            "info.facts = broken\n"
+            "info.gather_facts = broken\n"
             "lln.lab.cli.app.main()"
         )
         return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 import lln
 from lln.instruments import dense_map, entropy, spectral_gap
 from lln.lab.bench.calls import Attend, Inputs, Progress, describe_plan, is_out_of_memory, make_works
+from lln.lab.core.errors import WrongOption
 from lln.lab.core.provenance import provenance
 from lln.lab.core.seeds import normal
 from lln.lab.core.timing import peak_memory, time_calls
@@ -46,9 +47,9 @@ class Plan:
     def __post_init__(self) -> None:
         unknown = [name for name in self.names if name not in mechanisms()]
         if unknown:
-            raise ValueError(f"there is no mechanism {unknown[0]!r}; there are: {', '.join(mechanisms())}.")
+            raise WrongOption("--only", f"there is no mechanism {unknown[0]!r}; there are: {', '.join(mechanisms())}.")
         if not self.names or not self.lengths:
-            raise ValueError("at least one mechanism and one length are needed.")
+            raise WrongOption("--only", "at least one mechanism and one length are needed.")
 
     @property
     def matrix_length(self) -> int:

@@ -1,4 +1,4 @@
-"""The command line: one file beside this one for each command.
+"""The command line: one file beside this one for each command, with a function of its name.
 
 At the top of these files stand typer and the standard library alone: `lln --help` waits for no torch.
 """
@@ -23,18 +23,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-app.command(epilog=report.EPILOG)(report.report)
-app.command(epilog=inspect.EPILOG)(inspect.inspect)
-app.command(epilog=compare.EPILOG)(compare.compare)
-app.command(epilog=convert.EPILOG)(convert.convert)
-app.command(epilog=train.EPILOG)(train.train)
-app.command(epilog=reproduce.EPILOG)(reproduce.reproduce)
-app.command(epilog=bench.EPILOG)(bench.bench)
-app.command(epilog=calibrate.EPILOG)(calibrate.calibrate)
-app.command(epilog=info.EPILOG)(info.info)
+for module in (report, inspect, compare, convert, train, reproduce, bench, calibrate, info):  # as --help lists them
+    app.command(epilog=module.EPILOG)(getattr(module, module.__name__.rpartition(".")[2]))
 
 
-def version(wanted: bool) -> None:
+def print_version(wanted: bool) -> None:
     if wanted:
         import lln
 
@@ -45,7 +38,7 @@ def version(wanted: bool) -> None:
 @app.callback()
 def root(
     show_version: Annotated[
-        bool, typer.Option("--version", help="Print the version and stop.", callback=version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and stop.", callback=print_version, is_eager=True)
     ] = False,
     debug: Annotated[
         bool, typer.Option("--debug", help="Show where an error comes from; may stand anywhere. Also LLN_DEBUG=1.")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.common import explain_options, need_folder, parse_device, parse_lengths, publish
+from lln.lab.cli.common import JsonForTable, explain_options, fail, need_folder, parse_device, parse_lengths, publish
 from lln.lab.core.progress import progress_bar
 
 EPILOG = (
@@ -71,7 +71,7 @@ def bench(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for bench.json, bench.md and the charts (SVG).")] = Path("bench"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of the table.")] = False,
+    as_json: JsonForTable = False,
     render: Annotated[
         Path | None, typer.Option(help="Measure nothing: table, Markdown and charts of this stored bench.json.")
     ] = None,
@@ -87,7 +87,6 @@ def bench(
     from lln.lab.bench.kernel_plan import make_plan
     from lln.lab.bench.kernel_tables import growth, markdown, read_result, rich_table
     from lln.lab.bench.kernel_times import measure
-    from lln.lab.core.tables import print_wide
 
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if tune:
@@ -113,15 +112,6 @@ def bench(
                 with progress_bar(plan.steps()) as step:
                     result = measure(plan, store=lambda found: write_json(out / "bench.json", found), progress=step)
             except CheckFailed as error:
-                typer.echo(str(error), err=True)
-                raise typer.Exit(1) from None
-
-    def charts() -> dict[str, str]:
-        from lln.lab.bench.kernel_charts import draw_charts
-
-        return draw_charts(result)
-
-    def show() -> None:
-        print_wide(rich_table(result), *growth(result))
-
-    publish(result, out, "bench", markdown=markdown(result), charts=charts, show=show, as_json=as_json)
+                fail(str(error), 1)
+    shown = [rich_table(result), *growth(result)]
+    publish(result, out, "bench", markdown(result), "lln.lab.bench.kernel_charts", shown, as_json=as_json)

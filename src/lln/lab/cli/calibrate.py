@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lln.lab.cli.common import parse_device, parse_lengths
+from lln.lab.cli.common import DeviceToMeasure, parse_lengths
 from lln.lab.core.progress import progress_bar
 
 EPILOG = "Example: [bold]lln calibrate --head-dims 64 --lengths 1024 --seeds 8 --out my-curves.json[/bold]"
@@ -19,7 +19,7 @@ def calibrate(
     lengths: Annotated[str, typer.Option(help="Numbers of keys for the entropy curves. Default: all.")] = "",
     seeds: Annotated[int, typer.Option(min=0, help="Draws for each entropy curve; 0: as shipped.")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of all draws.")] = 0,
-    device: Annotated[str, typer.Option(help="Where to measure: cpu, cuda, ...", callback=parse_device)] = "cpu",
+    device: DeviceToMeasure = "cpu",
 ) -> None:
     """Measure the curves of variance and entropy matching (minutes on a GPU, hours for all of them on a CPU)."""
     import dataclasses

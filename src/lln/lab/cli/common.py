@@ -1,20 +1,23 @@
-"""What commands share: extras, folders, progress, options read from text."""
+"""What commands share: extras, folders, options and how they are read, how a result is shown and a failure told."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import json
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
 from lln.files import write_text
 from lln.lab.core.errors import WrongOption, first_line
+from lln.lab.core.tables import print_wide
 
+N = TypeVar("N", int, float)
 # What each extra of the package brings, by the module that shows it is there.
 EXTRAS = {
     "report": ("altair", "vl_convert", "jinja2"),
@@ -24,12 +27,12 @@ EXTRAS = {
 }
 
 
-def missing(extra: str) -> list[str]:
+def find_missing(extra: str) -> list[str]:
     return [module for module in EXTRAS[extra] if importlib.util.find_spec(module) is None]
 
 
 def need(extra: str) -> None:
-    if names := missing(extra):
+    if names := find_missing(extra):
         raise typer.BadParameter(
             f"this command needs {', '.join(names)}; install them with: pip install 'lln-attention[{extra}]'"
         )
@@ -44,16 +47,19 @@ def need_folder(out: Path) -> None:
         raise typer.BadParameter(f"{there} is a folder that you may not write to; name another.", param_hint="--out")
 
 
-def parse_lengths(text: str, option: str = "--lengths") -> list[int]:
+def parse_numbers(text: str, option: str, kind: Callable[[str], N], said: str) -> list[N]:
+    """Positive numbers of one kind with commas between, in order; each once."""
     try:
-        lengths = sorted({int(part) for part in text.split(",")})
+        numbers = sorted({kind(part) for part in text.split(",")})
     except ValueError:
-        lengths = []
-    if not lengths or lengths[0] < 1:
-        raise typer.BadParameter(
-            f"must be positive whole numbers with commas between, like 512,2048; got {text!r}", param_hint=option
-        )
-    return lengths
+        numbers = []
+    if not numbers or not 0 < numbers[0] <= numbers[-1] < math.inf:
+        raise typer.BadParameter(f"must be positive {said}; got {text!r}", param_hint=option)
+    return numbers
+
+
+def parse_lengths(text: str, option: str = "--lengths") -> list[int]:
+    return parse_numbers(text, option, int, "whole numbers with commas between, like 512,2048")
 
 
 def parse_device(text: str | None) -> str | None:
@@ -67,6 +73,22 @@ def parse_device(text: str | None) -> str | None:
     return text
 
 
+# Options that mean the same in several commands.
+DeviceToMeasure = Annotated[str, typer.Option(help="Where to measure: cpu, cuda, ...", callback=parse_device)]
+DeviceToRun = Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...", callback=parse_device)]
+DataRoot = Annotated[Path | None, typer.Option(help="Folder with data in the Hub's layout.", envvar="LLN_DATA_ROOT")]
+ModelName = Annotated[str, typer.Argument(help="A folder that a model was saved to, or a Hub id.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+JsonForTable = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of the table.")]
+
+
+def fail(text: str, code: int = 2) -> NoReturn:
+    """Ends the command with one sentence. Exit codes: 1 it failed, 2 it was asked for in a wrong way, 130 it was
+    interrupted."""
+    typer.echo(text, err=True)
+    raise typer.Exit(code) from None
+
+
 @contextlib.contextmanager
 def explain_options() -> Iterator[None]:
     """Says what is wrong with an option as typer does."""
@@ -77,19 +99,19 @@ def explain_options() -> Iterator[None]:
 
 
 def publish(
-    result: dict[str, Any], out: Path, name: str, *, markdown: str, charts: Callable[[], dict[str, str]],
-    show: Callable[[], None], as_json: bool,
-) -> None:  # fmt: skip
-    """Writes OUT/NAME.md and, where altair is there to draw them, the charts; prints the result, or shows it."""
+    result: dict[str, Any], out: Path, name: str, markdown: str, charts: str, shown: Sequence[Any], *, as_json: bool
+) -> None:
+    """Writes OUT/NAME.md and the charts, and prints what is shown of the result or, as JSON, all of it. `charts` is the
+    module that draws them: it is loaded where altair is there."""
     write_text(out / f"{name}.md", markdown)
     said = f"Table and result are in {out}; charts need: pip install 'lln-attention[report]'"
-    if not missing("report"):
-        drawn = charts()
+    if not find_missing("report"):
+        drawn = importlib.import_module(charts).draw_charts(result)
         for chart, text in drawn.items():
             write_text(out / f"{chart}.svg", text)
         said = f"Table, result and {len(drawn)} charts are in {out}."
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
-        show()
+        print_wide(*shown)
     typer.echo(said, err=True)

@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.common import need, need_folder, parse_device, parse_lengths, publish
+from lln.lab.cli.common import (
+    JsonForTable,
+    explain_options,
+    fail,
+    need,
+    need_folder,
+    parse_device,
+    parse_lengths,
+    parse_numbers,
+    publish,
+)
 from lln.lab.core.progress import progress_bar
 
 EPILOG = (
@@ -36,7 +46,7 @@ def compare(
     out: Annotated[Path, typer.Option(help="Folder for compare.json, compare.md and the charts (SVG).")] = Path(
         "compare"
     ),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of the table.")] = False,
+    as_json: JsonForTable = False,
 ) -> None:
     """Mechanisms side by side on the same inputs: time, memory, entropy, spectral gap, distance from softmax."""
     import torch
@@ -44,7 +54,6 @@ def compare(
     from lln.files import write_json
     from lln.lab.bench.comparison import DEFAULT, Plan, measure, measure_on_model
     from lln.lab.bench.comparison_tables import markdown, rich_table
-    from lln.lab.core.tables import print_wide
     from lln.peers import mechanisms
 
     need_folder(out)
@@ -52,14 +61,12 @@ def compare(
         raise typer.BadParameter("--only and --all exclude each other.", param_hint="--only")
     names = tuple(mechanisms()) if everything else DEFAULT if only is None else tuple(only.split(","))
     chosen = parse_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    try:
+    hot = parse_numbers(temperatures, "--temperatures", float, "numbers with commas between, like 0.5,1,2")
+    with explain_options():
         plan = Plan(
-            names=names, lengths=tuple(parse_lengths(lengths)), temperatures=parse_temperatures(temperatures),
-            batch=batch, heads=heads, dim=dim, causal=causal, device=torch.device(chosen or "cpu"), repeats=repeats,
-            seed=seed,
+            names=names, lengths=tuple(parse_lengths(lengths)), temperatures=tuple(hot), batch=batch, heads=heads,
+            dim=dim, causal=causal, device=torch.device(chosen or "cpu"), repeats=repeats, seed=seed,
         )  # fmt: skip
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--only") from None
     loaded = None
     if model is not None:
         need("hf")
@@ -70,32 +77,11 @@ def compare(
         try:
             loaded = load(model)
         except Refused as error:
-            typer.echo(f"lln compare: {error}", err=True)
-            raise typer.Exit(2) from None
+            fail(f"lln compare: {error}")
     with progress_bar(plan.steps() if loaded is None else None) as step:
         result = measure(plan, store=lambda found: write_json(out / "compare.json", found), progress=step)
         if loaded is not None:
             result |= {"model": Path(str(model)).name, "recorded": measure_on_model(plan, *loaded, step)}
             write_json(out / "compare.json", result)
-
-    def charts() -> dict[str, str]:
-        from lln.lab.bench.comparison_charts import draw_charts
-
-        return draw_charts(result)
-
-    def show() -> None:
-        print_wide(rich_table(result))
-
-    publish(result, out, "compare", markdown=markdown(result), charts=charts, show=show, as_json=as_json)
-
-
-def parse_temperatures(text: str) -> tuple[float, ...]:
-    try:
-        found = tuple(sorted({float(part) for part in text.split(",")}))
-    except ValueError:
-        found = ()
-    if not found or not 0.0 < found[0] <= found[-1] < float("inf"):
-        raise typer.BadParameter(
-            f"must be positive numbers with commas between, like 0.5,1,2; got {text!r}", param_hint="--temperatures"
-        )
-    return found
+    shown = [rich_table(result)]
+    publish(result, out, "compare", markdown(result), "lln.lab.bench.comparison_charts", shown, as_json=as_json)

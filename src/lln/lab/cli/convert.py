@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.common import need, parse_device
+from lln.lab.cli.common import DeviceToRun, ModelName, fail, need
 from lln.lab.core.progress import Bars
 
 EPILOG = (
@@ -20,7 +20,7 @@ EPILOG = (
 
 
 def convert(
-    model: Annotated[str, typer.Argument(help="A folder that a model was saved to, or a Hub id.", show_default=False)],
+    model: ModelName,
     out: Annotated[Path, typer.Argument(help="Folder for the converted model.", show_default=False)],
     calibration: Annotated[
         list[Path],
@@ -46,7 +46,7 @@ def convert(
     batch_size: Annotated[int, typer.Option(min=1, help="Passages a step.")] = 4,
     rate: Annotated[float, typer.Option(help="Learning rate of distillation.")] = 0.03,
     fine_rate: Annotated[float, typer.Option(help="Learning rate of fine-tuning.")] = 1e-4,
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...", callback=parse_device)] = "cpu",
+    device: DeviceToRun = "cpu",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the order of passages.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of the table.")] = False,
 ) -> None:
@@ -78,17 +78,13 @@ def convert(
             about = provenance(seed, torch.device(device))
             result = convert_checkpoint(model, out, texts, plan, device=device, about=about, progress=told)
     except (Refused, ValueError, TypeError) as error:
-        typer.echo(f"lln convert: {error}", err=True)
-        raise typer.Exit(2) from None
+        fail(f"lln convert: {error}")
     except NotFinite as error:
-        typer.echo(f"lln convert: {error}", err=True)
-        raise typer.Exit(1) from None
+        fail(f"lln convert: {error}", 1)
     except KeyboardInterrupt:
-        typer.echo(f"Stopped. The same command goes on from what is in {out}.partial.", err=True)
-        raise typer.Exit(130) from None
+        fail(f"Stopped. The same command goes on from what is in {out}.partial.", 130)
     except OSError as error:
-        typer.echo(f"lln convert: {error.strerror or error}; the same command goes on once that is solved.", err=True)
-        raise typer.Exit(1) from None
+        fail(f"lln convert: {error.strerror or error}; the same command goes on once that is solved.", 1)
     if as_json:
         typer.echo(json.dumps(result, indent=1, allow_nan=False))
         return

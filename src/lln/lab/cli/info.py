@@ -13,7 +13,7 @@ from lln.lab.cli import common
 EPILOG = "Example: [bold]lln info[/bold] before you report a problem; [bold]lln info --json[/bold] to attach it."
 
 
-def facts() -> dict[str, Any]:
+def gather_facts() -> dict[str, Any]:
     import torch
 
     import lln
@@ -32,7 +32,7 @@ def facts() -> dict[str, Any]:
         "devices": devices,
         "triton": ".".join(map(str, TRITON)) if TRITON else None,
         "back ends": ["eager", "triton"] if kernels else ["eager"],
-        "missing": {extra: common.missing(extra) for extra in common.EXTRAS},
+        "missing": {extra: common.find_missing(extra) for extra in common.EXTRAS},
     }
 
 
@@ -40,7 +40,7 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Show versions, devices, back ends, and which extras are missing."""
-    found = facts()
+    found = gather_facts()
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.common import need, need_folder, parse_device
+from lln.lab.cli.common import DeviceToRun, JsonForTable, ModelName, fail, need, need_folder
 from lln.lab.core.errors import Refused
 from lln.lab.core.progress import progress_bar
 
@@ -81,7 +81,7 @@ def run(
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="A folder that a model was saved to, or a Hub id.", show_default=False)],
+    model: ModelName,
     text: Annotated[Path | None, typer.Option(help="A file with a text in each line; - reads stdin.")] = None,
     texts: Annotated[list[str] | None, typer.Option(help="A text; may be given several times.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the page, its charts (SVG) and data (JSON).")] = Path(
@@ -89,9 +89,9 @@ def inspect(
     ),
     max_length: Annotated[int, typer.Option(min=2, help="Tokens of a text at most; the rest is cut off.")] = 512,
     batch_size: Annotated[int, typer.Option(min=1, help="Texts at a time.")] = 8,
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...", callback=parse_device)] = "cpu",
+    device: DeviceToRun = "cpu",
     seed: Annotated[int, typer.Option(min=0, help="Seed, for models that draw random numbers.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of the table.")] = False,
+    as_json: JsonForTable = False,
 ) -> None:
     """See how each head of a pretrained model attends, and what LLN would give on the same queries and keys."""
     need("report")
@@ -104,5 +104,4 @@ def inspect(
             seed=seed, as_json=as_json, bar=functools.partial(progress_bar, transient=True),
         )  # fmt: skip
     except Refused as error:
-        typer.echo(f"lln inspect: {error}", err=True)
-        raise typer.Exit(2) from None
+        fail(f"lln inspect: {error}")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.common import missing, need, need_folder, parse_device, parse_lengths
+from lln.lab.cli.common import DeviceToMeasure, fail, find_missing, need, need_folder, parse_lengths
 from lln.lab.core.progress import progress_bar
 
 EPILOG = (
@@ -40,7 +40,7 @@ def report(
         int | None, typer.Option(min=1, help="Calls of each; the page shows median and quartiles.", show_default="5")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")] = 0,
-    device: Annotated[str, typer.Option(help="Where to measure: cpu, cuda, ...", callback=parse_device)] = "cpu",
+    device: DeviceToMeasure = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
     """Measure softmax attention and LLN on this machine and write a page about it."""
@@ -56,7 +56,7 @@ def report(
     chosen = tuple(parse_lengths(lengths)) if lengths else QUICK_LENGTHS if quick else LENGTHS
     options = Options(out, quick, seed, device, chosen, repeats or (2 if quick else 5))
     left_out = []
-    for name, why in absent(device).items():
+    for name, why in find_absent(device).items():
         if sections is not None and name in names:
             raise typer.BadParameter(f"{name}: {why}", param_hint="--sections")
         if name in names:
@@ -71,8 +71,7 @@ def report(
         with progress_bar(steps, transient=steps == 0) as step:
             results = make(options, parts, step, again=again)
     except KeyboardInterrupt:
-        typer.echo(f"Stopped. What is finished is kept in {out}; the same command goes on from there.", err=True)
-        raise typer.Exit(130) from None
+        fail(f"Stopped. What is finished is kept in {out}; the same command goes on from there.", 130)
     page = write(options, parts, results, left_out)
     for sentence in left_out:
         typer.echo(sentence, err=True)
@@ -82,10 +81,10 @@ def report(
         typer.echo(f"The page is {page}: open it in a browser. Charts and data are beside it.")
 
 
-def absent(device: str) -> dict[str, str]:
+def find_absent(device: str) -> dict[str, str]:
     """Parts that cannot be measured here, and what they need."""
     found = {}
-    if names := missing("train"):
+    if names := find_missing("train"):
         found["training"] = f"needs {', '.join(names)}: pip install 'lln-attention[train]'"
     if not device.startswith("cuda"):
         found["kernels"] = "needs a GPU: --device cuda"

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lln.lab.cli.common import missing, need, need_folder, parse_device
+from lln.lab.cli.common import AsJson, DataRoot, find_missing, need, need_folder, parse_device
 from lln.lab.core.progress import progress_bar
 
 EPILOG = (
@@ -90,9 +90,7 @@ def reproduce(
             "lengths, like 512,2048; of table2 lengths, tokens (a batch), compile, precision.",
         ),
     ] = None,
-    data_root: Annotated[
-        Path | None, typer.Option(help="Folder with data in the Hub's layout.", envvar="LLN_DATA_ROOT")
-    ] = None,
+    data_root: DataRoot = None,
     source: Annotated[
         Path | None, typer.Option("--from", help="Run nothing: use the runs, or the result, in this folder.")
     ] = None,
@@ -103,7 +101,7 @@ def reproduce(
     at_once: Annotated[
         int, typer.Option(min=1, help="Runs side by side on the device; their times then say little.")
     ] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make a figure or table of the paper from scratch and say whether its claims hold, in numbers."""
     need_folder(out)
@@ -177,7 +175,7 @@ def reproduce_costs(
 ) -> None:  # fmt: skip
     need("train")
     draw = draw and name == "table2"  # table4 has no lengths to draw against
-    if draw and (names := missing("report")):
+    if draw and (names := find_missing("report")):
         raise typer.BadParameter(
             f"charts need {', '.join(names)} (pip install 'lln-attention[report]'); --no-charts measures without, and "
             "--from draws later."

@@ -14,7 +14,7 @@ import typer
 
 from lln.files import write_json, write_text
 from lln.lab.cli.bars import RunBars
-from lln.lab.cli.common import missing
+from lln.lab.cli.common import find_missing
 from lln.lab.cli.reproduce import show_verdicts
 from lln.lab.cli.train import pair
 from lln.lab.core.errors import DataError, Refused
@@ -91,7 +91,7 @@ def reproduce_runs(request: Request) -> None:
 
 def understand(experiment: Experiment, request: Request) -> tuple[Asked, dict[str, str]]:
     """The request with its defaults, and of the default attentions those that cannot be run, and why."""
-    if experiment.paper is None and request.charts and (names := missing("report")):
+    if experiment.paper is None and request.charts and (names := find_missing("report")):
         raise Refused(
             f"charts need {', '.join(names)} (pip install 'lln-attention[report]'); --no-charts runs without, and "
             "--from draws later."

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lln.lab.cli.common import need
+from lln.lab.cli.common import AsJson, DataRoot, fail, need
 from lln.lab.core.progress import Bars, describe_metrics
 
 EPILOG = (
@@ -33,15 +33,13 @@ def train(
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="An option of the config, like optimisation.rate=1e-3.")
     ] = None,
-    data_root: Annotated[
-        Path | None, typer.Option(help="Folder with data in the Hub's layout.", envvar="LLN_DATA_ROOT")
-    ] = None,
+    data_root: DataRoot = None,
     report_to: Annotated[str, typer.Option(help="tensorboard, wandb, trackio, with commas between.")] = "",
     device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")] = None,
     graph: Annotated[bool, typer.Option("--graph", help="Capture the whole step in a CUDA graph.")] = False,
     fsdp: Annotated[bool, typer.Option("--fsdp", help="Spread weights over the processes of torchrun.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the config and sizes, and train nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train one of the paper's models with any attention; stopped runs go on where they were."""
     need("train")
@@ -74,21 +72,14 @@ def train(
                 report_to=report_to.split(",") if report_to else [],
             )  # fmt: skip
     except (ValueError, TypeError, DataError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
+        fail(str(error))
     except NotFinite as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from None
+        fail(str(error), 1)
     except KeyboardInterrupt:
-        typer.echo(f"Stopped. The same command goes on from the last checkpoint in {folder}.", err=True)
-        raise typer.Exit(130) from None
+        fail(f"Stopped. The same command goes on from the last checkpoint in {folder}.", 130)
     except OSError as error:
-        typer.echo(
-            f"{error.strerror or error}: the run in {folder} stops here; the same command goes on from its last whole "
-            "checkpoint.",
-            err=True,
-        )
-        raise typer.Exit(1) from None
+        why = f"{error.strerror or error}: the run in {folder} stops here"
+        fail(f"{why}; the same command goes on from its last whole checkpoint.", 1)
     if os.environ.get("RANK", "0") != "0":
         return
     if as_json:
