@@ -2,7 +2,7 @@
 
     python tools/pages.py
 
-`make pages` does it; `tests/test_docs.py` compares.
+`make pages` does it; `tests/house/test_docs.py` compares.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import badges
 import benchmarks_page
 import cli_page
 import found_page
+import map_page
 import mechanisms_page
 import paper_page
 import picture
@@ -34,6 +35,7 @@ def pages() -> dict[Path, str]:
         **stored_tables.tables(),
         **picture.pictures(),
         **badges.pictures(),
+        **map_page.pages(),
     }
 
 

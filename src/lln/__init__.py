@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lln import _moved
 
 if TYPE_CHECKING:
-    from lln import instruments
+    from lln import instruments, naive
     from lln.functional import lln_attention
     from lln.matching import match_data, match_moments
     from lln.nn import LLNAttention, MultiheadAttention
@@ -31,6 +31,7 @@ __all__ = [
     "match_moments",
     "mechanism",
     "mechanisms",
+    "naive",
 ]
 
 _PLACES = {
@@ -44,7 +45,7 @@ _PLACES = {
     "mechanism": "lln.peers",
     "mechanisms": "lln.peers",
 }
-_ROOMS = ("checks", "functional", "instruments", "kernels", "matching", "nn", "peers", "state")
+_ROOMS = ("checks", "functional", "instruments", "kernels", "matching", "naive", "nn", "peers", "state")
 
 if not TYPE_CHECKING:  # a type checker would take every name for one of lln's
 

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 
 DATA = (
-    "cache", "embedded", "examples", "glue", "images", "listops", "lra", "masking", "needles", "pathfinder", "sources",
+    "embedded", "examples", "glue", "images", "listops", "lra", "masking", "needles", "pathfinder", "sources",
     "text", "tokenizer",
 )  # fmt: skip
 MOVED = {
@@ -28,6 +28,7 @@ MOVED = {
     "lln.multihead": "lln.nn.multihead",
     "lln.recipes": "lln.lab.recipes",
     "lln.training": "lln.lab.train",
+    "lln.training.cache": "lln.lab.data.made_once",
     "lln.training.errors": "lln.lab.core.errors",
     "lln.training.runs": "lln.lab.train.run_folder",
     "lln.training.seeds": "lln.lab.core.seeds",

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from lln.lab.data.cache import build_once, find_cache
+from lln.lab.data.made_once import build_once, find_cache
 
 # Says in a file that it was called, takes its time, and writes its result in two steps.
 BUILDER = """
 import sys, time
 from pathlib import Path
-from lln.lab.data.cache import build_once
+from lln.lab.data.made_once import build_once
 
 def build(folder):
     calls.mkdir(exist_ok=True)

@@ -1,1 +1,1 @@
-"""What the longer commands of the command line do."""
+"""The command line: one file a command, arguments and printing alone; what they do is in the other rooms."""

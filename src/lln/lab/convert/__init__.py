@@ -1,0 +1,1 @@
+"""From a softmax checkpoint to an LLN checkpoint: what `lln convert` does."""

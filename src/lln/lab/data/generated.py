@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lln.lab.core.progress import track
-from lln.lab.data.cache import Place, build_arrays
+from lln.lab.data.made_once import Place, build_arrays
 
 SPLITS = ("train", "validation", "test")
 

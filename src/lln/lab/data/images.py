@@ -14,8 +14,8 @@ from torch import Tensor
 from lln.lab.core.errors import DataError, need
 from lln.lab.core.progress import track
 from lln.lab.core.seeds import UNIT, draws, pick, stream_key, to_unit
-from lln.lab.data.cache import Place, build_once, load_arrays
 from lln.lab.data.examples import Labelled
+from lln.lab.data.made_once import Place, build_once, load_arrays
 from lln.lab.data.sources import Rows, Selection, read
 
 CATS_VS_DOGS, CIFAR10, DIGITS = "microsoft/cats_vs_dogs", "uoft-cs/cifar10", "embedded/digits"

@@ -15,9 +15,9 @@ import numpy as np
 
 from lln.lab.core.errors import DataError
 from lln.lab.core.seeds import generator
-from lln.lab.data.cache import Place
 from lln.lab.data.examples import Sequences, flatten
 from lln.lab.data.generated import choose_split, generate
+from lln.lab.data.made_once import Place
 
 PAD = 0
 TOKENS = ("<pad>", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")

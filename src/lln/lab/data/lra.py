@@ -12,9 +12,9 @@ from typing import Unpack
 import numpy as np
 
 from lln.lab.data import embedded
-from lln.lab.data.cache import Place
 from lln.lab.data.examples import Sequences, cut_evenly, flatten
 from lln.lab.data.images import CIFAR10, load_images, to_grey
+from lln.lab.data.made_once import Place
 from lln.lab.data.sources import Selection, read
 
 IMDB = "stanfordnlp/imdb"

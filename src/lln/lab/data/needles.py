@@ -21,8 +21,8 @@ from torch import Tensor
 
 from lln.lab.core.errors import DataError
 from lln.lab.core.seeds import draws, pick, stream_key
-from lln.lab.data.cache import Place
 from lln.lab.data.examples import IGNORE, Examples
+from lln.lab.data.made_once import Place
 from lln.lab.data.sources import Selection, read
 from lln.lab.data.text import tokenise
 from lln.lab.data.tokenizer import TextTokenizer

@@ -16,9 +16,9 @@ import numpy as np
 
 from lln.lab.core.errors import DataError
 from lln.lab.core.seeds import generator
-from lln.lab.data.cache import Place
 from lln.lab.data.examples import Sequences, cut_evenly
 from lln.lab.data.generated import generate
+from lln.lab.data.made_once import Place
 
 Point = tuple[int, int]  # (y, x)
 TURN = 0.25  # how strongly a path bends from step to step, in radians

@@ -12,8 +12,8 @@ from torch import Tensor
 from lln.lab.core.errors import DataError
 from lln.lab.core.progress import track
 from lln.lab.core.seeds import draws, stream_key
-from lln.lab.data.cache import Place, build_arrays
 from lln.lab.data.examples import Examples, id_type
+from lln.lab.data.made_once import Place, build_arrays
 from lln.lab.data.masking import Masking
 from lln.lab.data.sources import Rows, Selection, read
 from lln.lab.data.tokenizer import CHUNK, TextTokenizer

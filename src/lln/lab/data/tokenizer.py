@@ -15,7 +15,7 @@ from torch import Tensor
 from lln.files import write_text
 from lln.lab.core.errors import DataError, first_line, need
 from lln.lab.core.progress import busy, track
-from lln.lab.data.cache import Place, build_once
+from lln.lab.data.made_once import Place, build_once
 from lln.lab.data.sources import Rows, resolve_root
 
 FILE = "tokenizer.json"

@@ -1,0 +1,1 @@
+"""How a pretrained model attends to texts: what `lln inspect` does."""

@@ -1,1 +1,1 @@
-"""The paper's analysis figures from scratch, each with the claim it is for and what the numbers say about it."""
+"""The paper's tables and figures: which runs they need, what was found, and what that says about each claim."""

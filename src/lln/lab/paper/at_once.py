@@ -23,7 +23,7 @@ from typing import Any
 
 import transformers
 
-from lln.lab.data.cache import Place
+from lln.lab.data.made_once import Place
 from lln.lab.paper.jobs import Hooks, Job, run_one, settled, tidied
 
 LOOK = 0.5  # seconds between two looks at how far runs are, and of a run at whether it is to stop

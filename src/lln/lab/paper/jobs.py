@@ -21,7 +21,7 @@ from lln.files import write_json
 from lln.hf.distillation import NotFinite
 from lln.lab.core.errors import DataError, first_line
 from lln.lab.core.provenance import provenance
-from lln.lab.data.cache import Place
+from lln.lab.data.made_once import Place
 from lln.lab.recipes import NAMES, PRESETS, recipe
 from lln.lab.recipes.image import deit_tiny
 from lln.lab.train.config import TASKS, Config, change, choose_attention, parse_json

@@ -18,7 +18,7 @@ import transformers
 from torch import distributed
 
 from lln.lab.core.provenance import provenance
-from lln.lab.data.cache import Place
+from lln.lab.data.made_once import Place
 from lln.lab.train.config import Config
 from lln.lab.train.graph import GraphLoop, check_graph
 from lln.lab.train.loop import Loop, Progress, Report, count_processes

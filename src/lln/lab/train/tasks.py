@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lln.lab.data.cache import Place
 from lln.lab.data.examples import Examples, Pad
 from lln.lab.data.glue import list_tasks, load_glue
 from lln.lab.data.images import load_images
 from lln.lab.data.listops import Grammar, load_listops
 from lln.lab.data.lra import load_byte_text, load_pixels, load_retrieval
+from lln.lab.data.made_once import Place
 from lln.lab.data.masking import Masking
 from lln.lab.data.needles import Needles, Planting, load_needles
 from lln.lab.data.pathfinder import DIFFICULTY, Scene, load_pathfinder
