@@ -21,7 +21,7 @@ from lln.lab.bench import replay
 from lln.lab.bench.attentions import ATTENTIONS
 from lln.lab.bench.calls import Case, Shape, describe_failure
 from lln.lab.bench.kernel_plan import Plan, choose_attentions, make_plan
-from lln.lab.bench.kernel_times import build_works, measure, too_much
+from lln.lab.bench.kernel_times import build_works, explain_skip, measure
 from lln.lab.bench.ratios import derive
 from lln.lab.cli.app import app
 
@@ -209,14 +209,15 @@ def test_quadratic_attentions_are_skipped_where_they_would_take_too_long() -> No
     earlier = [row("flash", 3_000.0, length=1024), row("LLN", 3_000.0, length=1024), row("flash", None, length=2048)]
     longer = Case(Shape(1, 2, 4096, 8), False, torch.float32, CPU)
     assert (
-        too_much("flash", ATTENTIONS["flash"], longer, earlier) == "skipped: about 48 s a call, judged by length 1,024"
+        explain_skip("flash", ATTENTIONS["flash"], longer, earlier)
+        == "skipped: about 48 s a call, judged by length 1,024"
     )
-    assert too_much("LLN", ATTENTIONS["LLN"], longer, earlier) is None
+    assert explain_skip("LLN", ATTENTIONS["LLN"], longer, earlier) is None
     shorter = dataclasses.replace(longer, shape=Shape(1, 2, 2048, 8))
-    assert too_much("flash", ATTENTIONS["flash"], shorter, earlier) is None
-    assert too_much("flash", ATTENTIONS["flash"], dataclasses.replace(longer, causal=True), earlier) is None
+    assert explain_skip("flash", ATTENTIONS["flash"], shorter, earlier) is None
+    assert explain_skip("flash", ATTENTIONS["flash"], dataclasses.replace(longer, causal=True), earlier) is None
     endless = dataclasses.replace(longer, shape=Shape(1, 2, 2**22, 8))
-    reason = too_much("math", ATTENTIONS["math"], endless, [])
+    reason = explain_skip("math", ATTENTIONS["math"], endless, [])
     assert reason == "skipped: would need about 524,288 GiB"
 
 

@@ -13,7 +13,7 @@ import lln
 from lln.instruments import entropy, record, softmax_map, spectral_gap
 from lln.lab.bench import comparison as measuring
 from lln.lab.bench.comparison import Plan, build, find_sigma, measure, measure_concentrations, measure_costs
-from lln.lab.bench.comparison_tables import columns, markdown
+from lln.lab.bench.comparison_tables import list_columns, write_markdown
 from lln.lab.cli.app import app
 from lln.lab.core.pretrained import load
 from lln.lab.inspect.inspection import TEXTS
@@ -72,7 +72,9 @@ def test_what_cannot_be_measured_says_why(result: dict[str, Any]) -> None:
     for row in measure_costs(causal, "linformer", lambda text: None):
         assert row["note"] == "unsupported"
         assert "linformer does not support is_causal=True" in row["reason"]
-    headings, cells = columns({**result, "costs": measure_costs(causal, "linformer", lambda text: None)}, [48], 1.0)
+    headings, cells = list_columns(
+        {**result, "costs": measure_costs(causal, "linformer", lambda text: None)}, [48], 1.0
+    )
     assert dict(zip(headings, cells[3], strict=True))["ms @48"] == "no"
 
 
@@ -132,7 +134,7 @@ def test_the_command_writes_table_result_and_charts(tmp_path: Path) -> None:
         f"{n}.svg" for n in ("time", "memory", "entropy", "gap", "error")
     }
     assert "| lln |" in (tmp_path / "compare.md").read_text()
-    assert markdown(result) == (tmp_path / "compare.md").read_text()
+    assert write_markdown(result) == (tmp_path / "compare.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from lln.lab.core.timing import Timing, Work, time_calls
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # q, k, v and the gradient of the output
-Progress = Callable[[str], None]
 PARTS = "forward", "training"  # training: forward and backward
 
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 import lln
 from lln.instruments import dense_map, entropy, spectral_gap
-from lln.lab.bench.calls import Attend, Inputs, Progress, describe_plan, is_out_of_memory, make_works
+from lln.lab.bench.calls import Attend, Inputs, describe_plan, is_out_of_memory, make_works
 from lln.lab.core.errors import WrongOption
+from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.provenance import provenance
 from lln.lab.core.seeds import normal
 from lln.lab.core.timing import peak_memory, time_calls
@@ -76,9 +77,7 @@ def find_sigma(temperature: float) -> float:
     return 1.0 / math.sqrt(temperature)
 
 
-def measure(
-    plan: Plan, *, store: Store = lambda result: None, progress: Progress = lambda text: None
-) -> dict[str, Any]:
+def measure(plan: Plan, *, store: Store = ignore, progress: Progress = ignore) -> dict[str, Any]:
     """The result, ready for JSON; `store` gets it after each mechanism."""
     result: dict[str, Any] = {
         "what": "time and peak extra memory of attention, its entropy and spectral gap, and its distance from softmax",
@@ -188,7 +187,7 @@ def measure_concentration(
 
 
 def measure_on_model(
-    plan: Plan, model: Any, tokenizer: Any, progress: Progress = lambda text: None, texts: Sequence[str] | None = None
+    plan: Plan, model: Any, tokenizer: Any, progress: Progress = ignore, texts: Sequence[str] | None = None
 ) -> Rows:
     """The same on the queries and keys of a pretrained model's layers, a text at a time; values are Gaussian. Layers
     that attend to another sequence or with a bias of single pairs are left out."""

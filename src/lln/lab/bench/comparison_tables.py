@@ -20,7 +20,7 @@ EXPLAINED = (
 )
 
 
-def cell(row: dict[str, Any] | None, base: dict[str, Any] | None) -> tuple[str, str, str]:
+def show_cost(row: dict[str, Any] | None, base: dict[str, Any] | None) -> tuple[str, str, str]:
     """(milliseconds, times as fast as softmax, MiB) of one mechanism at one length."""
     if row is None:
         return "", "", ""
@@ -31,7 +31,7 @@ def cell(row: dict[str, Any] | None, base: dict[str, Any] | None) -> tuple[str, 
     return show_number(ms), faster, show_number(row["training_bytes"] / 2**20)
 
 
-def columns(result: dict[str, Any], lengths: list[int], temperature: float) -> tuple[list[str], list[list[str]]]:
+def list_columns(result: dict[str, Any], lengths: list[int], temperature: float) -> tuple[list[str], list[list[str]]]:
     """(headings, one row of text for each mechanism)"""
     costs = {(row["mechanism"], row["length"]): row for row in result["costs"]}
     spread = {(row["mechanism"], row["temperature"]): row for row in result["concentration"]}
@@ -43,37 +43,37 @@ def columns(result: dict[str, Any], lengths: list[int], temperature: float) -> t
     for name in result["settings"]["names"]:
         row = [name]
         for length in lengths:
-            row += cell(costs.get((name, length)), costs.get(("softmax", length)))
+            row += show_cost(costs.get((name, length)), costs.get(("softmax", length)))
         found = spread.get((name, temperature), {})
         values = (found.get(key) for key in KEYS)
         if "recorded" in result:
             here = [one for one in result["recorded"] if one["mechanism"] == name]
-            values = (mean([one[key] for one in here]) for key in KEYS)
+            values = (average([one[key] for one in here]) for key in KEYS)
         row += ["-" if value is None else f"{value:.3g}" if abs(value) > 1e-6 else "0" for value in values]
         rows.append(row)
     return headings, rows
 
 
-def mean(values: list[float | None]) -> float | None:
+def average(values: list[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
-def middle(result: dict[str, Any]) -> float:
+def choose_temperature(result: dict[str, Any]) -> float:
     """The temperature that the table shows: the one nearest to 1."""
     return float(min(result["settings"]["temperatures"], key=lambda t: abs(t - 1.0)))
 
 
-def rich_table(result: dict[str, Any]) -> Table:
-    lengths, temperature = sorted(result["settings"]["lengths"])[-MOST_LENGTHS:], middle(result)
-    headings, rows = columns(result, lengths, temperature)
+def make_table(result: dict[str, Any]) -> Table:
+    lengths, temperature = sorted(result["settings"]["lengths"])[-MOST_LENGTHS:], choose_temperature(result)
+    headings, rows = list_columns(result, lengths, temperature)
     return terminal_table(
-        headings, rows, title=head(result, temperature), caption=EXPLAINED, wrap=False, title_justify="left",
+        headings, rows, title=describe_head(result, temperature), caption=EXPLAINED, wrap=False, title_justify="left",
         caption_justify="left",
     )  # fmt: skip
 
 
-def head(result: dict[str, Any], temperature: float) -> str:
+def describe_head(result: dict[str, Any], temperature: float) -> str:
     s = result["settings"]
     way = "causal" if s["causal"] else "bidirectional"
     where = f"at {s['matrix_length']} tokens and temperature {temperature:g}"
@@ -85,12 +85,12 @@ def head(result: dict[str, Any], temperature: float) -> str:
     )
 
 
-def markdown(result: dict[str, Any]) -> str:
+def write_markdown(result: dict[str, Any]) -> str:
     s, p = result["settings"], result["provenance"]
     parts = ["# Attention mechanisms side by side", "", f"{p['date'][:10]}, commit {p['commit']}, `{p['command']}`", ""]
-    for temperature in s["temperatures"] if "recorded" not in result else [middle(result)]:
-        made = markdown_table(*columns(result, sorted(s["lengths"]), temperature))
-        parts += [head(result, temperature), "", *made, ""]
+    for temperature in s["temperatures"] if "recorded" not in result else [choose_temperature(result)]:
+        made = markdown_table(*list_columns(result, sorted(s["lengths"]), temperature))
+        parts += [describe_head(result, temperature), "", *made, ""]
     reasons = {
         row["mechanism"]: row["reason"] for row in (*result["costs"], *result["concentration"]) if "reason" in row
     }

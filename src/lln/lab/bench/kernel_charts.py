@@ -7,7 +7,7 @@ from typing import Any
 
 from lln.lab.bench.attentions import ATTENTIONS
 from lln.lab.bench.calls import Shape
-from lln.lab.bench.kernel_tables import direction
+from lln.lab.bench.kernel_tables import name_direction
 from lln.lab.core.charts import Axis, choose_ticks, draw_bars, draw_lines, length_axis, time_point
 from lln.lab.core.palette import ATTENTIONS as STYLES
 
@@ -23,16 +23,16 @@ def draw_charts(result: dict[str, Any]) -> dict[str, str]:
         ways = [row for row in measured if row["causal"] == causal]
         sizes, single = split_by_size(ways, by_batch=result["settings"]["tokens"] is None)
         for size, rows in sizes.items():
-            name = direction(causal) + (f"-{size}" if len(sizes) > 1 else "")
+            name = name_direction(causal) + (f"-{size}" if len(sizes) > 1 else "")
             drawn[f"time-{name}"] = draw_times(rows)
             if faster := keep_compared(rows):
                 drawn[f"speedup-{name}"] = draw_speedups(faster)
         if faster := keep_compared(single):
-            values = [bar(row, row["speedup"]["training"]) for row in faster]
-            title = f"times as fast as the fastest softmax attention, {direction(causal)}"
-            drawn[f"speedup-shapes-{direction(causal)}"] = draw_bars(values, STYLES, title)
+            values = [make_bar(row, row["speedup"]["training"]) for row in faster]
+            title = f"times as fast as the fastest softmax attention, {name_direction(causal)}"
+            drawn[f"speedup-shapes-{name_direction(causal)}"] = draw_bars(values, STYLES, title)
     if floored := [row for row in measured if row["percent_of_floor"] is not None]:
-        values = [bar(row, row["percent_of_floor"]["training"]) for row in floored]
+        values = [make_bar(row, row["percent_of_floor"]["training"]) for row in floored]
         drawn["percent-of-floor"] = draw_bars(values, STYLES, "forward + backward: % of the speed of a copy")
     return drawn
 
@@ -77,5 +77,5 @@ def draw_speedups(rows: Rows) -> str:
     return draw_points(points, "speedup", "times the fastest softmax", values)
 
 
-def bar(row: dict[str, Any], value: float) -> dict[str, Any]:
+def make_bar(row: dict[str, Any], value: float) -> dict[str, Any]:
     return {"series": row["attention"], "group": str(Shape(*(row[key] for key in Shape._fields))), "value": value}

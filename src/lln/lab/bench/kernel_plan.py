@@ -54,7 +54,7 @@ def parse_shapes(text: str) -> list[Shape]:
     return list(dict.fromkeys(shapes))
 
 
-def grid(lengths: list[int], heads: int, dim: int, batch: int | None, tokens: int | None) -> list[Shape]:
+def list_grid(lengths: list[int], heads: int, dim: int, batch: int | None, tokens: int | None) -> list[Shape]:
     if batch is not None and tokens is not None:
         raise WrongOption("--tokens", "already sets the batch at each length; leave out --batch or --tokens")
     return [Shape(max(1, tokens // n) if tokens else batch or 1, heads, n, dim) for n in lengths]
@@ -121,7 +121,7 @@ def make_plan(
         chosen = parse_shapes(shapes)
     else:
         usual = (QUICK_LENGTHS if quick else LENGTHS)[device.type]
-        chosen = grid(lengths or usual, heads or 12, dim or 64, batch, tokens)
+        chosen = list_grid(lengths or usual, heads or 12, dim or 64, batch, tokens)
     causality = {"no": [False], "yes": [True], "both": [False, True]}[causal or ("yes" if peers else "both")]
     return Plan(
         shapes=chosen,

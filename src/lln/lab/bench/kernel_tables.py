@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lln.lab.bench.calls import Shape
-from lln.lab.bench.ratios import place
+from lln.lab.bench.ratios import locate
 from lln.lab.core.errors import WrongOption
 from lln.lab.core.tables import markdown_table, show_number, show_timing, terminal_table
 
@@ -37,20 +37,20 @@ def read_result(path: Path) -> dict[str, Any]:
     return result
 
 
-def rich_table(result: dict[str, Any]) -> Table:
+def make_table(result: dict[str, Any]) -> Table:
     lines: list[str | list[str | Text]] = []
-    for title, rows in groups(result):
+    for title, rows in group_rows(result):
         lines.append(title)
         for row in rows:
-            name, *rest = cells(row, quartiles=False)
+            name, *rest = list_cells(row, quartiles=False)
             error = [(f"\n  {row['error']}", "red")] if row["error"] else []
             lines.append([Text.assemble(name, *error), *rest])
     return terminal_table(
-        HEADER, lines, title=machine(result), caption=NOTES, title_justify="left", caption_justify="left"
+        HEADER, lines, title=describe_machine(result), caption=NOTES, title_justify="left", caption_justify="left"
     )
 
 
-def growth(result: dict[str, Any]) -> list[str]:
+def describe_growth(result: dict[str, Any]) -> list[str]:
     """Sentences on how time grows with length, one for all attentions that were measured alike."""
 
     def alike(entry: dict[str, Any]) -> tuple[Any, ...]:
@@ -62,39 +62,39 @@ def growth(result: dict[str, Any]) -> list[str]:
     ):
         powers = ", ".join(f"{entry['attention']} {entry['training']:.2f}" for entry in entries)
         said.append(
-            f"{direction(causal).capitalize()}, batch {batch}, {heads} heads of {dim}: from {lengths[0]:,} to "
+            f"{name_direction(causal).capitalize()}, batch {batch}, {heads} heads of {dim}: from {lengths[0]:,} to "
             f"{lengths[1]:,} tokens time grows with length to the power of {powers}."
         )
     return said
 
 
-def markdown(result: dict[str, Any]) -> str:
-    lines = ["# Attentions side by side", "", machine(result), "", f"`{result['provenance']['command']}`", ""]
+def write_markdown(result: dict[str, Any]) -> str:
+    lines = ["# Attentions side by side", "", describe_machine(result), "", f"`{result['provenance']['command']}`", ""]
     if not result["finished"]:
         lines += ["The run was cut short: shapes are missing.", ""]
-    for title, rows in groups(result):
-        texts = [cells(row, quartiles=True) for row in rows]
+    for title, rows in group_rows(result):
+        texts = [list_cells(row, quartiles=True) for row in rows]
         for row, shown in zip(rows, texts, strict=True):
             shown[1] = row["error"] or shown[1]
         lines += [f"## {title}", "", *markdown_table(HEADER, texts), ""]
-    lines += [text for said in growth(result) for text in (said, "")]
-    lines += [checked(result), "", NOTES.replace("*:", "\\*:"), "", result["how"]]
+    lines += [text for said in describe_growth(result) for text in (said, "")]
+    lines += [describe_checks(result), "", NOTES.replace("*:", "\\*:"), "", result["how"]]
     return "\n".join(lines) + "\n"
 
 
-def groups(result: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def group_rows(result: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """The rows that compare: one shape, one causality."""
-    for _, group in itertools.groupby(result["rows"], place):
+    for _, group in itertools.groupby(result["rows"], locate):
         rows = list(group)
         shape = Shape(*(rows[0][key] for key in Shape._fields))
-        yield f"{shape}, {direction(rows[0]['causal'])}", rows
+        yield f"{shape}, {name_direction(rows[0]['causal'])}", rows
 
 
-def direction(causal: bool) -> str:
+def name_direction(causal: bool) -> str:
     return "causal" if causal else "bidirectional"
 
 
-def cells(row: dict[str, Any], *, quartiles: bool) -> list[str]:
+def list_cells(row: dict[str, Any], *, quartiles: bool) -> list[str]:
     if row["device_ms"] is None:
         return [row["attention"], *[""] * (len(HEADER) - 1)]
 
@@ -116,7 +116,7 @@ def cells(row: dict[str, Any], *, quartiles: bool) -> list[str]:
     ]
 
 
-def machine(result: dict[str, Any]) -> str:
+def describe_machine(result: dict[str, Any]) -> str:
     made = result["provenance"]
     parts = [made["device"]]
     if "multiprocessors" in made:
@@ -131,7 +131,7 @@ def machine(result: dict[str, Any]) -> str:
     return f"{', '.join(parts)}; {made['date'][:10]}, commit {made['commit'] or 'unknown'}"
 
 
-def checked(result: dict[str, Any]) -> str:
+def describe_checks(result: dict[str, Any]) -> str:
     errors = [error for entry in result["checks"] for error in entry["errors"].values()]
     if not errors:
         return "No LLN attention was among those timed, so none was checked."

@@ -14,7 +14,6 @@ import torch
 from lln.lab.bench.attentions import ALPHA, ATTENTIONS, BETA, BLOCK_SIZE, Attention
 from lln.lab.bench.calls import (
     Case,
-    Progress,
     Shape,
     check_call,
     describe_failure,
@@ -26,12 +25,14 @@ from lln.lab.bench.calls import (
 from lln.lab.bench.kernel_plan import Plan
 from lln.lab.bench.ratios import derive
 from lln.lab.bench.replay import HOW, measure_bandwidth, time_device, time_host
+from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.provenance import provenance
 from lln.lab.core.timing import Timing, Work, peak_memory
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 CHECK_BATCH, CHECK_LENGTH = 2, 257  # odd, so that every block and chunk has an end that is not full
 LONGEST_CALL_MS = 20_000.0
+Store = Callable[[dict[str, Any]], None]
 
 
 @dataclasses.dataclass
@@ -51,16 +52,11 @@ class Row:
     error: str | None = None
 
 
-def measure(
-    plan: Plan,
-    *,
-    store: Callable[[dict[str, Any]], None] = lambda result: None,
-    progress: Progress = lambda text: None,
-) -> dict[str, Any]:
+def measure(plan: Plan, *, store: Store = ignore, progress: Progress = ignore) -> dict[str, Any]:
     """The result, ready for JSON. `store` gets it after each shape: what a killed run had measured is not lost."""
     with torch.cuda.device(plan.device) if plan.device.type == "cuda" else contextlib.nullcontext():
         progress("check")
-        checks = check(plan)
+        checks = check_plan(plan)
         progress("copy bandwidth")
         result: dict[str, Any] = {
             "what": "time and peak extra memory of one attention call: forward, and forward + backward (training)",
@@ -83,7 +79,7 @@ def measure(
     return result
 
 
-def check(plan: Plan) -> list[dict[str, Any]]:
+def check_plan(plan: Plan) -> list[dict[str, Any]]:
     """Outputs and gradients of every LLN variant that will be timed, in the dtype of the run. The relative errors;
     raises CheckFailed where one is too large."""
     found = []
@@ -109,7 +105,7 @@ def measure_shape(
         progress(f"{name}{', causal' if causal else ''}: {shape}")
         row, attention = Row(name, causal, *shape), ATTENTIONS[name]
         rows.append(row)
-        row.error = too_much(name, attention, Case(shape, causal, plan.dtype, plan.device), earlier)
+        row.error = explain_skip(name, attention, Case(shape, causal, plan.dtype, plan.device), earlier)
         if row.error:
             continue
         try:
@@ -153,7 +149,7 @@ def within_context(name: str, work: Work) -> Work:
     return call
 
 
-def too_much(name: str, attention: Attention, case: Case, earlier: list[dict[str, Any]]) -> str | None:
+def explain_skip(name: str, attention: Attention, case: Case, earlier: list[dict[str, Any]]) -> str | None:
     """Why a quadratic attention is not worth trying at this shape."""
     if not attention.softmax:
         return None

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from lln.lab.bench.attentions import ATTENTIONS, sdpa
-from lln.lab.bench.calls import PARTS, Case, Progress, Shape, check_call, draw_inputs, make_works, time_in_turns
+from lln.lab.bench.calls import PARTS, Case, Shape, check_call, draw_inputs, make_works, time_in_turns
+from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.provenance import provenance
 from lln.lab.core.timing import peak_memory
 
@@ -34,7 +35,7 @@ def measure(
     repeats: int = 5,
     seed: int = 0,
     device: torch.device | None = None,
-    progress: Progress = lambda text: None,
+    progress: Progress = ignore,
 ) -> dict[str, Any]:
     """The rows and how they were made, ready for JSON. `progress` hears of each step: two for every length."""
     device = device or torch.device("cpu")

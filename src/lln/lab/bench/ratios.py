@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from lln.lab.bench.attentions import ATTENTIONS
+from lln.lab.bench.calls import PARTS, Shape
 
-PARTS = "forward", "training"
 Rows = list[dict[str, Any]]
 
 
@@ -18,21 +18,21 @@ def derive(result: dict[str, Any]) -> None:
     """Adds floor_ms, percent_of_floor and speedup to the rows, and `scaling` to the result."""
     itemsize = getattr(torch, result["settings"]["dtype"]).itemsize
     for row in result["rows"]:
-        row["floor_ms"] = floor_ms(row, itemsize, result["copy_bytes_per_second"])
+        row["floor_ms"] = estimate_floor(row, itemsize, result["copy_bytes_per_second"])
         row["percent_of_floor"] = row["speedup"] = None
         if row["device_ms"] is None:
             continue
         if row["floor_ms"] is not None:
-            row["percent_of_floor"] = {part: 100 * row["floor_ms"][part] / median(row, part) for part in PARTS}
-        row["speedup"] = speedup(row, result["rows"])
-    result["scaling"] = scaling(result["rows"])
+            row["percent_of_floor"] = {part: 100 * row["floor_ms"][part] / read_median(row, part) for part in PARTS}
+        row["speedup"] = compare_with_softmax(row, result["rows"])
+    result["scaling"] = measure_growth(result["rows"])
 
 
-def median(row: dict[str, Any], part: str) -> float:
+def read_median(row: dict[str, Any], part: str) -> float:
     return float(row["device_ms"][part]["median"])
 
 
-def floor_ms(row: dict[str, Any], itemsize: int, bandwidth: float) -> dict[str, float] | None:
+def estimate_floor(row: dict[str, Any], itemsize: int, bandwidth: float) -> dict[str, float] | None:
     """The time that a copy takes for the bytes which bidirectional LLN must read and write at the least."""
     elements = ATTENTIONS[row["attention"]].floor
     if elements is None or row["causal"]:
@@ -41,23 +41,23 @@ def floor_ms(row: dict[str, Any], itemsize: int, bandwidth: float) -> dict[str, 
     return {part: 1e3 * count * size / bandwidth for part, count in zip(PARTS, elements, strict=True)}
 
 
-def place(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row[key] for key in ("batch", "heads", "length", "dim", "causal"))
+def locate(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[key] for key in (*Shape._fields, "causal"))
 
 
-def speedup(row: dict[str, Any], rows: Rows) -> dict[str, float] | None:
+def compare_with_softmax(row: dict[str, Any], rows: Rows) -> dict[str, float] | None:
     """Over the fastest softmax attention at the same shape, for forward and training each."""
     rivals = [
         other
         for other in rows
-        if ATTENTIONS[other["attention"]].softmax and other["device_ms"] is not None and place(other) == place(row)
+        if ATTENTIONS[other["attention"]].softmax and other["device_ms"] is not None and locate(other) == locate(row)
     ]
     if not rivals:
         return None
-    return {part: min(median(rival, part) for rival in rivals) / median(row, part) for part in PARTS}
+    return {part: min(read_median(rival, part) for rival in rivals) / read_median(row, part) for part in PARTS}
 
 
-def scaling(rows: Rows) -> Rows:
+def measure_growth(rows: Rows) -> Rows:
     """The exponent of length in time, between the two greatest lengths at one batch size: 1 linear, 2 quadratic."""
     keys = "attention", "causal", "batch", "heads", "dim"
     measured = [row for row in rows if row["device_ms"] is not None]
@@ -67,7 +67,8 @@ def scaling(rows: Rows) -> Rows:
         last = list({row["length"]: row for row in group}.values())[-2:]
         if len(last) == 2:
             growth = math.log(last[1]["length"] / last[0]["length"])
-            exponents = {part: math.log(median(last[1], part) / median(last[0], part)) / growth for part in PARTS}
+            times = {part: [read_median(row, part) for row in last] for part in PARTS}
+            exponents = {part: math.log(ms[1] / ms[0]) / growth for part, ms in times.items()}
             lengths = [row["length"] for row in last]
             found.append(dict(zip(keys, values, strict=True)) | {"lengths": lengths} | exponents)
     order = {name: position for position, name in enumerate(ATTENTIONS)}

@@ -23,6 +23,7 @@ from lln.kernels.call import FIELDS, Call
 from lln.kernels.triton import plan
 from lln.kernels.triton.plan import Settings
 from lln.lab.bench.replay import time_device
+from lln.lab.core.progress import Progress
 from lln.lab.core.provenance import provenance
 
 Shape = tuple[int, int, int, int]
@@ -119,9 +120,7 @@ def compile_some(dims: list[int], index: int, count: int, device: str) -> None:
             plan.settings.cache_clear()
 
 
-def tune(
-    *, device: torch.device, out: Path, progress: Callable[[str], None], dim: int | None = None, seed: int = 0
-) -> Path:
+def tune(*, device: torch.device, out: Path, progress: Progress, dim: int | None = None, seed: int = 0) -> Path:
     """Writes OUT/launch.json, which belongs into src/lln/data, and returns its path. dim: of this head dim alone."""
     dims = sorted({known for known, _ in SHAPES})
     if device.type != "cuda":

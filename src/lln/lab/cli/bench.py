@@ -85,7 +85,7 @@ def bench(
     from lln.files import write_json
     from lln.lab.bench.calls import CheckFailed
     from lln.lab.bench.kernel_plan import make_plan
-    from lln.lab.bench.kernel_tables import growth, markdown, read_result, rich_table
+    from lln.lab.bench.kernel_tables import describe_growth, make_table, read_result, write_markdown
     from lln.lab.bench.kernel_times import measure
 
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -113,5 +113,5 @@ def bench(
                     result = measure(plan, store=lambda found: write_json(out / "bench.json", found), progress=step)
             except CheckFailed as error:
                 fail(str(error), 1)
-    shown = [rich_table(result), *growth(result)]
-    publish(result, out, "bench", markdown(result), "lln.lab.bench.kernel_charts", shown, as_json=as_json)
+    shown = [make_table(result), *describe_growth(result)]
+    publish(result, out, "bench", write_markdown(result), "lln.lab.bench.kernel_charts", shown, as_json=as_json)

@@ -53,7 +53,7 @@ def compare(
 
     from lln.files import write_json
     from lln.lab.bench.comparison import DEFAULT, Plan, measure, measure_on_model
-    from lln.lab.bench.comparison_tables import markdown, rich_table
+    from lln.lab.bench.comparison_tables import make_table, write_markdown
     from lln.peers import mechanisms
 
     need_folder(out)
@@ -83,5 +83,5 @@ def compare(
         if loaded is not None:
             result |= {"model": Path(str(model)).name, "recorded": measure_on_model(plan, *loaded, step)}
             write_json(out / "compare.json", result)
-    shown = [rich_table(result)]
-    publish(result, out, "compare", markdown(result), "lln.lab.bench.comparison_charts", shown, as_json=as_json)
+    shown = [make_table(result)]
+    publish(result, out, "compare", write_markdown(result), "lln.lab.bench.comparison_charts", shown, as_json=as_json)

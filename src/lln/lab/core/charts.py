@@ -56,7 +56,14 @@ def draw_lines(
     shaded: list[tuple[float, float]] | None = None,
 ) -> str:
     """A line for each series. Rows: series, the two fields, and where they have a spread low and high. `points` marks
-    the rows themselves; `shaded` lists ranges of x."""
+    the rows themselves; `shaded` lists ranges of x.
+
+    >>> from lln.lab.core.palette import choose_styles
+    >>> rows = [{"series": "LLN", "length": n, "ms": n / 100} for n in (512, 1024)]
+    >>> svg = draw_lines(rows, choose_styles(["LLN"]), length_axis(rows), Axis("ms", "milliseconds"))
+    >>> svg.startswith("<svg"), ">milliseconds</text>" in svg
+    (True, True)
+    """
     names = [name for name in styles if any(row["series"] == name for row in rows)]
     chosen = [styles[name] for name in names]
     # Drawn in this order: the first, often the broadest line, lies under the others.
@@ -97,7 +104,11 @@ def draw_lines(
 
 
 def count_columns(names: list[str]) -> int:
-    """Of a legend, so that it is no wider than the drawing: else all of the chart shrinks. Rows are equally full."""
+    """Of a legend, so that it is no wider than the drawing: else all of the chart shrinks. Rows are equally full.
+
+    >>> count_columns(["softmax", "LLN", "LLN+Diag"]), count_columns(["a long name of a series"] * 3)
+    (3, 2)
+    """
     fits = max(1, min(5, WIDTH // (7 * max(map(len, names)) + 32)))
     return math.ceil(len(names) / math.ceil(len(names) / fits))
 
@@ -132,12 +143,20 @@ def choose_ticks(low: float, high: float) -> tuple[float, ...]:
 
 
 def length_axis(rows: list[dict[str, Any]]) -> Axis:
-    """Logarithmic, with a tick at every length that was measured."""
+    """Logarithmic, with a tick at every length that was measured.
+
+    >>> length_axis([{"length": 1024}, {"length": 512}]).ticks
+    (512, 1024)
+    """
     return Axis("length", "length (tokens)", True, tuple(sorted({row["length"] for row in rows})))
 
 
 def time_point(series: str, length: int, timing: dict[str, Any]) -> dict[str, Any]:
-    """A row for `draw_lines` of a stored `timing.Timing` in milliseconds, with its quartiles."""
+    """A row for `draw_lines` of a stored `timing.Timing` in milliseconds, with its quartiles.
+
+    >>> time_point("LLN", 512, {"median": 2.0, "low": 1.5, "high": 2.25, "repeats": 5})
+    {'series': 'LLN', 'length': 512, 'ms': 2.0, 'low': 1.5, 'high': 2.25}
+    """
     return {"series": series, "length": length, "ms": timing["median"], "low": timing["low"], "high": timing["high"]}
 
 

@@ -7,6 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
+Progress = Callable[[str], None]  # hears a few words as each step begins
+
+
+def ignore(news: object) -> None:
+    """For progress that nobody watches, and results that nobody stores."""
 
 
 class Bars:
@@ -14,20 +19,13 @@ class Bars:
     is shown at all, for processes that are not the first."""
 
     def __init__(self, *, transient: bool = False, quiet: bool = False) -> None:
+        from rich import progress
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            Progress,
-            TaskProgressColumn,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
 
-        columns = TextColumn("{task.description:36}"), BarColumn(), TaskProgressColumn()
-        self.progress = Progress(
-            *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True, quiet=quiet),
-            transient=transient,
+        self.progress = progress.Progress(
+            progress.TextColumn("{task.description:36}"), progress.BarColumn(), progress.TaskProgressColumn(),
+            progress.TimeElapsedColumn(), progress.TimeRemainingColumn(),
+            console=Console(stderr=True, quiet=quiet), transient=transient,
         )  # fmt: skip
 
     def __enter__(self) -> Self:
@@ -79,6 +77,10 @@ def busy(what: str) -> Iterator[None]:
 
 
 def describe_metrics(values: dict[str, float]) -> str:
-    """The values of a training step that stand beside its bar."""
+    """The values of a training step that stand beside its bar.
+
+    >>> describe_metrics({"loss": 2.5, "rate": 1e-3})
+    'loss 2.500'
+    """
     known = {"loss": "loss", "eval_loss": "eval", "eval_accuracy": "accuracy"}
     return ", ".join(f"{short} {values[name]:.3f}" for name, short in known.items() if name in values)

@@ -71,7 +71,13 @@ def print_wide(*things: RenderableType, narrowest: int = NARROWEST) -> None:
 
 
 def write_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as CSV text: every column that holds single values, in the order in which they first occur."""
+    """The rows as CSV text: every column that holds single values, in the order in which they first occur.
+
+    >>> print(write_csv([{"length": 512, "ms": 1.5, "all": [1, 2]}, {"length": 1024}]), end="")
+    length,ms
+    512,1.5
+    1024,
+    """
     names = list(dict.fromkeys(name for row in rows for name, x in row.items() if not isinstance(x, (list, dict))))
     text = io.StringIO()
     writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
@@ -90,10 +96,18 @@ def join_words(parts: Iterable[object]) -> str:
 
 
 def show_number(value: float) -> str:
-    """Three digits, without an exponent."""
+    """Three digits, or all before the point; without an exponent where it is not tiny.
+
+    >>> show_number(0.123456), show_number(12345.6)
+    ('0.123', '12,346')
+    """
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def show_timing(timing: dict[str, Any]) -> str:
-    """A stored `timing.Timing` as text: median (low to high)."""
+    """A stored `timing.Timing` as text: median (low to high).
+
+    >>> show_timing({"median": 2.0, "low": 1.5, "high": 2.25, "repeats": 5})
+    '2 (1.5 to 2.25)'
+    """
     return f"{show_number(timing['median'])} ({show_number(timing['low'])} to {show_number(timing['high'])})"

@@ -14,8 +14,9 @@ from lln.instruments import entropy, lln_map, lognormal_fit, softmax_map
 from lln.lab.core.charts import Axis
 from lln.lab.core.page import Section
 from lln.lab.core.palette import BLUE, INK, ORANGE, SHORT, SOLID, Style
+from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.timing import one_thread
-from lln.lab.page.shared import Progress, Result, Rows, begin_result, chart_lines, ignore
+from lln.lab.page.shared import Result, Rows, begin_result, chart_lines
 from lln.lab.paper.analysis import Draws, draw_inputs, match_alpha
 
 SIGMA = 1.0

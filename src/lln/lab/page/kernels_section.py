@@ -6,7 +6,7 @@ from typing import Any
 
 from lln.lab.bench.calls import PARTS, Shape
 from lln.lab.bench.kernel_charts import draw_charts
-from lln.lab.bench.kernel_tables import HEADER, growth
+from lln.lab.bench.kernel_tables import HEADER, describe_growth
 from lln.lab.core.page import Chart, Section
 from lln.lab.page.shared import MIB, Result, Rows
 
@@ -65,4 +65,4 @@ def write_sentences(result: Result, rows: Rows) -> list[str]:
         times = f"{best['speedup']['training']:.3g} times as fast as torch's attention"
         text = f"{name} is {times} at {best['length']:,} tokens"
         said.append(f"{text}, and slower at {', '.join(f'{n:,}' for n in slower)}." if slower else f"{text}.")
-    return [*said, *growth(result)]
+    return [*said, *describe_growth(result)]

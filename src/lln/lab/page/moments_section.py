@@ -16,10 +16,11 @@ from lln.lab.calibration import lln_entropy, softmax_entropy
 from lln.lab.core.charts import Axis
 from lln.lab.core.page import Section
 from lln.lab.core.palette import CURVES, MATCHED
+from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.seeds import normal
 from lln.lab.core.tables import join_words, show_number
 from lln.lab.core.timing import one_thread
-from lln.lab.page.shared import CPU, Progress, Result, Rows, begin_result, chart_lines, ignore, pick
+from lln.lab.page.shared import CPU, Result, Rows, begin_result, chart_lines, pick
 from lln.lab.paper.analysis import match_alpha
 from lln.matching.curves import pchip, read_curves
 

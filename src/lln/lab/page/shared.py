@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,13 +14,8 @@ from lln.lab.core.provenance import provenance
 
 CPU = torch.device("cpu")
 MIB = 2**20
-Progress = Callable[[str], None]
 Result = dict[str, Any]
 Rows = list[dict[str, Any]]
-
-
-def ignore(text: str) -> None:
-    """Progress that nobody watches."""
 
 
 def begin_result(what: str, plan: Any, seed: int) -> Result:
