@@ -67,10 +67,10 @@ def minilm() -> Path:
 
 def pydoc(tokenizer: Any, length: int) -> tuple[Passages, Passages]:
     """(for learning, for measuring): every third topic that has a passage is for measuring."""
-    from lln.lab.data.embedded import _paragraphs
+    from lln.lab.data.embedded import list_paragraphs
 
     topics: dict[str, Passages] = {}
-    for topic, paragraphs in itertools.groupby(_paragraphs(), key=lambda pair: pair[0]):
+    for topic, paragraphs in itertools.groupby(list_paragraphs(), key=lambda pair: pair[0]):
         if found := cut(tokenizer, "\n\n".join(text for _, text in paragraphs), length):
             topics[topic] = found
     held = set(sorted(topics)[::3])

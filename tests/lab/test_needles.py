@@ -24,7 +24,7 @@ from lln.lab.paper.experiments import EXPERIMENTS
 from lln.lab.paper.finished_runs import find
 from lln.lab.paper.needle_lengths import assemble, markdown, parse_lengths
 from lln.lab.recipes import recipe
-from lln.lab.recipes.needles import at_length
+from lln.lab.recipes.needles import set_length
 from lln.lab.train.config import Config, change
 from lln.lab.train.graph import Feed
 from lln.lab.train.loop import Pace
@@ -157,7 +157,7 @@ def test_learned_positions_go_with_one_length_and_no_judging_means_the_usual(tmp
     done = CliRunner().invoke(app, [*asked, "--set", "lengths=128"])
     assert done.exit_code == 0, done.output
     config = change(recipe("needles", "tiny", "lln"), {"data.evaluation": "0"})
-    assert at_length(config, 512).data.evaluation == 0
+    assert set_length(config, 512).data.evaluation == 0
 
 
 def test_places_are_spread_over_the_sequence_and_distances_are_told() -> None:
@@ -278,14 +278,14 @@ def test_positions_that_cannot_be_are_refused_and_learned_ones_leave_no_trace_in
 def test_another_length_is_the_same_work() -> None:
     config = recipe("needles", "mini", "lln_diag")
     for length in (512, 8192, 32768):
-        other = at_length(config, length)
+        other = set_length(config, length)
         assert other.optimisation.batch * length == 32768
         assert other.data.evaluation * length == config.data.evaluation * config.data.length
         assert other.model == config.model
         assert other.optimisation.steps == config.optimisation.steps
     for wrong in (0, 500, 65536):
         with pytest.raises(ValueError, match=f"lengths must divide the 32768 tokens of a step; got {wrong}"):
-            at_length(config, wrong)
+            set_length(config, wrong)
     with pytest.raises(ValueError, match="needles has the presets tiny, mini; got 'paper'"):
         recipe("needles", "paper")
 

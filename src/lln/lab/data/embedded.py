@@ -12,6 +12,7 @@ Every set has the splits train, validation and test.
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from typing import Any
 
@@ -45,75 +46,66 @@ def make_columns(name: str, split: str) -> dict[str, list[Any]]:
     if split not in SPLITS:
         raise DataError(f"{name} has no split {split!r}; there are: {', '.join(SPLITS)}.")
     if name == "embedded/digits":
-        return _digits(split)
+        return _make_digits(split)
     if name == "embedded/topics":
-        return _topics(split)
+        return _make_topics(split)
     if name == "embedded/halves":
-        return _halves(split)
+        return _make_halves(split)
     if name in ("embedded/pairs", "embedded/passages"):
-        return _pairs(name, split, WORDS if name == "embedded/pairs" else PASSAGE)
-    return {"text": [text for i, (_, text) in enumerate(_paragraphs()) if choose_split(i // RUN) == split]}
+        return _make_pairs(name, split, WORDS if name == "embedded/pairs" else PASSAGE)
+    return {"text": [text for i, (_, text) in enumerate(list_paragraphs()) if choose_split(i // RUN) == split]}
 
 
 def list_chapters() -> list[str]:
     """The names of the classes of embedded/topics: the chapters with the most text of their own."""
     sizes: dict[str, int] = {}
-    for topic, text in _paragraphs():
+    for topic, text in list_paragraphs():
         sizes[topic] = sizes.get(topic, 0) + len(text)
     return sorted(sizes, key=lambda topic: (-sizes[topic], topic))[:CLASSES]
 
 
 @cache
-def _paragraphs() -> tuple[tuple[str, str], ...]:
+def list_paragraphs() -> tuple[tuple[str, str], ...]:
     """(topic, paragraph), each paragraph once: many topics are parts of longer ones."""
     from pydoc_data.topics import topics
 
-    seen: set[str] = set()
-    found = []
+    found: dict[str, str] = {}
     for topic in sorted(topics, key=lambda t: (-len(topics[t]), t)):
         for paragraph in topics[topic].split("\n\n"):
-            text = " ".join(paragraph.split())
-            if text and text not in seen:
-                seen.add(text)
-                found.append((topic, text))
-    return tuple(found)
+            if text := " ".join(paragraph.split()):
+                found.setdefault(text, topic)
+    return tuple((topic, text) for text, topic in found.items())
 
 
-def _runs(split: str) -> list[tuple[str, list[str]]]:
+def _join_runs(split: str) -> list[tuple[str, list[str]]]:
     """(topic, words): the split's paragraphs, joined where they follow each other, so no paragraph is in two splits"""
-    runs: list[tuple[str, list[str]]] = []
-    before: tuple[str, int] | None = None
-    for i, (topic, text) in enumerate(_paragraphs()):
-        if choose_split(i // RUN) == split:
-            if before != (topic, i - 1):
-                runs.append((topic, []))
-            runs[-1][1].extend(text.split())
-            before = (topic, i)
-    return runs
+    kept = [(i, *paragraph) for i, paragraph in enumerate(list_paragraphs()) if choose_split(i // RUN) == split]
+    groups = itertools.groupby(enumerate(kept), key=lambda place: (place[1][1], place[1][0] - place[0]))
+    return [(topic, [word for _, (*_, text) in group for word in text.split()]) for (topic, _), group in groups]
 
 
 def _cut(words: list[str], length: int, stride: int) -> list[str]:
     return [" ".join(words[at : at + length]) for at in range(0, len(words) - length + 1, stride)]
 
 
-def _topics(split: str) -> dict[str, list[Any]]:
+def _make_topics(split: str) -> dict[str, list[Any]]:
     names = list_chapters()
-    runs = [(names.index(topic), words) for topic, words in _runs(split) if topic in names]
+    runs = [(names.index(topic), words) for topic, words in _join_runs(split) if topic in names]
     found = [(text, label) for label, words in runs for text in _cut(words, WORDS, STRIDE)]
     order = permutation(len(found), "embedded/topics", split)
     return {"sentence": [found[i][0] for i in order], "label": [found[i][1] for i in order]}
 
 
-def _halves(split: str) -> dict[str, list[Any]]:
-    found = _topics(split)
+def _make_halves(split: str) -> dict[str, list[Any]]:
+    found = _make_topics(split)
     words = [text.split() for text in found["sentence"]]
     first, second = ([" ".join(w[part]) for w in words] for part in (slice(WORDS // 2), slice(WORDS // 2, None)))
     return {"text1": first, "text2": second, "label": found["label"]}
 
 
-def _pairs(name: str, split: str, length: int) -> dict[str, list[Any]]:
+def _make_pairs(name: str, split: str, length: int) -> dict[str, list[Any]]:
     draw = generator(name, split)
-    passages = [text for _, words in _runs(split) for text in _cut(words, length, length)]
+    passages = [text for _, words in _join_runs(split) for text in _cut(words, length, length)]
     found: dict[str, list[Any]] = {"text1": [], "text2": [], "label": []}
     for number in range(PAIRS[split]):
         first = int(draw.integers(len(passages)))
@@ -126,11 +118,10 @@ def _pairs(name: str, split: str, length: int) -> dict[str, list[Any]]:
     return found
 
 
-def _digits(split: str) -> dict[str, list[Any]]:
+def _make_digits(split: str) -> dict[str, list[Any]]:
     bunch = need("sklearn.datasets").load_digits()
     images = np.round(bunch.images * (255 / 16)).astype(np.uint8).reshape(len(bunch.images), -1)  # [n, 64]
     order = permutation(len(images), "embedded/digits")
     tenth = len(images) // 10
-    parts = {"train": order[2 * tenth :], "validation": order[:tenth], "test": order[tenth : 2 * tenth]}
-    chosen = parts[split]
+    chosen = {"train": order[2 * tenth :], "validation": order[:tenth], "test": order[tenth : 2 * tenth]}[split]
     return {"image": images[chosen].tolist(), "label": bunch.target[chosen].tolist()}

@@ -8,7 +8,8 @@ expressions whose length is not wanted are thrown away. Long Range Arena wants 5
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -22,6 +23,12 @@ from lln.lab.data.made_once import Place
 PAD = 0
 TOKENS = ("<pad>", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
 FIRST_DIGIT, FIRST_OPERATOR, CLOSE = 1, 11, 15
+OPERATIONS: tuple[Callable[[list[int]], int], ...] = (  # in the order of their tokens
+    min,
+    max,
+    lambda values: int(statistics.median(values)),
+    lambda values: sum(values) % 10,
+)
 OPERATOR_PROBABILITY = 0.25
 TRIALS = 512  # trees grown together
 HOPELESS = 200  # rounds without one accepted tree
@@ -57,7 +64,8 @@ def evaluate(ids: Sequence[int] | np.ndarray) -> int:
         if token == CLOSE:
             if not open_lists or not open_lists[-1][1]:
                 raise ValueError("ids close a list that was not opened or is empty.")
-            value = _apply(*open_lists.pop())
+            operator, values = open_lists.pop()
+            value = OPERATIONS[operator](values)
         elif FIRST_DIGIT <= token < FIRST_OPERATOR:
             value = token - FIRST_DIGIT
         else:
@@ -68,17 +76,6 @@ def evaluate(ids: Sequence[int] | np.ndarray) -> int:
     else:
         raise ValueError("ids end before the expression does.")
     return value
-
-
-def _apply(operator: int, values: list[int]) -> int:
-    if operator == 0:
-        return min(values)
-    if operator == 1:
-        return max(values)
-    if operator == 2:
-        ordered, n = sorted(values), len(values)
-        return (ordered[(n - 1) // 2] + ordered[n // 2]) // 2
-    return sum(values) % 10
 
 
 def to_text(ids: Sequence[int] | np.ndarray) -> str:

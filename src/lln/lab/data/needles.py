@@ -48,11 +48,9 @@ class Planting:
         for name, number in asdict(self).items():
             if not isinstance(number, int) or isinstance(number, bool):
                 raise ValueError(f"{name} must be a whole number; got {number!r}.")
-        if self.values < 2:
-            raise ValueError(f"values must be at least 2, or there is nothing to guess; got {self.values}.")
-        for name in ("needles_every", "questions_every", "keys"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}.")
+            lowest, reason = (2, ", or there is nothing to guess") if name == "values" else (1, "")
+            if number < lowest:
+                raise ValueError(f"{name} must be at least {lowest}{reason}; got {number}.")
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Planting:

@@ -8,6 +8,7 @@ further apart than that, everywhere. So each image has one right answer, and who
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import asdict, dataclass
@@ -110,28 +111,8 @@ def draw(scene: Scene, split: str, seed: int, index: int) -> Drawing:
     )
 
 
-class _Grid:
-    """Marks on pixels, as bytes with a margin around: marks may reach over the edge."""
-
-    def __init__(self, scene: Scene) -> None:
-        self.reach = scene.reach
-        self.margin = scene.reach + 1
-        self.width = scene.size + 2 * self.margin
-        self.marks = bytearray(self.width**2)
-
-    def __getitem__(self, pixel: Point) -> int:
-        return self.marks[(pixel[0] + self.margin) * self.width + pixel[1] + self.margin]
-
-    def mark(self, pixel: Point) -> None:
-        """All that is within reach of it."""
-        across = b"\1" * (2 * self.reach + 1)
-        first = (pixel[0] + self.margin - self.reach) * self.width + pixel[1] + self.margin - self.reach
-        for row in range(first, first + len(across) * self.width, self.width):
-            self.marks[row : row + len(across)] = across
-
-
 def _place(scene: Scene, numbers: np.random.Generator) -> list[list[Point]] | None:
-    taken = _Grid(scene)  # pixels within reach of a path
+    taken: set[Point] = set()  # pixels within reach of a path
     paths = []
     period = scene.dash + scene.gap
     short = max(2, scene.dashes // 3)
@@ -143,39 +124,42 @@ def _place(scene: Scene, numbers: np.random.Generator) -> list[list[Point]] | No
         else:
             return None
         paths.append(path)
-        for pixel in [*path, *_dot(path[0]), *_dot(path[-1])] if dotted else path:
-            taken.mark(pixel)
+        for pixel in {*path, *_square(path[0]), *_square(path[-1])} if dotted else path:
+            taken.update(_square(pixel, scene.reach))
     return paths
 
 
-def _walk(scene: Scene, numbers: np.random.Generator, length: int, taken: _Grid, dotted: bool) -> list[Point] | None:
+def _walk(
+    scene: Scene, numbers: np.random.Generator, length: int, taken: set[Point], dotted: bool
+) -> list[Point] | None:
     """Pixels of a curve of so many steps of one pixel, or None where it ran into something."""
     y, x = numbers.uniform(1, scene.size - 2, 2).tolist()
     angle = float(numbers.uniform(0, 2 * math.pi))
     turns = (TURN * numbers.standard_normal(length)).tolist()
     # It may follow itself, but not come back to itself: pixels within reach of steps that are long gone.
-    behind, long_gone = _Grid(scene), 2 * scene.reach + 3
+    behind: set[Point] = set()
+    long_gone = 2 * scene.reach + 3
     path: list[Point] = []
 
-    def free(pixel: Point) -> bool:
+    def is_free(pixel: Point) -> bool:
         inside = 1 <= pixel[0] < scene.size - 1 and 1 <= pixel[1] < scene.size - 1
-        return inside and not taken[pixel] and not behind[pixel]
+        return inside and pixel not in taken and pixel not in behind
 
     def ends_well(pixel: Point) -> bool:
-        return not dotted or not any(taken[part] for part in _dot(pixel))
+        return not dotted or taken.isdisjoint(_square(pixel))
 
     first = (round(y), round(x))
-    if not free(first) or not ends_well(first):
+    if not is_free(first) or not ends_well(first):
         return None
     path.append(first)
     for step in range(1, length):
         if step >= long_gone:
-            behind.mark(path[step - long_gone])
+            behind.update(_square(path[step - long_gone], scene.reach))
         angle += turns[step]
         for detour in DETOURS:
             to_y, to_x = y + math.sin(angle + detour), x + math.cos(angle + detour)
             pixel = (round(to_y), round(to_x))
-            if free(pixel):
+            if is_free(pixel):
                 break
         else:
             return None
@@ -200,11 +184,13 @@ def _finish(scene: Scene, paths: list[list[Point]], label: int) -> Drawing:
             if step % period < scene.dash:
                 image[pixel] = INK
     for dot in dots:
-        for pixel in _dot(dot):
+        for pixel in _square(dot):
             image[pixel] = INK
     return Drawing(image, label, dots, paths)
 
 
-def _dot(centre: Point) -> list[Point]:
+@functools.cache
+def _square(centre: Point, reach: int = 1) -> frozenset[Point]:
+    """All pixels within reach of one; a dot reaches as far as 1."""
     y, x = centre
-    return [(y + dy, x + dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1)]
+    return frozenset((y + dy, x + dx) for dy in range(-reach, reach + 1) for dx in range(-reach, reach + 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any, Unpack
 
 import numpy as np
@@ -19,6 +19,7 @@ from lln.lab.data.sources import Rows, Selection, read
 from lln.lab.data.tokenizer import CHUNK, TextTokenizer
 
 
+@dataclass(eq=False)
 class PackedText(Examples):
     """Sequences of `length` tokens: the start token, then a piece of the text. Lines end with the end token and go on
     over the edges of sequences, so there is no padding; what is left at the end of the text is dropped.
@@ -27,27 +28,25 @@ class PackedText(Examples):
     epoch masks anew and evaluation (epoch 0) always asks for the same tokens. Without masking: `input_ids`.
     """
 
-    def __init__(
-        self,
-        tokens: np.ndarray,  # [total]
-        tokenizer: TextTokenizer,
-        *,
-        length: int,
-        masking: Masking | None,
-        seed: int,
-        identity: dict[str, Any],
-        notes: list[str],
-    ) -> None:
-        if length < 2:
-            raise ValueError(f"length must be at least 2, the start token and one more; got {length}.")
-        count = len(tokens) // (length - 1)
-        if count == 0:
-            raise DataError(f"The text has {len(tokens)} tokens, too few for one sequence of length {length}.")
-        self.tokens = tokens[: count * (length - 1)].reshape(count, length - 1)  # [sequences, length - 1]
-        self.tokenizer, self.length, self.masking = tokenizer, length, masking
-        self.key = stream_key("mask", seed)
-        self.identity = {**identity, "length": length, "masking": masking and asdict(masking), "mask_seed": seed}
-        self.notes = notes
+    tokens: np.ndarray  # [total] first, then [sequences, length - 1]
+    tokenizer: TextTokenizer
+    _: KW_ONLY
+    length: int
+    masking: Masking | None
+    seed: int
+    identity: dict[str, Any]
+    notes: list[str]
+
+    def __post_init__(self) -> None:
+        if self.length < 2:
+            raise ValueError(f"length must be at least 2, the start token and one more; got {self.length}.")
+        total, room = len(self.tokens), self.length - 1
+        if total < room:
+            raise DataError(f"The text has {total} tokens, too few for one sequence of length {self.length}.")
+        self.tokens = self.tokens[: total // room * room].reshape(-1, room)
+        self.key = stream_key("mask", self.seed)
+        masking = self.masking and asdict(self.masking)
+        self.identity = {**self.identity, "length": self.length, "masking": masking, "mask_seed": self.seed}
 
     def __len__(self) -> int:
         return len(self.tokens)

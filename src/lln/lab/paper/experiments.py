@@ -13,7 +13,7 @@ from lln.lab.data.needles import Planting
 from lln.lab.paper import published
 from lln.lab.paper.jobs import DEIT, Job, configure, folder_name
 from lln.lab.recipes import NAMES
-from lln.lab.recipes.needles import at_length, longer
+from lln.lab.recipes.needles import lengthen, set_length
 from lln.lab.train.config import LEARNED
 from lln.lab.train.models import check_attention
 from lln.lab.train.run import MODEL
@@ -178,10 +178,10 @@ def jobs_lengths(asked: Asked) -> list[Job]:
         for length in lengths:
             for attention in asked.attentions:
                 config, last = configure("needles", asked.scale, attention, seed, asked.changes), before.get(attention)
-                name, now = f"needles-{length}", at_length(config, length)
+                name, now = f"needles-{length}", set_length(config, length)
                 if last is not None:
                     name += f"-after-{last.config.data.length}"
-                    now = longer(config, length, str(asked.runs / last.folder / MODEL))
+                    now = lengthen(config, length, str(asked.runs / last.folder / MODEL))
                 folder = folder_name(config, None).replace("needles", name, 1)
                 before[attention] = Job(folder, now, None if last is None else last.folder)
                 found.append(before[attention])

@@ -16,7 +16,7 @@ from lln.lab.paper.finished_runs import Found, alike
 from lln.lab.paper.jobs import configure, shape
 from lln.lab.paper.run_tables import scores, told
 from lln.lab.paper.spread import RULE, find_difference, find_spread
-from lln.lab.recipes.needles import at_length, longer
+from lln.lab.recipes.needles import lengthen, set_length
 
 TASK = "needles"
 WITH, WITHOUT = "lln_diag", "block_diagonal"  # what the linear part adds is the difference
@@ -86,7 +86,7 @@ def began(config: dict[str, Any]) -> int | None:
 def wanted(asked: Asked, length: int, begun: int | None) -> dict[str, Any] | None:
     config = configure(TASK, asked.scale, "softmax", 0, asked.changes)
     try:
-        config = at_length(config, length) if begun is None else longer(config, length, "")
+        config = set_length(config, length) if begun is None else lengthen(config, length, "")
     except ValueError:  # runs of a length that does not go with these settings
         return None
     return shape(config.to_dict())

@@ -17,7 +17,16 @@ NAMES: dict[str, list[str]] = {"glue": list(glue.TASKS), "lra": list(lra.TASKS)}
 
 
 def recipe(task: str, preset: str = "tiny", attention: str = "lln_diag", name: str | None = None) -> Config:
-    """The config of a task, ready to run. name: which GLUE or LRA task."""
+    """The config of a task (mlm, glue, image, lra, needles), complete: `lln.lab.train.run.train` runs it as it is.
+
+    preset: tiny (minutes on two cores, no download), mini (minutes on one large GPU) or paper (the paper's own).
+    attention: a mechanism, with `_diag` for one with blocks. name: which GLUE or LRA task. ValueError names what there
+    is.
+
+    >>> config = recipe("lra", "tiny", "lln_diag", name="listops")
+    >>> config.data.name, config.data.length, config.attention.options
+    ('generated', 64, {'block_size': 16})
+    """
     if task not in RECIPES:
         raise ValueError(f"task must be one of {', '.join(RECIPES)}; got {task!r}.")
     if preset not in PRESETS:
@@ -27,10 +36,9 @@ def recipe(task: str, preset: str = "tiny", attention: str = "lln_diag", name: s
     names = NAMES.get(task)
     if names is None and name is not None:
         raise ValueError(f"{task} is one task and takes no name; got {name!r}.")
-    if names is not None and name is not None and name not in names:
+    if names is not None and name not in (None, *names):
         raise ValueError(f"{task} has the tasks {', '.join(names)}; got {name!r}.")
-    make = RECIPES[task][preset]
-    config = make() if names is None else make(name or names[0])
+    config = RECIPES[task][preset](*([name or names[0]] if names else []))
     return dataclasses.replace(config, attention=choose_attention(attention, config.attention.options))
 
 

@@ -22,7 +22,7 @@ EASY: dict[str, dict[str, Any]] = {
 }  # to learn in minutes
 
 
-def model(dropout: float = 0.1, attention_dropout: float = 0.1) -> Model:
+def make_model(dropout: float = 0.1, attention_dropout: float = 0.1) -> Model:
     return Model(layers=2, width=64, heads=2, inner=128, dropout=dropout, attention_dropout=attention_dropout)
 
 
@@ -34,7 +34,7 @@ def tiny(name: str) -> Config:
     }[name]  # fmt: skip
     steps, batch = (600, 64) if name == "pathfinder" else (400, 32)
     return Config(
-        task="lra", preset="tiny", attention=Attention(options={"block_size": 16}), model=model(0.0, 0.0),
+        task="lra", preset="tiny", attention=Attention(options={"block_size": 16}), model=make_model(0.0, 0.0),
         data=Data(source, name, length=length, train=8000, evaluation=500, options=EASY.get(name, {})),
         optimisation=Optimisation(
             steps=steps, batch=batch, rate=1e-3, warmup=40, schedule="cosine", decay=0.0, clip=1.0
@@ -49,7 +49,7 @@ def mini(name: str) -> Config:
     source, length, batch, _, _ = TASKS[name]
     source = "embedded/passages" if source == AAN else source
     return Config(
-        task="lra", preset="mini", attention=Attention(), model=model(attention_dropout=0.0),
+        task="lra", preset="mini", attention=Attention(), model=make_model(attention_dropout=0.0),
         data=Data(source, name, length=min(length, 1024)),
         optimisation=Optimisation(
             steps=3000, batch=batch, rate=1e-3, warmup=150, schedule="cosine", decay=0.0, clip=1.0
@@ -61,7 +61,7 @@ def mini(name: str) -> Config:
 def paper(name: str) -> Config:
     source, length, batch, rate, warmup = TASKS[name]
     return Config(
-        task="lra", preset="paper", attention=Attention(), model=model(),
+        task="lra", preset="paper", attention=Attention(), model=make_model(),
         data=Data(source, name, length=length),
         optimisation=Optimisation(steps=STEPS, batch=batch, rate=rate, warmup=warmup, decay=0.0),
         log_every=50, evaluate_every=500, save_every=500, record_every=500,
