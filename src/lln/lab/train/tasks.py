@@ -10,25 +10,26 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lln.lab.data.examples import Examples, Pad
+from lln.lab.data.examples import Examples, Pad, Sequences
 from lln.lab.data.glue import list_tasks, load_glue
 from lln.lab.data.images import load_images
 from lln.lab.data.listops import Grammar, load_listops
 from lln.lab.data.lra import load_byte_text, load_pixels, load_retrieval
 from lln.lab.data.made_once import Place
 from lln.lab.data.masking import Masking
-from lln.lab.data.needles import Needles, Planting, load_needles
-from lln.lab.data.pathfinder import DIFFICULTY, Scene, load_pathfinder
+from lln.lab.data.needles import Planting, load_needles
+from lln.lab.data.pathfinder import DIFFICULTY, load_pathfinder
 from lln.lab.data.sources import list_splits, read
 from lln.lab.data.text import load_text
 from lln.lab.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from lln.lab.train.config import Config
 from lln.lab.train.models import Sizes, read_start
 
+Parts = tuple[Any, dict[str, Any]]  # examples to train on, and by split those to evaluate on
 Collate = Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
 HOLD_OUT = 0.1  # of the training split, for sets without a validation split
 GENERATED = {"train": 96_000, "validation": 2_000, "test": 2_000}  # examples of ListOps and Pathfinder
-NEEDLES = {"train": 2**16, "validation": 256}  # sequences; each epoch draws new ones
+NEEDLES = {"train": 2**16, "validation": 256, "test": 256}  # sequences; each epoch draws new ones
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,179 +54,125 @@ class TaskData:
 
 
 def load(config: Config, data_root: Place = None, cache_dir: Place = None) -> TaskData:
-    return {"mlm": mlm, "glue": glue, "image": image, "lra": lra, "needles": needles}[config.task](
-        config, data_root, cache_dir
-    )
+    tasks = {"mlm": load_mlm, "glue": load_sentences, "image": load_pictures, "lra": load_lra, "needles": load_planted}
+    return tasks[config.task](Sets(config, config.data.name, config.data.subset or None, data_root, cache_dir))
 
 
-def limits(config: Config) -> dict[str, int | None]:
-    """How many examples of each split are used."""
-    d = config.data
-    return {"train": d.train or None, "validation": d.evaluation or None, "test": d.evaluation or None}
+@dataclasses.dataclass(frozen=True)
+class Sets:
+    """What a config is trained and evaluated on, split by split."""
+
+    config: Config
+    name: str
+    subset: str | None
+    data_root: Place
+    cache_dir: Place
+
+    @property
+    def drawn(self) -> dict[str, Any]:
+        """What sets of which examples are drawn anew ask for."""
+        return {"seed": self.config.seed, "config": self.subset, "cache_dir": self.cache_dir}
+
+    def list_splits(self) -> list[str]:
+        return list_splits(self.name, config=self.subset, data_root=self.data_root)
+
+    def find_tokenizer(self) -> TextTokenizer:
+        """The one that `model.start` was trained with; else one trained on this data."""
+        if start := self.config.model.start:
+            read_start(start)
+            return load_tokenizer(start)
+        known = self.list_splits()
+        split = "train" if "train" in known else known[0]
+        source = read(self.name, split, config=self.subset, data_root=self.data_root)
+        column = next(c for c in ("text", "sentence", *source.columns) if c in source.columns)
+        return train_tokenizer(source, column, vocab_size=self.config.data.vocabulary, cache_dir=self.cache_dir)
+
+    def read(self, load: Callable[..., Any], counts: dict[str, int] | None = None, **options: Any) -> Parts:
+        """`make` of a stored set. Where it has no split to evaluate on, a part of `train` is held out."""
+        known = self.list_splits()
+        split = next((name for name in ("validation", "test") if name in known), None)
+        stored = {"name": self.name, "data_root": self.data_root, "hold_out": 0.0 if split else HOLD_OUT}
+        return self.make(load, [split or "validation"], counts, **stored, **options)
+
+    def make(
+        self, load: Callable[..., Any], splits: list[str], counts: dict[str, int] | None = None, **options: Any
+    ) -> Parts:
+        """(train, {split: evaluation}) by a function that makes one split. counts: of sets that are as large as one
+        likes, how many examples they have where the config says nothing."""
+        found, d = {}, self.config.data
+        for split in ("train", *splits):
+            most = (d.train if split == "train" else d.evaluation) or None
+            amount = {"limit": most} if counts is None else {"count": most or counts[split]}
+            found[split] = load(split=split, **amount, **options)
+        return found.pop("train"), found
 
 
-def pieces(name: str, subset: str | None, data_root: Place) -> tuple[str, float]:
-    """(the split that is evaluated on, the share of `train` that is held out where there is none)"""
-    known = list_splits(name, config=subset, data_root=data_root)
-    for split in ("validation", "test"):
-        if split in known:
-            return split, 0.0
-    return "validation", HOLD_OUT
-
-
-def tokenizer_of(config: Config, name: str, subset: str | None, data_root: Place, cache_dir: Place) -> TextTokenizer:
-    """The one that `model.start` was trained with; else one trained on this data."""
-    if config.model.start:
-        read_start(config.model.start)
-        return load_tokenizer(config.model.start)
-    known = list_splits(name, config=subset, data_root=data_root)
-    source = read(name, "train" if "train" in known else known[0], config=subset, data_root=data_root)
-    column = next(c for c in ("text", "sentence", *source.columns) if c in source.columns)
-    return train_tokenizer(source, column, vocab_size=config.data.vocabulary, cache_dir=cache_dir)
-
-
-def mlm(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
-    d, subset = config.data, config.data.subset or None
-    tokenizer = tokenizer_of(config, d.name, subset, data_root, cache_dir)
-    split, hold_out = pieces(d.name, subset, data_root)
-    most = limits(config)
-
-    def part(which: str) -> Any:
-        return load_text(
-            d.name, which, tokenizer, length=d.length, config=subset, masking=Masking(**d.options), seed=config.seed,
-            data_root=data_root, hold_out=hold_out, limit=most[which], cache_dir=cache_dir,
-        )  # fmt: skip
-
-    train, evaluation = part("train"), part(split)
+def load_mlm(sets: Sets) -> TaskData:
+    d, tokenizer = sets.config.data, sets.find_tokenizer()
+    masking = Masking(**d.options)
+    train, held = sets.read(load_text, tokenizer=tokenizer, length=d.length, masking=masking, **sets.drawn)
     sizes = Sizes(vocabulary=tokenizer.vocab_size, padding=tokenizer.pad_id)
-    guess = {"loss": evaluation.unigram_entropy()}
-    return TaskData(train, {split: evaluation}, default_collate, sizes, guess, tokenizer, train.masking.probability)
+    guess = {"loss": next(iter(held.values())).unigram_entropy()}
+    return TaskData(train, held, default_collate, sizes, guess, tokenizer, masking.probability)
 
 
-def needles(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
-    d, subset = config.data, config.data.subset or None
-    tokenizer = tokenizer_of(config, d.name, subset, data_root, cache_dir)
-    split, hold_out = pieces(d.name, subset, data_root)
-    counts = {"train": d.train or NEEDLES["train"], split: d.evaluation or NEEDLES["validation"]}
-
-    def part(which: str) -> Needles:
-        return load_needles(
-            d.name, which, tokenizer, length=d.length, count=counts[which], planting=Planting.from_options(d.options),
-            seed=config.seed, config=subset, data_root=data_root, hold_out=hold_out, cache_dir=cache_dir,
-        )  # fmt: skip
-
-    train, evaluation = part("train"), part(split)
+def load_planted(sets: Sets) -> TaskData:
+    d, tokenizer = sets.config.data, sets.find_tokenizer()
+    planting = Planting.from_options(d.options)
+    given = {"tokenizer": tokenizer, "length": d.length, "planting": planting, **sets.drawn}
+    train, held = sets.read(load_needles, NEEDLES, **given)
     sizes = Sizes(vocabulary=train.vocab_size, padding=tokenizer.pad_id)
-    guess = {"accuracy": 1 / train.planting.values, "loss": math.log(train.planting.values)}
-    share = train.questions / d.length
-    return TaskData(train, {split: evaluation}, default_collate, sizes, guess, tokenizer, share)
+    guess = {"accuracy": 1 / planting.values, "loss": math.log(planting.values)}
+    return TaskData(train, held, default_collate, sizes, guess, tokenizer, train.questions / d.length)
 
 
-def glue(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
-    d = config.data
-    task = list_tasks()[d.subset]
-    tokenizer = tokenizer_of(config, task.name, task.config, data_root, cache_dir)
-    most = limits(config)
-
-    def part(which: str) -> Any:
-        return load_glue(
-            d.subset, which, tokenizer, length=d.length, data_root=data_root,
-            limit=most[which.partition("_")[0]], cache_dir=cache_dir,
-        )  # fmt: skip
-
-    train = part("train")
-    known = list_splits(task.name, config=task.config, data_root=data_root)  # a mirror may have one of MNLI's two
-    evaluations = {w: part(w) for w in task.validation if w in known or w == task.validation[0]}
-    sizes = Sizes(vocabulary=tokenizer.vocab_size, labels=train.num_labels, padding=tokenizer.pad_id)
-    first = next(iter(evaluations.values()))
-    return TaskData(
-        train,
-        evaluations,
-        Pad(tokenizer.pad_id, length=d.length if config.graph else None),
-        sizes,
-        {"accuracy": first.majority},
-        tokenizer,
-    )
+def load_sentences(sets: Sets) -> TaskData:
+    d, task = sets.config.data, list_tasks()[sets.config.data.subset]
+    sets = dataclasses.replace(sets, name=task.name, subset=task.config)
+    tokenizer, known = sets.find_tokenizer(), sets.list_splits()
+    splits = [
+        s for s in task.validation if s in known or s == task.validation[0]
+    ]  # a mirror may have one of MNLI's two
+    places: dict[str, Any] = {"data_root": sets.data_root, "cache_dir": sets.cache_dir}
+    made = sets.make(load_glue, splits, task=d.subset, tokenizer=tokenizer, length=d.length, **places)
+    return classify_sequences(*made, sets.config, tokenizer)
 
 
-def image(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
-    d = config.data
-    split, hold_out = pieces(d.name, d.subset or None, data_root)
-    most = limits(config)
+def load_pictures(sets: Sets) -> TaskData:
+    augments = bool(sets.config.data.options.get("augment", False))
 
-    def part(which: str) -> Any:
-        augment = which == "train" and bool(d.options.get("augment", False))
-        return load_images(
-            d.name, which, size=d.length, config=d.subset or None, augment=augment, seed=config.seed,
-            data_root=data_root, hold_out=hold_out, limit=most[which], cache_dir=cache_dir,
-        )  # fmt: skip
+    def load_split(split: str, **options: Any) -> Any:
+        return load_images(split=split, augment=augments and split == "train", **options)
 
-    train, evaluation = part("train"), part(split)
+    train, held = sets.read(load_split, size=sets.config.data.length, **sets.drawn)
     sizes = Sizes(labels=train.num_labels, channels=train.pixels.shape[-1])
-    return TaskData(train, {split: evaluation}, default_collate, sizes, {"accuracy": evaluation.majority})
+    return TaskData(train, held, default_collate, sizes, {"accuracy": next(iter(held.values())).majority})
 
 
-def lra(config: Config, data_root: Place, cache_dir: Place) -> TaskData:
-    d = config.data
-    most = limits(config)
-    make = {"listops": listops, "pathfinder": pathfinder, "text": text, "retrieval": retrieval, "image": pixels}
-    loader, split = make[d.subset](config, data_root, cache_dir)
-    train, evaluation = loader("train", most["train"]), loader(split, most[split])
-    length = train.length if config.graph else None
-    sizes = Sizes(
-        vocabulary=train.vocab_size, labels=train.num_labels, padding=train.pad_id, pair=len(train.parts) == 2
-    )
-    return TaskData(
-        train, {split: evaluation}, Pad(train.pad_id, length=length), sizes, {"accuracy": evaluation.majority}
-    )
+def load_lra(sets: Sets) -> TaskData:
+    sets = dataclasses.replace(sets, subset=None)
+    d, side = sets.config.data, round(sets.config.data.length**0.5)
+    own: dict[str, Any] = {"seed": sets.config.seed, "cache_dir": sets.cache_dir}
+    if d.subset == "listops":
+        grammar = Grammar(**({"min_length": max(d.length // 4, 4), "max_length": d.length} | d.options))
+        made = sets.make(load_listops, ["validation"], GENERATED, grammar=grammar, **own)
+    elif d.subset == "pathfinder":
+        if side * side != d.length:
+            raise ValueError(f"data.length of Pathfinder is a number of pixels, a square; got {d.length}.")
+        options = {"size": side, "difficulty": "hard"} | d.options
+        scene = dataclasses.replace(DIFFICULTY[options.pop("difficulty")], **options)
+        made = sets.make(load_pathfinder, ["validation"], GENERATED, scene=scene, **own)
+    elif d.subset == "image":
+        made = sets.read(load_pixels, size=side, cache_dir=sets.cache_dir)
+    else:
+        made = sets.read({"text": load_byte_text, "retrieval": load_retrieval}[d.subset], length=d.length)
+    return classify_sequences(*made, sets.config)
 
 
-Loader = Callable[[str, int | None], Any]
-
-
-def listops(config: Config, data_root: Place, cache_dir: Place) -> tuple[Loader, str]:
-    d = config.data
-    grammar = Grammar(**({"min_length": max(d.length // 4, 4), "max_length": d.length} | d.options))
-    return (
-        lambda which, most: load_listops(
-            which, count=most or GENERATED[which], grammar=grammar, seed=config.seed, cache_dir=cache_dir
-        ),
-        "validation",
-    )
-
-
-def pathfinder(config: Config, data_root: Place, cache_dir: Place) -> tuple[Loader, str]:
-    d = config.data
-    side = round(d.length**0.5)
-    if side * side != d.length:
-        raise ValueError(f"data.length of Pathfinder is a number of pixels, a square; got {d.length}.")
-    options = dict(d.options)
-    scene: Scene = dataclasses.replace(DIFFICULTY[options.pop("difficulty", "hard")], **({"size": side} | options))
-    return (
-        lambda which, most: load_pathfinder(
-            which, count=most or GENERATED[which], scene=scene, seed=config.seed, cache_dir=cache_dir
-        ),
-        "validation",
-    )
-
-
-def of_a_set(config: Config, data_root: Place, load: Callable[..., Any], **options: Any) -> tuple[Loader, str]:
-    """Sequences made of a stored set."""
-    name = config.data.name
-    split, hold_out = pieces(name, None, data_root)
-    return (
-        lambda which, most: load(which, name=name, data_root=data_root, hold_out=hold_out, limit=most, **options),
-        split,
-    )
-
-
-def text(config: Config, data_root: Place, cache_dir: Place) -> tuple[Loader, str]:
-    return of_a_set(config, data_root, load_byte_text, length=config.data.length)
-
-
-def retrieval(config: Config, data_root: Place, cache_dir: Place) -> tuple[Loader, str]:
-    return of_a_set(config, data_root, load_retrieval, length=config.data.length)
-
-
-def pixels(config: Config, data_root: Place, cache_dir: Place) -> tuple[Loader, str]:
-    return of_a_set(config, data_root, load_pixels, size=round(config.data.length**0.5), cache_dir=cache_dir)
+def classify_sequences(
+    train: Sequences, held: dict[str, Any], config: Config, tokenizer: TextTokenizer | None = None
+) -> TaskData:
+    """With a graph all are as long as the longest may be."""
+    collate = Pad(train.pad_id, length=train.length if config.graph else None)
+    sizes = Sizes(train.vocab_size, train.num_labels, padding=train.pad_id, pair=len(train.parts) == 2)
+    return TaskData(train, held, collate, sizes, {"accuracy": next(iter(held.values())).majority}, tokenizer)
