@@ -192,7 +192,7 @@ def test_accuracy_is_told_by_distance() -> None:
     found = score_answers(logits, labels).numpy()
     assert found.shape == (50, 40, 2)
     guesses = Guesses(torch.nn.Identity(), data.questions / 400)  # a head that saw the questions alone says the same
-    with guesses.only(labels):
+    with guesses.narrow(labels):
         (few,) = guesses.pick(guesses, (logits,)) or ()  # type: ignore[arg-type]
     assert few.shape[1] < 60
     np.testing.assert_array_equal(score_answers(few, labels).numpy(), found)
@@ -233,7 +233,7 @@ def test_the_head_sees_every_question() -> None:
         data = needles(length, Planting(50, every, 16, 4))
         labels = data.item(0)["labels"][None]
         guesses = Guesses(torch.nn.Identity(), data.questions / length)
-        with guesses.only(labels) as chosen:
+        with guesses.narrow(labels) as chosen:
             assert int((chosen != IGNORE).sum()) == data.questions
             assert chosen.shape[1] <= data.questions + 2
 

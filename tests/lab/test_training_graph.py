@@ -14,7 +14,7 @@ from lln.lab.data.examples import Stream
 from lln.lab.recipes import recipe
 from lln.lab.train.config import Config, change
 from lln.lab.train.graph import AHEAD, Feed
-from lln.lab.train.models import Sizes, build, unmasked
+from lln.lab.train.models import Sizes, build, skip_masks
 from lln.lab.train.run import train
 from lln.lab.train.tasks import load
 
@@ -191,7 +191,7 @@ def test_without_padding_a_traced_model_gets_no_mask(monkeypatch: pytest.MonkeyP
     ids = torch.randint(5, 300, (2, 16))
     asked: list[bool] = []
     monkeypatch.setattr(masking_utils, "is_tracing", lambda tensor=None: asked.append(True) or True)
-    with unmasked():
+    with skip_masks():
         found = torch.compile(model, backend=look)(input_ids=ids).logits
     assert masks == [None]
     assert not asked  # transformers of before 5.20 asks, and would make a mask

@@ -12,7 +12,7 @@ from lln.lab.data.examples import IGNORE
 from lln.lab.data.masking import Masking
 from lln.lab.recipes import recipe
 from lln.lab.train.models import Sizes, build
-from lln.lab.train.objective import Guesses, token_losses
+from lln.lab.train.objective import Guesses, compare_tokens
 
 
 def model_of(length: int) -> Any:
@@ -31,18 +31,18 @@ def test_loss_and_gradients_are_those_of_all_tokens(length: int, counts: list[in
         places = torch.randperm(length, generator=torch.Generator().manual_seed(row))[:count]
         labels[row, places] = ids[row, places]
     number = sum(counts)
-    wanted = token_losses(plain(input_ids=ids).logits, labels).sum() / number
+    wanted = compare_tokens(plain(input_ids=ids).logits, labels).sum() / number
     wanted.backward()
 
     quick = copy.deepcopy(plain)
     quick.zero_grad()
     guesses = Guesses(quick.lm_head, 0.15)
-    with guesses.only(labels) as chosen:
+    with guesses.narrow(labels) as chosen:
         out = quick(input_ids=ids)
         assert out.logits.shape[1] == chosen.shape[1] <= min(length, -(-15 * length // 100) + 1)
     batch = {"input_ids": ids, "labels": labels}
     assert guesses.divide_by([batch]) == number
-    found = guesses.loss(quick, batch) / guesses.divide_by([batch])
+    found = guesses.compute_loss(quick, batch) / guesses.divide_by([batch])
     found.backward()
     assert found.item() == pytest.approx(wanted.item(), rel=1e-6)  # the loss is float32
     for (name, p), q in zip(plain.named_parameters(), quick.parameters(), strict=True):
@@ -64,5 +64,5 @@ def test_the_places_always_suffice(probability: float, length: int) -> None:
     drawn = draws(stream_key("mask", 0), index, torch.zeros_like(index), Masking.count_draws(length))
     _, labels = Masking(probability)(ids, Letters(), drawn)  # type: ignore[arg-type]
     guesses = Guesses(torch.nn.Identity(), probability)
-    with guesses.only(labels) as chosen:
+    with guesses.narrow(labels) as chosen:
         assert int((chosen != IGNORE).sum()) == int((labels != IGNORE).sum())

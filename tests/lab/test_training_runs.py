@@ -7,10 +7,10 @@ import pytest
 
 from lln.lab.recipes import NAMES, RECIPES, recipe
 from lln.lab.train.config import Config, change
-from lln.lab.train.run_folder import Run, broken, list_facts, seal
+from lln.lab.train.run_folder import Run, find_damage, list_facts, seal
 
 
-def begun(path: Path) -> Run:
+def begin(path: Path) -> Run:
     run = Run(path, CONFIG)
     run.begin()
     return run
@@ -31,7 +31,7 @@ def checkpoint(run: Run, step: int, sealed: bool = True) -> Path:
 
 def test_the_same_config_finds_its_run_again(tmp_path: Path) -> None:
     assert not (Run(tmp_path / "run", CONFIG).path).exists()  # nothing is written before it begins
-    begun(tmp_path / "run")
+    begin(tmp_path / "run")
     assert Run(tmp_path / "run", CONFIG).result is None
     with pytest.raises(ValueError, match=r"optimisation.steps is 3 there and 4 here"):
         Run(tmp_path / "run", {"task": "mlm", "optimisation": {"steps": 4, "betas": (0.9, 0.98)}})
@@ -49,7 +49,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("harm", ["no manifest", "cut", "changed", "gone", "manifest cut"])
 def test_a_broken_checkpoint_gives_way_to_the_last_good_one(tmp_path: Path, harm: str) -> None:
-    run = begun(tmp_path / "run")
+    run = begin(tmp_path / "run")
     checkpoint(run, 9)
     good = checkpoint(run, 10)
     bad = checkpoint(run, 100, sealed=harm != "no manifest")  # the newest by number, not by name
@@ -62,11 +62,11 @@ def test_a_broken_checkpoint_gives_way_to_the_last_good_one(tmp_path: Path, harm
     elif harm == "manifest cut":
         (bad / "manifest.json").write_text("{")
     said: list[str] = []
-    assert run.newest(said.append) == good
+    assert run.find_newest(said.append) == good
     assert len(said) == 1
     assert "checkpoint-100 is not whole" in said[0]
     assert not bad.exists()
-    assert broken(good) is None
+    assert find_damage(good) is None
 
 
 def test_facts_are_stored_as_soon_as_a_run_begins(tmp_path: Path) -> None:
@@ -106,26 +106,26 @@ def test_a_label_shows_what_is_not_the_presets_own(
 
 
 def test_without_checkpoints_there_is_none(tmp_path: Path) -> None:
-    run = begun(tmp_path / "run")
+    run = begin(tmp_path / "run")
     (run.path / "checkpoint-draft").mkdir()
-    assert run.newest(lambda text: None) is None
+    assert run.find_newest(lambda text: None) is None
 
 
 def test_metrics_after_a_checkpoint_are_taken_back_and_half_lines_dropped(tmp_path: Path) -> None:
-    run = begun(tmp_path / "run")
+    run = begin(tmp_path / "run")
     for step in (1, 2, 3):
         run.log({"step": step, "loss": float("nan") if step == 2 else 0.5})
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
-    assert [m["step"] for m in run.metrics()] == [1, 2, 3]
+    assert [m["step"] for m in run.read_metrics()] == [1, 2, 3]
     run.go_back(2)
-    assert run.metrics() == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": "nan"}]
+    assert run.read_metrics() == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": "nan"}]
     run.log({"step": 3, "loss": 0.25})
-    assert run.metrics()[-1] == {"step": 3, "loss": 0.25}
+    assert run.read_metrics()[-1] == {"step": 3, "loss": 0.25}
 
 
 def test_two_processes_cannot_share_a_run(tmp_path: Path) -> None:
-    run = begun(tmp_path / "run")
+    run = begin(tmp_path / "run")
     with run.lock(), pytest.raises(ValueError, match="another process"), Run(tmp_path / "run", CONFIG).lock():
         pass
     with run.lock():

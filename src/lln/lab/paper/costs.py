@@ -15,7 +15,7 @@ from lln.lab.core.tables import show_number
 from lln.lab.core.timing import peak_memory, time_calls
 from lln.lab.recipes import recipe
 from lln.lab.train.config import Config, Model
-from lln.lab.train.models import Sizes, build, unmasked
+from lln.lab.train.models import Sizes, build, skip_masks
 
 Progress = Callable[[str], None]
 TOGETHER_MS, MOST_STEPS = 500, 8  # of the steps that are timed as one
@@ -217,7 +217,7 @@ def step_cost(cell: Cell, device: torch.device, repeats: int, setting: Setting) 
         given["pair_ids"] = ids.flip(0)
 
     def step() -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=mixed), unmasked():
+        with torch.autocast(device.type, torch.bfloat16, enabled=mixed), skip_masks():
             loss = run(**given).loss
         loss.backward()
         optimiser.step()

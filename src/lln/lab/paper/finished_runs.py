@@ -14,7 +14,7 @@ from typing import Any
 from lln.files import read_json_lines
 from lln.lab.paper.jobs import ATTEMPTS, FAILED, label, shape
 from lln.lab.train.run import MODEL
-from lln.lab.train.run_folder import CHECKPOINT, CONFIG, ENVIRONMENT, METRICS, RESULT, differences
+from lln.lab.train.run_folder import CHECKPOINT, CONFIG, ENVIRONMENT, METRICS, RESULT, list_differences
 
 # The embedded tasks stand in for these.
 STANDS_FOR = {"topics": "sst2", "pairs": "qqp"}
@@ -117,7 +117,7 @@ def alike(runs: list[Found], wanted: dict[str, Any] | None) -> tuple[list[Found]
         chosen = json.loads(texts.most_common(1)[0][0])
     kept = [run for run, s in zip(runs, shapes, strict=True) if s == chosen]
     left = [
-        f"{run.folder} is left out: {'; '.join(differences(s, chosen))} for the others."
+        f"{run.folder} is left out: {'; '.join(list_differences(s, chosen))} for the others."
         for run, s in zip(runs, shapes, strict=True)
         if s != chosen
     ]

@@ -26,7 +26,7 @@ from lln.lab.recipes import NAMES, PRESETS, recipe
 from lln.lab.recipes.image import deit_tiny
 from lln.lab.train.config import TASKS, Config, change, choose_attention, parse_json
 from lln.lab.train.run import MODEL, train
-from lln.lab.train.run_folder import CONFIG, RESULT, Run, differences
+from lln.lab.train.run_folder import CONFIG, RESULT, Run, list_differences
 
 FAILED, ATTEMPTS = "failed.json", "attempts.json"
 DEIT = "deit-tiny"
@@ -161,7 +161,7 @@ def check(jobs: list[Job], runs: Path) -> None:
         if now in ("finished", "failed"):
             # Only what a result depends on: logging may have been set otherwise.
             held, asked = (shape(c) for c in (json.loads((path / CONFIG).read_text()), job.config.to_dict()))
-            if changed := differences(held, asked):
+            if changed := list_differences(held, asked):
                 raise ValueError(
                     f"{path} holds a run with other settings: {'; '.join(changed)}. Name another --out or remove it."
                 )

@@ -23,7 +23,7 @@ from lln.lab.core.errors import first_line
 from lln.lab.data.examples import Stream
 from lln.lab.train.config import Config
 from lln.lab.train.loop import Loop
-from lln.lab.train.models import unmasked
+from lln.lab.train.models import skip_masks
 from lln.lab.train.objective import Batch
 
 FIRST = 3  # steps of a process that are launched one by one: libraries and the optimiser set themselves up in them
@@ -60,7 +60,7 @@ class Feed:
 
 
 @functools.cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
+def find_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all runs of a process: a library keeps workspaces for every stream that it has seen."""
     return torch.cuda.Stream(device)
 
@@ -84,7 +84,7 @@ class GraphLoop(Loop):
         for group in self.optimizer.param_groups:
             group["lr"] = torch.tensor(float(group["lr"]), device=self.device)
         # A graph is captured on a stream of its own, and what autograd keeps of earlier steps must be of that one too.
-        side = side_stream(self.device)
+        side = find_stream(self.device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             super().train()
@@ -102,7 +102,7 @@ class GraphLoop(Loop):
         watched = self.recording.is_due(self.step)  # a recorder sees nothing of a graph
         if watched or self.step < self.first + FIRST or self.device.type != "cuda":
             self.recording.open(self.step)
-            with fused(self.model, self.config.compile and not watched):
+            with compile_layers(self.model, self.config.compile and not watched):
                 self.learn([self.feed.batch()])
         else:
             self.graph = self.graph or self.capture()
@@ -116,7 +116,7 @@ class GraphLoop(Loop):
         """After the step, which cannot be left in the middle."""
 
     def run_model(self, **inputs: Tensor) -> Any:
-        with unmasked() if "attention_mask" not in inputs else contextlib.nullcontext():
+        with skip_masks() if "attention_mask" not in inputs else contextlib.nullcontext():
             return super().run_model(**inputs)
 
     def capture(self) -> torch.cuda.CUDAGraph:
@@ -125,7 +125,7 @@ class GraphLoop(Loop):
         try:
             with (
                 self.mark_capturable(),
-                fused(self.model, self.config.compile),
+                compile_layers(self.model, self.config.compile),
                 torch.cuda.graph(graph, stream=torch.cuda.current_stream()),
             ):
                 self.learn([self.feed.batch()])
@@ -155,7 +155,7 @@ class GraphLoop(Loop):
 
 
 @contextlib.contextmanager
-def fused(model: nn.Module, on: bool) -> Iterator[None]:
+def compile_layers(model: nn.Module, on: bool) -> Iterator[None]:
     """With `on`, the layers as torch.compile makes them, each by itself: they are alike, so one is compiled. Only for
     the steps that a graph holds: a recorder sees nothing of compiled layers, and evaluations have other shapes."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] if on else []

@@ -32,8 +32,8 @@ from lln.hf.distillation import NotFinite
 from lln.lab.data.examples import Stream
 from lln.lab.train.config import Config, Optimisation
 from lln.lab.train.objective import Batch, choose_objective
-from lln.lab.train.recording import Recording, layer_means
-from lln.lab.train.run_folder import CHECKPOINT, Run, seal, step_of
+from lln.lab.train.recording import Recording, average_layers
+from lln.lab.train.run_folder import CHECKPOINT, Run, read_step, seal
 from lln.lab.train.tasks import TaskData
 
 # Gains, shares and offsets of LLN attention; its maps and convolutions decay as other weights do, to the identity.
@@ -72,7 +72,7 @@ class Loop:
     def prepare(self, checkpoint: Path | None) -> None:
         """Stand at the step of a checkpoint, or at the first."""
         if checkpoint is not None:
-            self.step = step_of(checkpoint)
+            self.step = read_step(checkpoint)
             load_weights(self.model, checkpoint)
         self.parallel = self.wrap()
         compiled = self.config.compile and not (self.config.graph or self.config.fsdp)  # a graph compiles layers itself
@@ -84,7 +84,7 @@ class Loop:
                 self.scaler.load_state_dict(torch.load(checkpoint / SCALE, weights_only=True))
         self.open_batches()
         if checkpoint is not None:  # last: a DataLoader draws a number when it is opened
-            load_random(checkpoint / self.random_file(), self.device)
+            load_random(checkpoint / self.name_random_file(), self.device)
 
     def train(self) -> None:
         while self.step < self.config.optimisation.steps:
@@ -103,7 +103,7 @@ class Loop:
         divisor = self.share_count(self.objective.divide_by(batches))
         for number, batch in enumerate(batches, 1):
             with contextlib.nullcontext() if number == len(batches) else self.keep_gradients():
-                loss = self.objective.loss(self.run_model, batch) / divisor
+                loss = self.objective.compute_loss(self.run_model, batch) / divisor
                 self.scaler.scale(loss).backward()
             self.recording.close()
             self.loss += loss.detach()
@@ -124,8 +124,8 @@ class Loop:
         self.progress(self.step, self.last)
         recorded = self.recording.take()
         if recorded is not None and self.writes:
-            self.run.log({"step": self.step, **recorded, "loss_scale": self.loss_scale()})
-            self.log(layer_means(recorded["heads"]))
+            self.run.log({"step": self.step, **recorded, "loss_scale": self.read_loss_scale()})
+            self.log(average_layers(recorded["heads"]))
         if self.step % config.log_every == 0:
             self.log_loss()
         if self.step % config.evaluate_every == 0:
@@ -217,7 +217,7 @@ class Loop:
     def log_loss(self) -> None:
         loss = self.gather(self.loss[None]).mean().item() / self.config.log_every
         rate = find_rate(self.config.optimisation, self.step - 1)
-        scale = self.loss_scale()
+        scale = self.read_loss_scale()
         self.pace.look(self.step)
         self.log(
             {"loss": loss, "grad_norm": self.norm.item(), "learning_rate": rate}
@@ -225,7 +225,7 @@ class Loop:
         )
         self.loss.zero_()
 
-    def loss_scale(self) -> float | None:
+    def read_loss_scale(self) -> float | None:
         """Of float16 training: how much the loss is multiplied so that gradients do not vanish."""
         return float(self.scaler.get_scale()) if self.scaler.is_enabled() else None
 
@@ -259,7 +259,7 @@ class Loop:
 
     def save(self) -> None:
         folder = self.run.path / f"{CHECKPOINT}{self.step}"
-        weights, moments = self.weights(), self.moments()  # all processes have to ask
+        weights, moments = self.gather_weights(), self.gather_moments()  # all processes have to ask
         folder.mkdir(exist_ok=True)
         if self.writes:
             # Not under the older names that save_pretrained gives some weights (ViT's), which nobody translates back.
@@ -267,23 +267,23 @@ class Loop:
             torch.save(moments, folder / MOMENTS)
             if self.scaler.is_enabled():
                 torch.save(self.scaler.state_dict(), folder / SCALE)
-        torch.save(read_random(self.device), folder / self.random_file())
+        torch.save(read_random(self.device), folder / self.name_random_file())
         if self.processes > 1:
             distributed.barrier()  # each process has a file in it
         if self.writes:
             seal(folder)
-            for old in self.run.checkpoints()[:-KEPT]:  # by step: a clock may have been set back
+            for old in self.run.list_checkpoints()[:-KEPT]:  # by step: a clock may have been set back
                 shutil.rmtree(old)
         self.pace.pause()
 
-    def random_file(self) -> str:
+    def name_random_file(self) -> str:
         return "rng_state.pth" if self.processes == 1 else f"rng_state_{self.rank}.pth"
 
-    def weights(self) -> dict[str, Any] | None:
+    def gather_weights(self) -> dict[str, Any] | None:
         """Whole tensors to save; None: as the model holds them."""
         return None
 
-    def moments(self) -> dict[str, Any]:
+    def gather_moments(self) -> dict[str, Any]:
         return self.optimizer.state_dict()
 
     def load_moments(self, state: dict[str, Any]) -> None:

@@ -239,7 +239,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 @contextlib.contextmanager
-def unmasked() -> Iterator[None]:
+def skip_masks() -> Iterator[None]:
     """For batches without a mask. Where a graph is captured or traced, transformers as late as 5.17 makes one even
     then, which hides nothing and keeps torch from its fast attention."""
     usual = masking_utils.is_tracing

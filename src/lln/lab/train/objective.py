@@ -26,7 +26,7 @@ class Objective:
         """What the losses of all passes of an update are divided by."""
         return len(batches)
 
-    def loss(self, model: Forward, batch: Batch) -> Tensor:
+    def compute_loss(self, model: Forward, batch: Batch) -> Tensor:
         found: Tensor = model(**batch)["loss"]
         return found.float()
 
@@ -47,7 +47,7 @@ class Guesses(Objective):
     processes or in other passes, need not hold equally many. In evaluation the mean over sequences of their means.
 
     Only what is to be guessed needs a guess, 15 % of the tokens. The head, which has a column for each token of the
-    vocabulary, would otherwise be most of a small model's work: while `only` is open it sees these places alone.
+    vocabulary, would otherwise be most of a small model's work: while `narrow` is open it sees these places alone.
     Masking takes an exact share of each sequence, so there is a number of places that always suffices: shapes do not
     depend on the data, and the step can be captured in a graph."""
 
@@ -63,7 +63,7 @@ class Guesses(Objective):
         return states.gather(1, self.places[..., None].expand(-1, -1, states.shape[-1])), *rest
 
     @contextlib.contextmanager
-    def only(self, labels: Tensor) -> Iterator[Tensor]:
+    def narrow(self, labels: Tensor) -> Iterator[Tensor]:
         """Yields the labels [B, most] of the places, in their order."""
         most = min(math.ceil(self.share * labels.shape[1]) + 1, labels.shape[1])
         self.places = torch.sort((labels == IGNORE).to(torch.uint8), dim=1, stable=True).indices[:, :most]
@@ -75,14 +75,14 @@ class Guesses(Objective):
     def divide_by(self, batches: list[Batch]) -> Tensor | int:
         return torch.stack([(batch["labels"] != IGNORE).sum() for batch in batches]).sum()
 
-    def loss(self, model: Forward, batch: Batch) -> Tensor:
+    def compute_loss(self, model: Forward, batch: Batch) -> Tensor:
         given, labels = split_labels(batch)
-        with self.only(labels) as chosen:
-            return token_losses(model(**given)["logits"], chosen).sum()
+        with self.narrow(labels) as chosen:
+            return compare_tokens(model(**given)["logits"], chosen).sum()
 
     def measure(self, model: Forward, batch: Batch) -> Tensor:
         given, labels = split_labels(batch)
-        return token_losses(model(**given)["logits"], labels).sum(1) / (labels != IGNORE).sum(1).clamp_min(1)
+        return compare_tokens(model(**given)["logits"], labels).sum(1) / (labels != IGNORE).sum(1).clamp_min(1)
 
     def score(self, found: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         return {"loss": float(found.astype("float64").mean())}
@@ -97,7 +97,7 @@ class NeedleGuesses(Guesses):
 
     def measure(self, model: Forward, batch: Batch) -> Tensor:
         given, labels = split_labels(batch)
-        with self.only(labels):
+        with self.narrow(labels):
             return score_answers(model(**given)["logits"], labels)
 
     def score(self, found: np.ndarray, labels: np.ndarray) -> dict[str, float]:
@@ -109,7 +109,7 @@ def split_labels(batch: Batch) -> tuple[Batch, Tensor]:
     return {name: t for name, t in batch.items() if name != "labels"}, batch["labels"]
 
 
-def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+def compare_tokens(logits: Tensor, labels: Tensor) -> Tensor:
     """[B, N], zero where nothing is to be guessed"""
     flat = logits.float().flatten(0, 1)  # [B N, vocabulary]
     return nn.functional.cross_entropy(flat, labels.flatten(), reduction="none").view_as(labels)

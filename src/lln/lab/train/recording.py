@@ -43,7 +43,7 @@ class Recording:
         """When all passes are done, and before the weights change."""
         # Of `...attention.self.lln` the projections belong to the part that transformers made.
         owners = {layer: layer.removesuffix(".lln") for layer in sorted({row["layer"] for row in self.rows})}
-        self.gradients = {layer: gradient_norm(self.model.get_submodule(name)) for layer, name in owners.items()}
+        self.gradients = {layer: measure_gradient(self.model.get_submodule(name)) for layer, name in owners.items()}
 
     def take(self) -> dict[str, Any] | None:
         """What was recorded in the last step, once: `heads` and `gradient_norms`; None where nothing was."""
@@ -51,13 +51,13 @@ class Recording:
         return {"heads": rows, "gradient_norms": self.gradients} if rows else None
 
 
-def gradient_norm(module: nn.Module) -> float:
+def measure_gradient(module: nn.Module) -> float:
     gradients = [p.grad.detach() for p in module.parameters() if p.grad is not None]
     whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
     return math.sqrt(sum(float(g.double().square().sum()) for g in whole))
 
 
-def layer_means(rows: list[dict[str, Any]]) -> dict[str, float]:
+def average_layers(rows: list[dict[str, Any]]) -> dict[str, float]:
     """`attention/LAYER/NAME` for what was measured."""
     found: dict[str, float] = {}
     layers = list(dict.fromkeys(row["layer"] for row in rows))

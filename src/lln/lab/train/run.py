@@ -23,7 +23,7 @@ from lln.lab.train.config import Config
 from lln.lab.train.graph import GraphLoop, check_graph
 from lln.lab.train.loop import Loop, Progress, Report, count_processes
 from lln.lab.train.models import build, check_attention, count_parameters, read_start
-from lln.lab.train.run_folder import Run, list_facts, step_of
+from lln.lab.train.run_folder import Run, list_facts, read_step
 from lln.lab.train.shard import ShardedLoop, check_shards
 from lln.lab.train.tasks import TaskData, load
 
@@ -86,11 +86,11 @@ def train(
         checkpoint = None
         if rank == 0:
             run.begin()
-            checkpoint = run.newest(say)
-            run.go_back(0 if checkpoint is None else step_of(checkpoint))
+            checkpoint = run.find_newest(say)
+            run.go_back(0 if checkpoint is None else read_step(checkpoint))
             run.note_start(describe_start(config, data, model, where))
             if checkpoint is not None:
-                say(f"Going on from step {step_of(checkpoint)}.")
+                say(f"Going on from step {read_step(checkpoint)}.")
         checkpoint = share(checkpoint, folder)
         reports = [open_report(name, folder, config, stack) for name in report_to or [] if rank == 0]
         kind = GraphLoop if config.graph else ShardedLoop if config.fsdp else Loop
@@ -101,7 +101,7 @@ def train(
             loop.prepare(checkpoint)
             loop.train()
             measured = loop.evaluate("final")
-        weights = loop.weights()
+        weights = loop.gather_weights()
         result = describe_result(config, data, model, measured, where)
         result |= {"seconds": time.monotonic() - start, "step_seconds": loop.pace.median()}  # of the last process
         if rank == 0:

@@ -38,7 +38,7 @@ class Run:
     >>> run = Run(folder, {"seed": 0})
     >>> run.begin()
     >>> run.log({"step": 1, "loss": 2.5})
-    >>> run.metrics()
+    >>> run.read_metrics()
     [{'step': 1, 'loss': 2.5}]
     >>> Run(folder, {"seed": 1})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -53,7 +53,7 @@ class Run:
         if held is None and path.exists() and any(p.name != LOCK for p in path.iterdir()):
             raise ValueError(f"{path} has files in it but no {CONFIG}, so it is no run; name another folder.")
         self.config = json.loads(json.dumps(config))
-        if held is not None and (changed := differences(held, self.config)):
+        if held is not None and (changed := list_differences(held, self.config)):
             raise ValueError(
                 f"{path} holds a run with other settings: {'; '.join(changed)}. Name another folder or remove this one."
             )
@@ -97,30 +97,30 @@ class Run:
 
     # Metrics
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def read_metrics(self) -> list[dict[str, Any]]:
         """The lines that are whole: a killed process may have left half of one."""
         return read_json_lines(self.path / METRICS)
 
     def log(self, values: dict[str, Any]) -> None:
         with (self.path / METRICS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite(values), allow_nan=False) + "\n")
+            file.write(json.dumps(spell_out(values), allow_nan=False) + "\n")
 
     def go_back(self, step: int) -> None:
         """Forget what was measured after this step: it will be measured again."""
-        kept = [values for values in self.metrics() if values["step"] <= step]
+        kept = [values for values in self.read_metrics() if values["step"] <= step]
         write_text(self.path / METRICS, "".join(json.dumps(values) + "\n" for values in kept))
 
     # Checkpoints
 
-    def checkpoints(self) -> list[Path]:
+    def list_checkpoints(self) -> list[Path]:
         """From the oldest to the newest."""
         found = [p for p in self.path.glob(CHECKPOINT + "*") if p.name.removeprefix(CHECKPOINT).isdigit()]
-        return sorted(found, key=step_of)
+        return sorted(found, key=read_step)
 
-    def newest(self, say: Say) -> Path | None:
+    def find_newest(self, say: Say) -> Path | None:
         """The newest checkpoint that is whole. What is broken is removed, with a word about it."""
-        for path in reversed(self.checkpoints()):
-            reason = broken(path)
+        for path in reversed(self.list_checkpoints()):
+            reason = find_damage(path)
             if reason is None:
                 return path
             say(f"{path.name} is not whole ({reason}) and is left out.")
@@ -144,7 +144,7 @@ def list_facts(config: Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def step_of(checkpoint: Path) -> int:
+def read_step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix(CHECKPOINT))
 
 
@@ -158,7 +158,7 @@ def seal(checkpoint: Path) -> None:
     write_json(checkpoint / MANIFEST, files)
 
 
-def broken(checkpoint: Path) -> str | None:
+def find_damage(checkpoint: Path) -> str | None:
     """Why a checkpoint cannot be used, or None."""
     try:
         files = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
@@ -175,20 +175,20 @@ def broken(checkpoint: Path) -> str | None:
     return None
 
 
-def finite(value: Any) -> Any:
+def spell_out(value: Any) -> Any:
     """JSON has no NaN: text says what was measured."""
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return str(value)
     if isinstance(value, dict):
-        return {name: finite(v) for name, v in value.items()}
-    return [finite(v) for v in value] if isinstance(value, (list, tuple)) else value
+        return {name: spell_out(v) for name, v in value.items()}
+    return [spell_out(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def differences(held: Any, asked: Any, name: str = "") -> list[str]:
+def list_differences(held: Any, asked: Any, name: str = "") -> list[str]:
     """Where two configs differ, as `name: this, asked for that`."""
     if isinstance(held, dict) and isinstance(asked, dict):
         found = []
         for key in sorted({*held, *asked}):
-            found += differences(held.get(key), asked.get(key), f"{name}.{key}" if name else key)
+            found += list_differences(held.get(key), asked.get(key), f"{name}.{key}" if name else key)
         return found
     return [] if held == asked else [f"{name} is {held!r} there and {asked!r} here"]

@@ -36,12 +36,12 @@ class ShardedLoop(Loop):
         model: nn.Module = self.model
         return model
 
-    def weights(self) -> dict[str, Any]:
+    def gather_weights(self) -> dict[str, Any]:
         """Whole tensors, in the first process; the others get nothing, and have to ask too."""
         state = get_model_state_dict(self.model, options=WHOLE)
         return {name: t for name, t in state.items() if name not in self.model.all_tied_weights_keys}
 
-    def moments(self) -> dict[str, Any]:
+    def gather_moments(self) -> dict[str, Any]:
         return get_optimizer_state_dict(self.model, self.optimizer, options=WHOLE)
 
     def load_moments(self, state: dict[str, Any]) -> None:
