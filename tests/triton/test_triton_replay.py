@@ -16,7 +16,12 @@ from helpers.triton_cases import DEVICE, GPU, MARKS, MODES, attend, only_triton
 from lln import LLNAttention
 from lln.kernels.triton import op, tape
 
-pytestmark = [*MARKS, only_triton, pytest.mark.usefixtures("_replaying")]
+pytestmark = [
+    *MARKS,
+    only_triton,
+    pytest.mark.usefixtures("_replaying"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch.compile's own
+]
 
 CASES: dict[str, dict[str, Any]] = MODES | {
     "dropout": {"dropout_p": 0.3, "block_size": 48},
