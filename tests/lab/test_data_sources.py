@@ -208,7 +208,7 @@ def test_a_partial_copy_of_a_published_set_says_so(tmp_path: Path) -> None:
     assert "published set has 23410" in read("microsoft/cats_vs_dogs", "train", data_root=tmp_path).notes[0]
 
 
-@pytest.mark.parametrize("name", sorted(embedded.NOTES))
+@pytest.mark.parametrize("name", sorted(embedded.SETS))
 def test_embedded_sets_need_nothing_and_their_splits_share_nothing(name: str) -> None:
     with mock.patch.dict(os.environ, {"LLN_DATA_ROOT": "/nowhere"}):
         parts = {split: read(name, split) for split in SPLITS}

@@ -15,7 +15,7 @@ PRESETS = [
 @pytest.mark.parametrize(("task", "preset", "name"), PRESETS)
 def test_the_data_of_a_preset_can_be_had(task: str, preset: str, name: str | None) -> None:
     data = recipe(task, preset, name=name).data.name
-    here = data in ("embedded", "generated") or data in embedded.NOTES
+    here = data in ("embedded", "generated") or data in embedded.SETS
     if preset == "tiny":
         assert here
     elif (task, preset, name) == ("lra", "paper", "retrieval"):

@@ -13,7 +13,8 @@ Every set has the splits train, validation and test.
 from __future__ import annotations
 
 import itertools
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -23,17 +24,6 @@ from lln.lab.core.seeds import generator, permutation
 from lln.lab.data.generated import SPLITS, choose_split
 
 PREFIX = "embedded/"
-NOTES = {
-    "embedded/prose": "Text: the help texts that come with this Python (pydoc_data.topics), without repetitions.",
-    "embedded/topics": "Made from this Python's help texts: 24 words each, the label is the chapter. Not GLUE.",
-    "embedded/halves": "Made from this Python's help texts: 24 words in halves, the label is the chapter. Not GLUE.",
-    "embedded/pairs": "Made from this Python's help texts: 24 words each, label 1 = the same words, mixed. Not GLUE.",
-    "embedded/passages": (
-        "Made from this Python's help texts: 128 words each, label 1 = the same words, mixed. It stands in for pairs "
-        "of documents and is not Long Range Arena's retrieval."
-    ),
-    "embedded/digits": "scikit-learn's load_digits: 1,797 images of 8 x 8 pixels, the levels 0-16 stretched to 0-255.",
-}
 CLASSES, WORDS, STRIDE = 4, 24, 8
 PASSAGE = 128  # words
 PAIRS = {"train": 4000, "validation": 500, "test": 500}
@@ -41,19 +31,11 @@ RUN = 8  # consecutive paragraphs stay in one split, so that a sequence reads on
 
 
 def make_columns(name: str, split: str) -> dict[str, list[Any]]:
-    if name not in NOTES:
-        raise DataError(f"There is no embedded set {name!r}; there are: {', '.join(sorted(NOTES))}.")
+    if name not in SETS:
+        raise DataError(f"There is no embedded set {name!r}; there are: {', '.join(sorted(SETS))}.")
     if split not in SPLITS:
         raise DataError(f"{name} has no split {split!r}; there are: {', '.join(SPLITS)}.")
-    if name == "embedded/digits":
-        return _make_digits(split)
-    if name == "embedded/topics":
-        return _make_topics(split)
-    if name == "embedded/halves":
-        return _make_halves(split)
-    if name in ("embedded/pairs", "embedded/passages"):
-        return _make_pairs(name, split, WORDS if name == "embedded/pairs" else PASSAGE)
-    return {"text": [text for i, (_, text) in enumerate(list_paragraphs()) if choose_split(i // RUN) == split]}
+    return SETS[name][0](split)
 
 
 def list_chapters() -> list[str]:
@@ -88,6 +70,10 @@ def _cut(words: list[str], length: int, stride: int) -> list[str]:
     return [" ".join(words[at : at + length]) for at in range(0, len(words) - length + 1, stride)]
 
 
+def _make_prose(split: str) -> dict[str, list[Any]]:
+    return {"text": [text for i, (_, text) in enumerate(list_paragraphs()) if choose_split(i // RUN) == split]}
+
+
 def _make_topics(split: str) -> dict[str, list[Any]]:
     names = list_chapters()
     runs = [(names.index(topic), words) for topic, words in _join_runs(split) if topic in names]
@@ -103,7 +89,7 @@ def _make_halves(split: str) -> dict[str, list[Any]]:
     return {"text1": first, "text2": second, "label": found["label"]}
 
 
-def _make_pairs(name: str, split: str, length: int) -> dict[str, list[Any]]:
+def _make_pairs(split: str, name: str = "embedded/pairs", length: int = WORDS) -> dict[str, list[Any]]:
     draw = generator(name, split)
     passages = [text for _, words in _join_runs(split) for text in _cut(words, length, length)]
     found: dict[str, list[Any]] = {"text1": [], "text2": [], "label": []}
@@ -125,3 +111,25 @@ def _make_digits(split: str) -> dict[str, list[Any]]:
     tenth = len(images) // 10
     chosen = {"train": order[2 * tenth :], "validation": order[:tenth], "test": order[tenth : 2 * tenth]}[split]
     return {"image": images[chosen].tolist(), "label": bunch.target[chosen].tolist()}
+
+
+HELP = "Made from this Python's help texts:"
+# By name: how the columns of a split are made, and the note that a result must carry.
+SETS: dict[str, tuple[Callable[[str], dict[str, list[Any]]], str]] = {
+    "embedded/prose": (
+        _make_prose,
+        "Text: the help texts that come with this Python (pydoc_data.topics), without repetitions.",
+    ),
+    "embedded/topics": (_make_topics, f"{HELP} 24 words each, the label is the chapter. Not GLUE."),
+    "embedded/halves": (_make_halves, f"{HELP} 24 words in halves, the label is the chapter. Not GLUE."),
+    "embedded/pairs": (_make_pairs, f"{HELP} 24 words each, label 1 = the same words, mixed. Not GLUE."),
+    "embedded/passages": (
+        partial(_make_pairs, name="embedded/passages", length=PASSAGE),
+        f"{HELP} 128 words each, label 1 = the same words, mixed. It stands in for pairs of documents and is not Long "
+        "Range Arena's retrieval.",
+    ),
+    "embedded/digits": (
+        _make_digits,
+        "scikit-learn's load_digits: 1,797 images of 8 x 8 pixels, the levels 0-16 stretched to 0-255.",
+    ),
+}

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from lln.lab.core.seeds import fingerprint, permutation
 
 IGNORE = -100  # what torch's cross entropy skips
-PARTS, MASKS = ("input_ids", "pair_ids"), ("attention_mask", "pair_mask")
+MASKS = {"input_ids": "attention_mask", "pair_ids": "pair_mask"}  # of each part of an example
 
 
 class Examples(Dataset[dict[str, Tensor]]):
@@ -137,8 +137,8 @@ class Sequences(Labelled):
     parts: Sequence[tuple[np.ndarray, np.ndarray]]  # (all ids [total], offsets [rows + 1]), one or two of them
     labels: np.ndarray | None  # [rows]
     _: KW_ONLY
-    vocab_size: int
-    pad_id: int
+    vocab_size: int = 256
+    pad_id: int = 0
     length: int  # the longest that a sequence may be
     label_names: list[str]
     identity: dict[str, Any]
@@ -151,7 +151,7 @@ class Sequences(Labelled):
         """Padded to the longest that there may be, with the lengths."""
         chosen = np.arange(len(self))[indices]
         found: dict[str, Tensor] = {}
-        for name, (ids, offsets) in zip(PARTS, self.parts, strict=False):
+        for name, (ids, offsets) in zip(MASKS, self.parts, strict=False):
             lengths = offsets[chosen + 1] - offsets[chosen]
             rows = np.full((len(chosen), self.length), self.pad_id, np.int32)
             for row, index, length in zip(rows, chosen, lengths, strict=True):
@@ -163,18 +163,16 @@ class Sequences(Labelled):
 
     def finish(self, rows: dict[str, Tensor], index: Tensor, epoch: Tensor) -> dict[str, Tensor]:
         found = {"labels": rows["labels"]} if "labels" in rows else {}
-        for name, mask in zip(PARTS, MASKS, strict=True):
-            if name in rows:
-                found[name] = rows[name].long()
-                at = torch.arange(self.length, device=index.device)
-                found[mask] = at < rows[f"{name} lengths"][:, None]
+        at = torch.arange(self.length, device=index.device)
+        for name in (part for part in MASKS if part in rows):
+            found |= {name: rows[name].long(), MASKS[name]: at < rows[f"{name} lengths"][:, None]}
         return found
 
     def items(self, indices: np.ndarray, epochs: np.ndarray) -> list[dict[str, Tensor]]:
         """As long as they are: a collator pads them to the longest of a batch."""
         found: list[dict[str, Tensor]] = [{} for _ in indices]
         for item, index in zip(found, indices.tolist(), strict=True):
-            for name, (ids, offsets) in zip(PARTS, self.parts, strict=False):
+            for name, (ids, offsets) in zip(MASKS, self.parts, strict=False):
                 item[name] = torch.from_numpy(ids[offsets[index] : offsets[index + 1]].astype(np.int64))
             if self.labels is not None:
                 item["labels"] = torch.tensor(int(self.labels[index]))
@@ -197,10 +195,9 @@ class Pad:
         batch = {}
         for key in items[0]:
             rows = [item[key] for item in items]
-            mask = dict(zip(PARTS, MASKS, strict=True)).get(key)
-            if mask is not None:
+            if key in MASKS:
                 batch[key] = self._pad(rows, self.pad_id)
-                batch[mask] = self._pad([torch.ones_like(row, dtype=torch.bool) for row in rows], False)
+                batch[MASKS[key]] = self._pad([torch.ones_like(row, dtype=torch.bool) for row in rows], False)
             elif key == "labels" and rows[0].ndim == 1:
                 batch[key] = self._pad(rows, IGNORE)
             else:

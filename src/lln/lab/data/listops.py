@@ -20,7 +20,6 @@ from lln.lab.data.examples import Sequences, flatten
 from lln.lab.data.generated import choose_split, generate
 from lln.lab.data.made_once import Place
 
-PAD = 0
 TOKENS = ("<pad>", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
 FIRST_DIGIT, FIRST_OPERATOR, CLOSE = 1, 11, 15
 OPERATIONS: tuple[Callable[[list[int]], int], ...] = (  # in the order of their tokens
@@ -110,7 +109,6 @@ def load_listops(
         [(arrays["ids"], arrays["offsets"])],
         arrays["labels"],
         vocab_size=len(TOKENS),
-        pad_id=PAD,
         length=grammar.max_length,
         label_names=list(TOKENS[FIRST_DIGIT:FIRST_OPERATOR]),
         identity=identity,

@@ -18,7 +18,7 @@ from lln.lab.data.made_once import Place
 from lln.lab.data.sources import Selection, read
 
 IMDB = "stanfordnlp/imdb"
-BYTE_PAD, BYTE_VOCAB = 0, 257  # a byte b is the token b + 1
+BYTE_VOCAB = 257  # a byte b is the token b + 1: 0 is padding
 
 
 def load_byte_text(split: str, *, name: str = IMDB, length: int = 4000, **selection: Unpack[Selection]) -> Sequences:
@@ -52,8 +52,6 @@ def load_pixels(
     return Sequences(
         [cut_evenly(pixels)],
         images.labels,
-        vocab_size=256,
-        pad_id=0,  # no sequence is padded: all have one length
         length=pixels[0].size,
         label_names=images.label_names,
         identity={**images.stored, "form": "grey pixels"},
@@ -71,7 +69,6 @@ def _load_bytes(
         [encode_bytes(rows.strings(column), length) for column in columns],
         rows.labels("label", len(label_names)),
         vocab_size=BYTE_VOCAB,
-        pad_id=BYTE_PAD,
         length=length,
         label_names=label_names,
         identity={"rows": rows.identity, "columns": columns, "length": length, "form": "bytes"},

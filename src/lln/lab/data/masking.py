@@ -30,9 +30,9 @@ class Masking:
     def __post_init__(self) -> None:
         if not 0.0 < self.probability <= 1.0:
             raise ValueError(f"probability must be above 0 and at most 1; got {self.probability}.")
-        for name in ("random_share", "keep_share"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} must lie between 0 and 1; got {getattr(self, name)}.")
+        for name, share in (("random_share", self.random_share), ("keep_share", self.keep_share)):
+            if not 0.0 <= share <= 1.0:
+                raise ValueError(f"{name} must lie between 0 and 1; got {share}.")
         if self.random_share + self.keep_share > 1.0:
             raise ValueError(
                 f"random_share + keep_share must be at most 1; got {self.random_share} + {self.keep_share}."

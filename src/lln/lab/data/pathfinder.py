@@ -89,8 +89,6 @@ def load_pathfinder(
     return Sequences(
         [cut_evenly(arrays["pixels"])],
         np.arange(count) % 2,
-        vocab_size=256,
-        pad_id=0,
         length=scene.size**2,
         label_names=["apart", "connected"],
         identity=identity,

@@ -282,7 +282,7 @@ def _read_embedded(name: str, split: str) -> Rows:
     columns = embedded.make_columns(name, split)
     # By content: the help texts differ between versions of Python.
     identity = {"name": name, "config": None, "split": split, "content": fingerprint(columns)}
-    return Rows(need("pyarrow").table(columns), identity, [embedded.NOTES[name]])
+    return Rows(need("pyarrow").table(columns), identity, [embedded.SETS[name][1]])
 
 
 def _read_parquet(name: str, split: str, config: str | None, data_root: Place) -> Rows:
