@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from found_runs import RESULTS, beyond, grid, load
-from lln.lab.paper.render import shown
+from lln.lab.paper.run_tables_text import show_cell
 
 
 def arena() -> list[str]:
@@ -27,7 +27,7 @@ def arena() -> list[str]:
         "## Long Range Arena", "",
         "Accuracy in %, **one seed**: nothing can be said about differences.", "",
         *grid(["attention", *columns], [
-            *([row["attention"], *(shown(row["cells"].get(c), 1) for c in columns)] for row in table["rows"]),
+            *([row["attention"], *(show_cell(row["cells"].get(c), 1) for c in columns)] for row in table["rows"]),
             ["a guess", *(f"{guess[c]:.1f}" for c in columns)],
         ]),
         *(f"- {c}: {' '.join((*marks[c]['budget'], *marks[c]['data']))}" for c in columns), "",
@@ -58,7 +58,7 @@ def small_arena() -> list[str]:
         "At scale tiny, with smaller images, shorter expressions and texts that come with Python, every attention "
         "learns every task, in %, mean ± standard deviation (seeds):", "",
         *grid(["attention", *columns], [
-            *([row["attention"], *(shown(row["cells"].get(c), 1) for c in columns)] for row in table["rows"]),
+            *([row["attention"], *(show_cell(row["cells"].get(c), 1) for c in columns)] for row in table["rows"]),
             ["a guess", *(" or ".join(f"{value:.1f}" for value in sorted(guesses[c])) for c in columns)],
         ]),
         *beyond(table),

@@ -7,6 +7,7 @@ from typing import Any
 
 from found_arena import arena
 from found_runs import RESULTS, ROOT, accuracy, grid, known, load, matching, needles, stored, variants, vision
+from lln.lab.core.tables import markdown_table
 from paper_page import HOLDS
 
 BENCH = ROOT / "benchmarks" / "results"
@@ -72,12 +73,13 @@ def missing() -> str:
 
 def verdicts(title: str, *names: str) -> list[str]:
     """The claims of these figures, and what the numbers say."""
-    lines = [f"## {title}", "", "| Fig. | the paper's claim | holds | the numbers |", "|---|---|---|---|"]
-    for name in names:
-        for v in load(RESULTS / f"{name}.json")["verdicts"]:
-            figure = name.split("/")[-1].removeprefix("fig")
-            lines.append(f"| {figure} | {v['claim']} | {HOLDS[v['holds']]} | {v['sentence']} |")
-    return [*lines, ""]
+    rows = [
+        [name.split("/")[-1].removeprefix("fig"), v["claim"], HOLDS[v["holds"]], v["sentence"]]
+        for name in names
+        for v in load(RESULTS / f"{name}.json")["verdicts"]
+    ]
+    table = markdown_table(["Fig.", "the paper's claim", "holds", "the numbers"], rows, "l")
+    return [f"## {title}", "", *table, ""]
 
 
 def step_times(name: str, what: str = "ms") -> dict[tuple[str, int], Any]:

@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lln.lab.core.tables import markdown_table
 from lln.lab.data.sources import PUBLISHED
 from lln.lab.paper.analysis import WORDS
-from lln.lab.paper.render import differences, shown
+from lln.lab.paper.run_tables_text import show_cell, tell_differences
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "paper"
@@ -41,13 +42,16 @@ def known(table: Table) -> list[Table]:
 
 def grid(titles: list[str], rows: list[list[str]]) -> list[str]:
     """A table: what the rows are about, then numbers."""
-    lines = ["| " + " | ".join(texts) + " |" for texts in (titles, *rows)]
-    return [lines[0], "|---" + "|---:" * (len(titles) - 1) + "|", *lines[1:], ""]
+    return [*markdown_table(titles, rows), ""]
+
+
+def column(table: Table, name: str, digits: int) -> list[str]:
+    return grid(["attention", name], [[r["attention"], show_cell(r["cells"][name], digits)] for r in table["rows"]])
 
 
 def beyond(table: Table) -> list[str]:
     """What can be said of softmax or LLN+Diag and another attention in spite of the noise."""
-    said, within = (differences(table)[which] for which in (True, False))
+    said, within = (tell_differences(table)[which] for which in (True, False))
     every = f"{len(said) + len(within)} differences against softmax and LLN+Diag that have a noise"
     if not said:
         return [f"Of {every} none is beyond it.", ""]
@@ -84,7 +88,7 @@ def accuracy() -> list[str]:
         "is one pre-training, as of QQP and QNLI, over its fine-tunings. Accuracies in %; but for SST-2 the data are "
         "parts of GLUE's, or built.", "",
         *grid(["attention", "MLM loss", "SST-2", "MNLI", "QQP", "QNLI"], [
-            *([name, *(shown(cells.get(c), d) for c, d in columns.items())] for name, cells in rows.items()),
+            *([name, *(show_cell(cells.get(c), d) for c, d in columns.items())] for name, cells in rows.items()),
             ["a guess", f"{guess['mlm']:.3f}", *(f"{100 * guess[c]:.1f}" for c in list(columns)[1:])],
         ]),
         *beyond(table),
@@ -114,7 +118,7 @@ def vision() -> list[str]:
         "## Images", "",
         f"Dogs vs Cats (Table 3), a part of it. {' '.join(marks['model'] + marks['budget'] + marks['data'])} "
         "Accuracy in %, mean ± standard deviation (seeds):", "",
-        *grid(["attention", "accuracy"], [[r["attention"], shown(r["cells"]["accuracy"], 1)] for r in table["rows"]]),
+        *column(table, "accuracy", 1),
         *beyond(table),
         "Few images and no pre-training: all overfit, with losses on the test images far above a guess's. Fixed alpha "
         "and beta (Fig. 10a):", "",
@@ -139,10 +143,12 @@ def matching() -> list[str]:
     cells = []
     for way in ways:
         both = [rows.get(":".join(filter(None, (kind, way))), {}) for kind in kinds]
-        cells.append([way or "plain", *(shown(c.get(n), d) for c in both for n, d in (("MLM loss", 3), ("sst2", 1)))])
+        cells.append(
+            [way or "plain", *(show_cell(c.get(n), d) for c in both for n, d in (("MLM loss", 3), ("sst2", 1)))]
+        )
     lines += grid(["", "LLN+Diag", "SST-2", "LLN", "SST-2"], cells)
     best = [min((name for name in loss if name.split(":")[0] == kind), key=loss.__getitem__) for kind in kinds]
-    lowest = [f"{name} ({shown(rows[name]['MLM loss'], 2)})" for name in best]
+    lowest = [f"{name} ({show_cell(rows[name]['MLM loss'], 2)})" for name in best]
     gains = []
     for kind in kinds:
         plain, entropy = (rows[name]["MLM loss"]["values"] for name in (kind, f"{kind}:matching=entropy"))
@@ -167,7 +173,7 @@ def small_matching() -> list[str]:
     return [
         f"With several seeds, at scale tiny. {' '.join(table['marks']['MLM loss']['budget'])} Loss, mean ± standard "
         "deviation (seeds):", "",
-        *grid(["attention", "MLM loss"], [[r["attention"], shown(r["cells"]["MLM loss"], 3)] for r in table["rows"]]),
+        *column(table, "MLM loss", 3),
         f"Of {len(known(table))} differences between two ways for one attention, these are beyond the noise (one in "
         f"twenty is by chance): {'; '.join(apart) or 'none'}.", "",
     ]  # fmt: skip
@@ -202,7 +208,7 @@ def variants() -> list[str]:
         f"{' '.join(table['marks']['MLM loss']['budget'])} Loss on held-out text, mean ± standard deviation (seeds), "
         "and accuracy on SST-2 of one fine-tuning, %:", "",
         *grid(["attention", "MLM loss", "SST-2"], [
-            [name, shown(rows[name]["MLM loss"], 3), shown(rows[name].get("sst2"), 1)]
+            [name, show_cell(rows[name]["MLM loss"], 3), show_cell(rows[name].get("sst2"), 1)]
             for name in sorted(loss, key=loss.__getitem__)
         ]),
         "**A short convolution** over queries, keys and values that starts at zero (`convolution=5`) changes the loss "
@@ -241,7 +247,7 @@ def small_variants() -> list[str]:
         f"With three seeds of the convolution, at scale tiny. {' '.join(table['marks']['MLM loss']['budget'])} Loss, "
         "and accuracy of fine-tuning on a stand-in for SST-2, %:", "",
         *grid(["attention", "MLM loss", "SST-2"], [
-            [name, shown(rows[name]["MLM loss"], 3), shown(rows[name].get("sst2"), 1)]
+            [name, show_cell(rows[name]["MLM loss"], 3), show_cell(rows[name].get("sst2"), 1)]
             for name in sorted(loss, key=loss.__getitem__)
         ]),
         f"It lowers the loss of {', of '.join(said)}; the best of what is learned otherwise has {learned:.2f}. Two "

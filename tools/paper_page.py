@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lln.lab.core.provenance import without_places
-from lln.lab.paper import costs, render
+from lln.lab.core.tables import markdown_table
+from lln.lab.paper import costs
 from lln.lab.paper.fig5_fig7 import FAR, STRAIGHT
 from lln.lab.paper.published import COLUMNS1, COLUMNS3, COLUMNS5, TABLE1, TABLE3, TABLE5, Numbers
+from lln.lab.paper.run_tables_text import show_published, write_cells, write_differences, write_noise
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "paper"
@@ -170,7 +172,7 @@ def section(item: Item) -> list[str]:
     if item.numbers is not None and not paths:
         lines += published(item)
     if item.name in costs.TABLES:
-        lines += costs.published(costs.TABLES[item.name])
+        lines += costs.write_published(costs.TABLES[item.name])
     return lines
 
 
@@ -186,17 +188,16 @@ def about(result: dict[str, Any]) -> str:
 def ours(path: Path, result: dict[str, Any]) -> list[str]:
     lines = [f"**Ours.** {about(result)}", ""]
     if "verdicts" in result:
-        lines += ["| the claim | holds | the numbers |", "|---|---|---|"]
-        lines += [f"| {v['claim']} | {HOLDS[v['holds']]} | {v['sentence']} |" for v in result["verdicts"]]
-        lines.append("")
+        rows = [[v["claim"], HOLDS[v["holds"]], v["sentence"]] for v in result["verdicts"]]
+        lines += [*markdown_table(["the claim", "holds", "the numbers"], rows, "l"), ""]
         for text in (*result.get("differs", ()), *result.get("missing", ())):
             lines += [text, ""]
     elif result["table"] in costs.TABLES:
-        table, setting = costs.TABLES[result["table"]], costs.said_of(result["setting"])
-        lines = [f"**Ours**, {setting}. {about(result)}", "", *costs.measured(table, result)]
+        table, setting = costs.TABLES[result["table"]], costs.describe_setting(result["setting"])
+        lines = [f"**Ours**, {setting}. {about(result)}", "", *costs.write_measured(table, result)]
     else:
-        lines += render.main_table(result)
-        for part in (render.differs(result), render.noise(result)):
+        lines += write_cells(result)
+        for part in (write_differences(result), write_noise(result)):
             lines += [f"{part[0].removeprefix('## ')}:", *part[1:]]
     for chart in sorted(path.parent.glob("*.svg")):
         if owner(chart) == path:
@@ -213,11 +214,8 @@ def owner(chart: Path) -> Path | None:
 
 def published(item: Item) -> list[str]:
     assert item.numbers is not None
-    lines = ["The paper's numbers, %:", "", "| | " + " | ".join(item.columns) + " |"]
-    lines.append("|---" + "|---:" * len(item.columns) + "|")
-    for name, row in item.numbers.items():
-        lines.append(f"| {name} | " + " | ".join(render.published(row[c]) for c in item.columns) + " |")
-    return [*lines, ""]
+    rows = [[name, *(show_published(row[c]) for c in item.columns)] for name, row in item.numbers.items()]
+    return ["The paper's numbers, %:", "", *markdown_table(["", *item.columns], rows), ""]
 
 
 def markdown() -> str:

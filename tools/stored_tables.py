@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lln.lab.paper import costs, render
-from lln.lab.paper import needle_lengths as lengths
+from lln.lab.paper import costs
+from lln.lab.paper.needle_lengths import write_lengths
+from lln.lab.paper.run_tables_text import write_markdown
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -16,9 +17,9 @@ def tables() -> dict[Path, str]:
     for path in sorted(RESULTS.glob("**/*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         if result.get("table") in costs.TABLES:
-            found[path.with_suffix(".md")] = costs.markdown(costs.TABLES[result["table"]], result)
+            found[path.with_suffix(".md")] = costs.write_markdown(costs.TABLES[result["table"]], result)
         elif "table" in result:
-            found[path.with_suffix(".md")] = render.markdown(result)
+            found[path.with_suffix(".md")] = write_markdown(result)
         elif result.get("figure") == "lengths":
-            found[path.with_suffix(".md")] = lengths.markdown(result)
+            found[path.with_suffix(".md")] = write_lengths(result)
     return found

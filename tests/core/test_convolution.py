@@ -16,7 +16,7 @@ import lln.hf
 from helpers.hf_models import build, guesses, inputs, output, tokens
 from helpers.reference import relative_error
 from lln.instruments import entropy, record
-from lln.lab.paper.jobs import configure, label
+from lln.lab.paper.jobs import configure
 from lln.lab.recipes import recipe
 from lln.lab.train.config import change
 from lln.lab.train.loop import find_decaying
@@ -433,7 +433,7 @@ def test_what_closes_the_gap_trains_and_goes_on_where_it_was_stopped(
     """The loop of a CUDA graph, whose steps are those without one."""
     config = configure("mlm", "tiny", attention, 0, SMALL | {"graph": "yes", "precision": "bfloat16"})
     name, *options = attention.split(":")
-    assert label(config.to_dict()) == ":".join([name, *sorted(options)])
+    assert config.attention.label == ":".join([name, *sorted(options)])
     whole = train(config, tmp_path / "whole", cache_dir=cache)
     with pytest.raises(Stop):
         train(config, tmp_path / "parts", cache_dir=cache, progress=stop)

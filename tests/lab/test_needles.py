@@ -19,10 +19,10 @@ from lln.lab.cli.app import app
 from lln.lab.core.tables import write_csv
 from lln.lab.data.examples import IGNORE, Stream
 from lln.lab.data.needles import Needles, Planting, average_by_distance, score_answers
-from lln.lab.paper import jobs as driver
+from lln.lab.paper import run_jobs as driver
 from lln.lab.paper.experiments import EXPERIMENTS
-from lln.lab.paper.finished_runs import find
-from lln.lab.paper.needle_lengths import assemble, markdown, parse_lengths
+from lln.lab.paper.needle_lengths import assemble_lengths, parse_lengths, write_lengths
+from lln.lab.paper.run_records import find_runs
 from lln.lab.recipes import recipe
 from lln.lab.recipes.needles import set_length
 from lln.lab.train.config import Config, change
@@ -434,15 +434,15 @@ def test_a_length_that_fails_is_told_and_the_rest_goes_on(tmp_path: Path, monkey
         (folder / "result.json").write_text(json.dumps(found))
 
     monkeypatch.setattr(driver, "train", train)
-    driver.drive(jobs_of("lengths", what), tmp_path, device="cpu")
-    result = assemble(EXPERIMENTS["lengths"], what, find(tmp_path), {})
+    driver.run_jobs(jobs_of("lengths", what), tmp_path, device="cpu")
+    result = assemble_lengths(EXPERIMENTS["lengths"], what, find_runs(tmp_path), {})
     result["provenance"] = {"date": "2026-01-01", "commit": "abc", "command": "lln"}
-    text = markdown(json.loads(json.dumps(result, allow_nan=False)))
+    text = write_lengths(json.loads(json.dumps(result, allow_nan=False)))
     assert "| softmax | 91.0 ± 1.4 (2) | failed |" in text
     assert "| lln_diag | 61.0 ± 1.4 (2) | 61.0 ± 1.4 (2) |" in text
     assert "| a guess | 25.0 | 25.0 |" in text
     assert "| lln_diag | 4 | 4 |" in text
-    assert "- needles-256-after-128-tiny-softmax-seed1 failed: out of memory" in text
+    assert "softmax-seed0, needles-256-after-128-tiny-softmax-seed1 failed: out of memory" in text
     assert "- 256: lln_diag - block_diagonal = +30.0 (beyond the noise, noise" in text
     assert "- 256: lln_diag - softmax" not in text
     assert [r for r in result["rows"] if r["length"] == 256 and r["series"] == "softmax"] == []

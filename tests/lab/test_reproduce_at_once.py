@@ -12,10 +12,10 @@ import torch
 
 from helpers.fake_runs import asked, jobs_of
 from helpers.small import SMALLEST
-from lln.lab.paper import at_once as side_by_side
-from lln.lab.paper.at_once import drive_at_once
-from lln.lab.paper.finished_runs import find
-from lln.lab.paper.jobs import Hooks, Job, drive, state
+from lln.lab.paper import run_jobs as side_by_side
+from lln.lab.paper.jobs import Job, find_state
+from lln.lab.paper.run_jobs import Hooks, run_jobs
+from lln.lab.paper.run_records import find_runs
 
 SMALL = SMALLEST | {
     "optimisation.steps": "6", "log_every": "2", "save_every": "6", "evaluate_every": "6", "record_every": "0",
@@ -42,8 +42,8 @@ def test_runs_at_once_give_what_they_give_one_by_one(
         step=lambda job, number, values: said.append((job.folder, number)),
         begin=lambda job: said.append(("begin", job.folder)), end=lambda job, now: said.append((now, job.folder)),
     )  # fmt: skip
-    drive(jobs(tmp_path / "one"), tmp_path / "one", device="cpu", cache_dir=cache)
-    drive_at_once(jobs(tmp_path / "two"), tmp_path / "two", 2, device="cpu", cache_dir=cache, hooks=hooks)
+    run_jobs(jobs(tmp_path / "one"), tmp_path / "one", device="cpu", cache_dir=cache)
+    run_jobs(jobs(tmp_path / "two"), tmp_path / "two", at_once=2, device="cpu", cache_dir=cache, hooks=hooks)
     assert metrics(tmp_path / "one") == metrics(tmp_path / "two")
     assert len(metrics(tmp_path / "two")) == 4
     folders = [job.folder for job in jobs(tmp_path)]
@@ -53,7 +53,7 @@ def test_runs_at_once_give_what_they_give_one_by_one(
     for name, beside in (("one", 0), ("two", 1)):
         attempts = [json.loads(p.read_text())[0] for p in (tmp_path / name).glob("*/attempts.json")]
         assert [a["beside"] for a in attempts] == [beside] * 4
-    drive_at_once(jobs(tmp_path / "two"), tmp_path / "two", 2, device="cpu", hooks=Hooks(begin=pytest.fail))
+    run_jobs(jobs(tmp_path / "two"), tmp_path / "two", at_once=2, device="cpu", hooks=Hooks(begin=pytest.fail))
 
 
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, cache: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, cache: Path) 
     ended: dict[str, str] = {}
     said: list[str] = []
     hooks = Hooks(say=said.append, end=lambda job, now: ended.update({job.folder: now}))
-    drive_at_once([bad, tuning, *others], tmp_path, 3, device="cpu", cache_dir=cache, hooks=hooks)
+    run_jobs([bad, tuning, *others], tmp_path, at_once=3, device="cpu", cache_dir=cache, hooks=hooks)
     assert [ended[job.folder] for job in (bad, tuning, *others)] == ["failed", "left out", "finished", "finished"]
     assert any("failed: The loss is not finite" in text for text in said)
 
@@ -75,8 +75,8 @@ def die(*args: Any) -> str:
 def test_a_killed_process_is_said_and_nothing_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_by_side, "run_here", die)
     with pytest.raises(OSError, match="a process that trained was killed"):
-        drive_at_once(jobs(tmp_path), tmp_path, 2, device="cpu")
-    assert {state(tmp_path / job.folder) for job in jobs(tmp_path)} == {"new"}
+        run_jobs(jobs(tmp_path), tmp_path, at_once=2, device="cpu")
+    assert {find_state(tmp_path / job.folder) for job in jobs(tmp_path)} == {"new"}
 
 
 def test_an_interrupt_stops_the_others_and_the_same_call_goes_on(tmp_path: Path, cache: Path) -> None:
@@ -92,7 +92,7 @@ def test_an_interrupt_stops_the_others_and_the_same_call_goes_on(tmp_path: Path,
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        drive_at_once(endless, tmp_path, 2, device="cpu", cache_dir=cache, hooks=Hooks(step=stop))
+        run_jobs(endless, tmp_path, at_once=2, device="cpu", cache_dir=cache, hooks=Hooks(step=stop))
     assert not multiprocessing.active_children()
     assert all((tmp_path / job.folder / "attempts.json").exists() for job in endless)
 
@@ -100,4 +100,4 @@ def test_an_interrupt_stops_the_others_and_the_same_call_goes_on(tmp_path: Path,
 def test_what_other_processes_write_is_not_read_as_a_run(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoint-10").mkdir(parents=True)
     (tmp_path / "run" / "checkpoint-10" / "config.json").write_text('{"half of')
-    assert find(tmp_path) == []
+    assert find_runs(tmp_path) == []

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from lln.lab.cli.app import app
 from lln.lab.paper import costs
-from lln.lab.paper.costs import TABLES, Cell, Setting, markdown, measure, parse_setting, step_cost
+from lln.lab.paper.costs import TABLES, Cell, Setting, measure_step, measure_steps, parse_setting, write_markdown
 from lln.lab.train.models import build
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def test_every_cell_is_a_step_of_a_real_model(name: str) -> None:
         assert runs == {"softmax": usual, "torch": "sdpa"}.get(cell.attention, cell.attention)
     for attention in ("softmax", "lln_diag"):
         cell = next(c for c in TABLES[name].cells("tiny", PLAIN) if c.attention == attention)
-        found = step_cost(small(cell), CPU, 1, PLAIN)
+        found = measure_step(small(cell), CPU, 1, PLAIN)
         assert found["ms"]["median"] > 0
         assert found["bytes"] > 0
 
@@ -65,15 +65,15 @@ def test_out_of_memory_and_refusals_are_cells(monkeypatch: pytest.MonkeyPatch) -
             raise ValueError("reformer cannot")
         return {"ms": {"median": 2.0}, "bytes": 3 * 2**20}
 
-    monkeypatch.setattr(costs, "step_cost", fail)
+    monkeypatch.setattr(costs, "measure_step", fail)
     stored: list[int] = []
     table = TABLES["table4"]
-    result = measure(
+    result = measure_steps(
         table, table.cells("tiny", PLAIN), "tiny", PLAIN, device=CPU, repeats=1, seed=0, progress=lambda text: None,
         store=lambda found: stored.append(len(found["rows"])),
     )  # fmt: skip
     assert stored == list(range(1, 26))
-    text = markdown(table, result)
+    text = write_markdown(table, result)
     assert "| softmax | OOM | OOM | OOM | OOM | OOM |" in text
     assert "| reformer | no | no | no | no | no |" in text
     assert "| lln_diag | 2 | 2 | 2 | 2 | 2 |" in text
@@ -115,25 +115,25 @@ def test_steps_are_timed_together_where_the_host_runs_ahead(monkeypatch: pytest.
         stand_in = {"step": dataclasses.replace(timing, median=ms)}
         with monkeypatch.context() as patch:
             patch.setattr(costs, "time_calls", lambda works, **how: calls.append(how) or stand_in)
-            return costs.in_a_row(lambda: None, gpu)
+            return costs.count_together(lambda: None, gpu)
 
     assert [timed(ms) for ms in (1.0, 60.0, 80.0, 200.0, 400.0, 2000.0)] == [8, 8, 6, 2, 1, 1]
     assert all(how["device"] == gpu for how in calls)
-    assert costs.in_a_row(lambda: None, torch.device("cpu")) == 1
+    assert costs.count_together(lambda: None, torch.device("cpu")) == 1
 
 
 def test_charts_leave_out_what_did_not_fit() -> None:
-    from lln.lab.paper.cost_charts import charts_of
+    from lln.lab.paper.result_charts import draw_costs
 
     step = {"median": 2.0, "low": 1.0, "high": 3.0}
     rows = [
         {"attention": "torch", "length": 512, "ms": step, "bytes": 2**20},
         {"attention": "softmax", "length": 512, "ms": None, "bytes": None},
     ]
-    assert set(charts_of({"table": "table2", "rows": rows})) == {"-time", "-memory"}
-    assert "softmax" not in charts_of({"table": "table2", "rows": rows})["-time"]
-    assert charts_of({"table": "table2", "rows": rows[1:]}) == {}
-    assert charts_of({"table": "table4", "rows": rows}) == {}
+    assert set(draw_costs({"table": "table2", "rows": rows})) == {"-time", "-memory"}
+    assert "softmax" not in draw_costs({"table": "table2", "rows": rows})["-time"]
+    assert draw_costs({"table": "table2", "rows": rows[1:]}) == {}
+    assert draw_costs({"table": "table4", "rows": rows}) == {}
 
 
 def test_table_2_at_other_lengths_batches_and_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_table_2_at_other_lengths_batches_and_compiled(tmp_path: Path, monkeypat
     mixed = set[torch.dtype]()
     cell = next(c for c in cells if c.attention == "lln" and c.length == 64)
     monkeypatch.setattr(torch.nn.functional, "linear", watched(torch.nn.functional.linear, mixed))
-    step_cost(dataclasses.replace(small(cell), batch=2), CPU, 1, setting)
+    measure_step(dataclasses.replace(small(cell), batch=2), CPU, 1, setting)
     assert compiled == ["RobertaForMaskedLM"]
     assert mixed == {torch.bfloat16}
     monkeypatch.setitem(TABLES, "table2", dataclasses.replace(TABLES["table2"], cells=lambda s, t: [small(cell)]))

@@ -9,14 +9,13 @@ import pytest
 
 from helpers.fake_runs import asked, finish, jobs_of
 from lln.lab.paper.experiments import EXPERIMENTS, Asked
-from lln.lab.paper.finished_runs import find
-from lln.lab.paper.jobs import label
-from lln.lab.paper.run_charts import charts_of, ramp
-from lln.lab.paper.run_figures import assemble
+from lln.lab.paper.result_charts import draw_figure, mix_colour
+from lln.lab.paper.run_figures import assemble_figure
+from lln.lab.paper.run_records import find_runs
 
 
 def figure(name: str, what: Asked) -> dict[str, Any]:
-    return json.loads(json.dumps(assemble(EXPERIMENTS[name], what, find(what.runs), {}), allow_nan=False))
+    return json.loads(json.dumps(assemble_figure(EXPERIMENTS[name], what, find_runs(what.runs), {}), allow_nan=False))
 
 
 def head(layer: str, number: int, **values: float | None) -> dict[str, Any]:
@@ -34,7 +33,7 @@ def holds(result: dict[str, Any]) -> list[bool]:
 
 
 def drawings(result: dict[str, Any]) -> set[str]:
-    drawn = charts_of(result)
+    drawn = draw_figure(result)
     assert all(ElementTree.fromstring(text).tag.endswith("svg") for text in drawn.values())
     return set(drawn)
 
@@ -220,10 +219,10 @@ def test_figures_of_foreign_runs_take_the_settings_that_most_have(tmp_path: Path
     finish(tmp_path / "deep" / "down", job.config, 3.0, lines=losses(3.0))
     found = figure("fig8", asked(tmp_path, attentions=("softmax",)))
     assert [run["folder"] for run in found["runs"]] == ["deep/down"]
-    assert label(job.config.to_dict()) == "softmax"
+    assert job.config.attention.label == "softmax"
 
 
 def test_the_colours_of_layers_run_from_first_to_last() -> None:
-    found = [ramp(i / 11) for i in range(12)]
+    found = [mix_colour(i / 11) for i in range(12)]
     assert len(set(found)) == 12
     assert all(len(colour) == 7 for colour in found)

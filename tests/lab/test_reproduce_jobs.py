@@ -10,11 +10,12 @@ import torch
 
 from helpers.fake_runs import asked, jobs_of, result_of
 from lln.hf.distillation import NotFinite
-from lln.lab.paper import jobs as driver
-from lln.lab.paper.estimate import estimate, minutes
-from lln.lab.paper.experiments import EXPERIMENTS, refused
-from lln.lab.paper.jobs import Hooks, Job, check, configure, drive, folder_name, label, meant, parse_attention, state
+from lln.lab.paper import run_jobs as driver
+from lln.lab.paper.estimate import estimate_jobs, show_duration
+from lln.lab.paper.experiments import EXPERIMENTS, find_refusal
+from lln.lab.paper.jobs import Job, check_jobs, configure, find_state, name_folder, parse_attention, select_changes
 from lln.lab.paper.old_runs import derive_facts
+from lln.lab.paper.run_jobs import Hooks, run_jobs
 from lln.lab.recipes import RECIPES, recipe
 from lln.lab.train.config import Config
 from lln.lab.train.models import Sizes, build
@@ -86,10 +87,10 @@ def test_seeds_may_begin_anywhere(tmp_path: Path) -> None:
 
 def test_what_is_finished_is_not_run_again(tmp_path: Path, trainer: Trainer) -> None:
     found = table1(tmp_path)
-    drive(found[:2], tmp_path, device="cpu")
+    run_jobs(found[:2], tmp_path, device="cpu")
     assert trainer.ran == [job.folder for job in found[:2]]
-    drive(found, tmp_path, device="cpu")
-    drive(found, tmp_path, device="cpu")
+    run_jobs(found, tmp_path, device="cpu")
+    run_jobs(found, tmp_path, device="cpu")
     assert trainer.ran == [job.folder for job in found]
 
 
@@ -101,7 +102,7 @@ def test_a_failed_run_is_written_down_and_the_rest_goes_on(tmp_path: Path, train
         "glue-sst2-tiny-softmax": ValueError("softmax does not like this.\nMore."),
     }
     ended: list[tuple[str, str]] = []
-    drive(found, tmp_path, device="cpu", hooks=Hooks(end=lambda job, now: ended.append((job.folder, now))))
+    run_jobs(found, tmp_path, device="cpu", hooks=Hooks(end=lambda job, now: ended.append((job.folder, now))))
     states = dict(ended)
     assert states["mlm-tiny-softmax-seed0"] == "finished"
     assert states["mlm-tiny-lln-seed0"] == "failed"
@@ -113,10 +114,10 @@ def test_a_failed_run_is_written_down_and_the_rest_goes_on(tmp_path: Path, train
         "glue-sst2-tiny-softmax-pre0-seed0": "softmax does not like this.",
     }
     trainer.acts, before = {}, list(trainer.ran)
-    drive(found, tmp_path, device="cpu")
+    run_jobs(found, tmp_path, device="cpu")
     assert trainer.ran == before
-    drive(found, tmp_path, device="cpu", retry=True)
-    assert {state(tmp_path / job.folder) for job in found} == {"finished"}
+    run_jobs(found, tmp_path, device="cpu", retry=True)
+    assert {find_state(tmp_path / job.folder) for job in found} == {"finished"}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
@@ -124,30 +125,30 @@ def test_what_is_no_failure_of_the_run_comes_through(tmp_path: Path, trainer: Tr
     found = jobs_of("table3", asked(tmp_path))
     trainer.acts = {"image": error}
     with pytest.raises(type(error)):
-        drive(found, tmp_path, device="cpu")
-    assert state(tmp_path / found[0].folder) == "begun"
+        run_jobs(found, tmp_path, device="cpu")
+    assert find_state(tmp_path / found[0].folder) == "begun"
     trainer.acts = {}
-    drive(found, tmp_path, device="cpu")
-    assert state(tmp_path / found[0].folder) == "finished"
+    run_jobs(found, tmp_path, device="cpu")
+    assert find_state(tmp_path / found[0].folder) == "finished"
     assert len(json.loads((tmp_path / found[0].folder / "attempts.json").read_text())) == 2
 
 
 def test_only_what_is_needed_is_kept(tmp_path: Path, trainer: Trainer) -> None:
     found = table1(tmp_path)[:2]
-    drive(found, tmp_path, device="cpu")
+    run_jobs(found, tmp_path, device="cpu")
     before, after = (tmp_path / job.folder for job in found)
     assert (before / "model").exists()
     assert not (after / "model").exists()
     assert not list(tmp_path.glob("*/checkpoint-*"))
-    drive(jobs_of("table3", asked(tmp_path)), tmp_path, device="cpu", keep=True)
+    run_jobs(jobs_of("table3", asked(tmp_path)), tmp_path, device="cpu", keep=True)
     assert len(list(tmp_path.glob("image*/checkpoint-*"))) == len(list(tmp_path.glob("image*/model"))) == 2
 
 
 def test_other_settings_are_noticed_before_anything_runs(tmp_path: Path, trainer: Trainer) -> None:
-    drive(jobs_of("table3", asked(tmp_path)), tmp_path, device="cpu")
-    check(jobs_of("table3", asked(tmp_path, changes={"log_every": "5"})), tmp_path)  # changes no result
+    run_jobs(jobs_of("table3", asked(tmp_path)), tmp_path, device="cpu")
+    check_jobs(jobs_of("table3", asked(tmp_path, changes={"log_every": "5"})), tmp_path)  # changes no result
     with pytest.raises(ValueError, match=r"softmax-seed0 holds a run with other settings: optimisation.steps"):
-        check(jobs_of("table3", asked(tmp_path, changes={"optimisation.steps": "9"})), tmp_path)
+        check_jobs(jobs_of("table3", asked(tmp_path, changes={"optimisation.steps": "9"})), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -158,10 +159,10 @@ def test_other_settings_are_noticed_before_anything_runs(tmp_path: Path, trainer
 def test_a_label_is_read_back_as_it_was_written(text: str, task: str) -> None:
     for preset in ("tiny", "mini", "paper"):
         config = configure(task, preset, text, 0, {})
-        assert label(config.to_dict()) == config.attention.label == text
+        assert config.attention.label == config.attention.label == text
         assert derive_facts(config.to_dict()) == list_facts(config)
-        assert configure(task, preset, label(config.to_dict()), 0, {}) == config
-        assert refused(task, preset, text) is None
+        assert configure(task, preset, config.attention.label, 0, {}) == config
+        assert find_refusal(task, preset, text) is None
 
 
 def test_blocks_beside_a_kernel_are_those_of_lln_diag() -> None:
@@ -210,25 +211,25 @@ def test_options_of_attentions_are_pairs() -> None:
      ("performer:wings=2", "wings")],
 )  # fmt: skip
 def test_attentions_that_cannot_be_run_have_a_reason(text: str, reason: str) -> None:
-    assert reason in (refused("mlm", "tiny", text) or "")
+    assert reason in (find_refusal("mlm", "tiny", text) or "")
 
 
 def test_changes_are_for_all_or_for_some() -> None:
     changes = {"glue.sst2.data.length": "3", "data.length": "1", "glue.data.length": "2", "lra.seed_of": "9"}
-    assert meant(changes, "mlm", None) == {"data.length": "1"}
-    assert meant(changes, "glue", "qqp") == {"data.length": "2"}
-    assert meant(changes, "glue", "sst2") == {"data.length": "3"}
+    assert select_changes(changes, "mlm", None) == {"data.length": "1"}
+    assert select_changes(changes, "glue", "qqp") == {"data.length": "2"}
+    assert select_changes(changes, "glue", "sst2") == {"data.length": "3"}
     for name in ("seed", "attention.name", "glue.model.start", "mlm"):
         with pytest.raises(ValueError, match="cannot be set here"):
-            meant({name: "1"}, name.split(".")[0] if "." in name or name == "mlm" else "glue", None)
+            select_changes({name: "1"}, name.split(".")[0] if "." in name or name == "mlm" else "glue", None)
 
 
 def test_folders_say_what_is_in_them() -> None:
-    assert folder_name(configure("lra", "tiny", "lln:alpha=1.5", 3, {}, name="text"), "text") == (
+    assert name_folder(configure("lra", "tiny", "lln:alpha=1.5", 3, {}, name="text"), "text") == (
         "lra-text-tiny-lln-alpha-1.5-seed3"
     )
     half = configure("mlm", "mini", "lln", 0, {}, precision="float16")
-    assert folder_name(half, None) == "mlm-mini-float16-lln-seed0"
+    assert name_folder(half, None) == "mlm-mini-float16-lln-seed0"
 
 
 def test_the_loss_scale_needs_a_gpu(tmp_path: Path) -> None:
@@ -244,7 +245,7 @@ def test_the_loss_scale_needs_a_gpu(tmp_path: Path) -> None:
     deit = [
         j for j in jobs_of("fig10", asked(tmp_path, device="cuda", scale="paper")) if j.config.preset == "deit-tiny"
     ]
-    assert [label(j.config.to_dict()) for j in deit if j.config.attention.name == "lln"] == [
+    assert [j.config.attention.label for j in deit if j.config.attention.name == "lln"] == [
         "lln", "lln:alpha=2", "lln:alpha=4"
     ]  # fmt: skip
 
@@ -260,19 +261,21 @@ def test_the_paper_scale_is_the_papers_recipe(tmp_path: Path) -> None:
 
 def test_an_estimate_is_what_runs_like_it_took(tmp_path: Path, trainer: Trainer) -> None:
     found = jobs_of("table3", asked(tmp_path, seeds=2))
-    guesses = estimate(found, tmp_path, "cpu")
+    guesses = estimate_jobs(found, tmp_path, "cpu")
     assert set(guesses) == {job.folder for job in found}
     assert all(0 < seconds < 3600 for seconds in guesses.values())
-    drive(found[:1], tmp_path, device="cpu")
+    run_jobs(found[:1], tmp_path, device="cpu")
     (tmp_path / found[0].folder / "attempts.json").write_text(
         '[{"seconds": 40, "bytes": null}, {"seconds": 2, "bytes": null}]'
     )
-    after = estimate(found, tmp_path, "cpu")
+    after = estimate_jobs(found, tmp_path, "cpu")
     assert found[0].folder not in after
     assert set(after.values()) == {42.0}
-    longer = estimate(jobs_of("table3", asked(tmp_path, changes={"optimisation.steps": "3000"})), tmp_path / "x", "cpu")
+    longer = estimate_jobs(
+        jobs_of("table3", asked(tmp_path, changes={"optimisation.steps": "3000"})), tmp_path / "x", "cpu"
+    )
     assert longer[found[0].folder] == pytest.approx(10 * guesses[found[0].folder], rel=0.01)
-    assert [minutes(s) for s in (0.1, 20, 600, 9000)] == ["1 s", "20 s", "10 min", "2.5 h"]
+    assert [show_duration(s) for s in (0.1, 20, 600, 9000)] == ["1 s", "20 s", "10 min", "2.5 h"]
 
 
 def test_every_experiment_has_runs_at_every_scale_of_its_task(tmp_path: Path) -> None:

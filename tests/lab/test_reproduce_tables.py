@@ -10,15 +10,15 @@ import pytest
 
 from helpers.fake_runs import asked, fail, finish, jobs_of
 from lln.lab.paper.experiments import EXPERIMENTS, Asked
-from lln.lab.paper.finished_runs import find
 from lln.lab.paper.jobs import configure
-from lln.lab.paper.render import markdown, row_line
-from lln.lab.paper.run_tables import assemble
+from lln.lab.paper.run_records import find_runs
+from lln.lab.paper.run_tables import assemble_table
+from lln.lab.paper.run_tables_text import tell_row, write_markdown
 from lln.lab.train.config import change
 
 
 def table(name: str, what: Asked) -> dict[str, Any]:
-    found = assemble(EXPERIMENTS[name], what, find(what.runs), {})
+    found = assemble_table(EXPERIMENTS[name], what, find_runs(what.runs), {})
     return json.loads(json.dumps(found, allow_nan=False))
 
 
@@ -28,7 +28,7 @@ def rows(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def shown(result: dict[str, Any]) -> str:
     about = {"date": "2026-01-01", "commit": "abc", "command": "lln"}
-    return markdown(result | {"provenance": about})
+    return write_markdown(result | {"provenance": about})
 
 
 def test_the_numbers_are_those_of_the_runs(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_part_of_a_table_is_a_table(tmp_path: Path) -> None:
         result = table("table1", what)
         assert len(result["runs"]) == i + 1
         assert shown(result)
-        assert row_line(result, job.config.attention.name).startswith(job.config.attention.name)
+        assert tell_row(result, job.config.attention.name).startswith(job.config.attention.name)
     begun = jobs_of("table1", asked(tmp_path, tasks=("sst2",), attentions=("elu",)))[0]
     finish(tmp_path / begun.folder, begun.config, 0.5)
     (tmp_path / begun.folder / "result.json").unlink()

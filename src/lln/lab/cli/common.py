@@ -115,3 +115,10 @@ def publish(
     else:
         print_wide(*shown)
     typer.echo(said, err=True)
+
+
+def parse_pair(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign or not name:
+        raise typer.BadParameter(f"must be NAME=VALUE, like optimisation.rate=1e-3; got {text!r}.", param_hint="--set")
+    return name, value

@@ -5,11 +5,11 @@ from __future__ import annotations
 import enum
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from lln.lab.cli.common import AsJson, DataRoot, find_missing, need, need_folder, parse_device
+from lln.lab.cli.common import AsJson, DataRoot, find_missing, need, need_folder, parse_device, parse_pair
 from lln.lab.core.progress import progress_bar
 
 EPILOG = (
@@ -23,39 +23,19 @@ EPILOG = (
 )
 
 
-class FigureName(enum.StrEnum):
-    table1 = "table1"
-    table2 = "table2"
-    table3 = "table3"
-    table4 = "table4"
-    table5 = "table5"
-    fig1 = "fig1"
-    fig2 = "fig2"
-    fig5a = "fig5a"
-    fig5b = "fig5b"
-    fig6a = "fig6a"
-    fig6b = "fig6b"
-    fig7 = "fig7"
-    fig8 = "fig8"
-    fig9 = "fig9"
-    fig10 = "fig10"
-    matching = "matching"
-    variants = "variants"
-    lengths = "lengths"
-
-
+FigureName = enum.StrEnum(
+    "FigureName",
+    "table1 table2 table3 table4 table5 fig1 fig2 fig5a fig5b fig6a fig6b fig7 fig8 fig9 fig10 matching variants "
+    "lengths",
+)
+Scale = enum.StrEnum("Scale", "tiny mini paper")
 # From training runs; the last three are not of the paper.
 TRAINED = (
     "table1", "table3", "table5", "fig1", "fig8", "fig9", "fig10", "matching", "variants", "lengths",
 )  # fmt: skip
 TUNED = ("table1", "matching", "variants")  # pre-trained, then fine-tuned
 MEASURED = ("table2", "table4")  # of single training steps
-
-
-class Scale(enum.StrEnum):
-    tiny = "tiny"
-    mini = "mini"
-    paper = "paper"
+SHARED = ("--attentions", "--set", "--from", "--no-charts")  # by these and those that are trained
 
 
 def reproduce(
@@ -115,41 +95,41 @@ def reproduce(
         if tunings and name not in TUNED:
             raise typer.BadParameter(f"it goes with {', '.join(TUNED)}, not with {name}.", param_hint="--tunings")
 
-        from lln.lab.cli.reproduce_runs import Request, reproduce_runs
+        from lln.lab.cli.reproduce_runs import Manner, reproduce_runs
+        from lln.lab.paper.request import Request
 
-        reproduce_runs(
-            Request(
-                name=name, scale=scale.value, attentions=attentions, tasks=tasks, seeds=seeds or 1, first=seed,
-                tunings=tunings, changes=changes or [], data_root=data_root, device=device, out=out, source=source,
-                charts=not no_charts, dry_run=dry_run, retry=retry, keep=keep, at_once=at_once,
-                as_json=as_json,
-            )
+        request = Request(
+            name=name, scale=scale.value, attentions=attentions, tasks=tasks, seeds=seeds or 1, first=seed,
+            tunings=tunings, changes=dict(map(parse_pair, changes or [])), device=device, out=out,
         )  # fmt: skip
-        return
-    if name in MEASURED and not any((tasks, tunings, dry_run, retry, keep, at_once > 1)):
-        asked = attentions.split(",") if attentions else []
-        reproduce_costs(
-            name, scale.value, device, out, asked, changes or [], repeats=1 if quick else 3, seed=seed, source=source,
-            draw=not no_charts, as_json=as_json,
+        manner = Manner(
+            source=source, data_root=data_root, charts=not no_charts, dry_run=dry_run, retry=retry, keep=keep,
+            at_once=at_once, as_json=as_json,
         )  # fmt: skip
+        reproduce_runs(request, manner)
         return
     given = {
         "--attentions": attentions, "--tasks": tasks, "--tunings": tunings, "--set": changes, "--from": source,
         "--no-charts": no_charts, "--dry-run": dry_run, "--retry-failed": retry, "--keep-all": keep,
         "--at-once": at_once > 1,
     }  # fmt: skip
-    shared = ("--attentions", "--set", "--from", "--no-charts")
-    if foreign := [o for o, value in given.items() if value and not (name in MEASURED and o in shared)]:
-        also = MEASURED if foreign[0] in shared else ()
+    if foreign := [o for o, value in given.items() if value and not (name in MEASURED and o in SHARED)]:
+        also = MEASURED if foreign[0] in SHARED else ()
         raise typer.BadParameter(f"it goes with {', '.join(TRAINED + also)}, not with {name}.", param_hint=foreign[0])
+    if name in MEASURED:
+        reproduce_costs(
+            name, scale.value, device, out, attentions.split(",") if attentions else [], changes or [],
+            repeats=1 if quick else 3, seed=seed, source=source, charts=not no_charts, as_json=as_json,
+        )  # fmt: skip
+        return
     need("report")
 
     import dataclasses
 
-    from lln.lab.paper.analysis import QUICK, Draws
+    from lln.lab.paper.analysis import QUICK, Draws, tell_verdicts
     from lln.lab.paper.analysis_figures import FIGURES, measure_figure, write_figure
 
-    chosen, draws = FIGURES[figure.value], QUICK if quick else Draws()
+    chosen, draws = FIGURES[name], QUICK if quick else Draws()
     draws = dataclasses.replace(draws, seeds=seeds or draws.seeds)
     with progress_bar(chosen.steps) as step:
         result = measure_figure(chosen, draws, seed, step)
@@ -157,25 +137,17 @@ def reproduce(
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
-        show_verdicts(f"{chosen.name}: {chosen.title}", result["verdicts"])
+        typer.echo(tell_verdicts(f"{chosen.name}: {chosen.title}", result["verdicts"]))
         typer.echo(f"\nWritten: {', '.join(map(str, paths))}.")
-
-
-def show_verdicts(title: str, verdicts: list[dict[str, Any]]) -> None:
-    from lln.lab.paper.analysis import WORDS
-
-    typer.echo(title)
-    for verdict in verdicts:
-        typer.echo(f"\n{WORDS[verdict['holds']]}: {verdict['claim']}\n  {verdict['sentence']}")
 
 
 def reproduce_costs(
     name: str, scale: str, device: str | None, out: Path, attentions: list[str], changes: list[str], *, repeats: int,
-    seed: int, source: Path | None, draw: bool, as_json: bool,
+    seed: int, source: Path | None, charts: bool, as_json: bool,
 ) -> None:  # fmt: skip
     need("train")
-    draw = draw and name == "table2"  # table4 has no lengths to draw against
-    if draw and (names := find_missing("report")):
+    charts = charts and name == "table2"  # table4 has no lengths to draw against
+    if charts and (names := find_missing("report")):
         raise typer.BadParameter(
             f"charts need {', '.join(names)} (pip install 'lln-attention[report]'); --no-charts measures without, and "
             "--from draws later."
@@ -183,8 +155,8 @@ def reproduce_costs(
 
     import torch
 
-    from lln.files import write_json, write_text
-    from lln.lab.paper.costs import TABLES, markdown, measure, parse_setting, write
+    from lln.files import write_json
+    from lln.lab.paper.costs import TABLES, measure_steps, parse_setting, write_files, write_markdown
 
     table = TABLES[name]
     if unknown := [a for a in attentions if a not in table.attentions]:
@@ -206,16 +178,10 @@ def reproduce_costs(
     else:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         with progress_bar(len(cells)) as step:
-            result = measure(
+            result = measure_steps(
                 table, cells, scale, setting, device=torch.device(device), repeats=repeats, seed=seed, progress=step,
                 store=lambda found: write_json(out / file, found),
             )  # fmt: skip
-    paths = write(table, result, out)
-    if draw:
-        from lln.lab.paper.cost_charts import charts_of
-
-        for end, text in charts_of(result).items():
-            paths.append(out / f"{name}{setting.end}{end}.svg")
-            write_text(paths[-1], text)
-    typer.echo(json.dumps(result, indent=1) if as_json else markdown(table, result))
+    paths = write_files(table, result, out, charts=charts)
+    typer.echo(json.dumps(result, indent=1) if as_json else write_markdown(table, result))
     typer.echo(f"Written: {', '.join(map(str, paths))}.", err=True)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lln.lab.cli.common import AsJson, DataRoot, fail, need
+from lln.lab.cli.common import AsJson, DataRoot, fail, need, parse_pair
 from lln.lab.core.progress import Bars, describe_metrics
 
 EPILOG = (
@@ -52,7 +52,7 @@ def train(
     from lln.lab.train.config import change
     from lln.lab.train.run import train as run
 
-    asked = dict(pair(text) for text in changes or [])
+    asked = dict(map(parse_pair, changes or []))
     asked["seed"] = str(seed)
     asked |= {name: "yes" for name, on in (("graph", graph), ("fsdp", fsdp)) if on}
     if start is not None:
@@ -86,13 +86,6 @@ def train(
         typer.echo(json.dumps(result, indent=1))
     else:
         show(result, folder)
-
-
-def pair(text: str) -> tuple[str, str]:
-    name, sign, value = text.partition("=")
-    if not sign or not name:
-        raise typer.BadParameter(f"must be NAME=VALUE, like optimisation.rate=1e-3; got {text!r}.", param_hint="--set")
-    return name, value
 
 
 @contextlib.contextmanager

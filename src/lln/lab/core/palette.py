@@ -46,6 +46,8 @@ ATTENTIONS = {
     "LLN+Diag": DIAG,
     "LLN+Diag-sample": Style(GREEN, MIXED, "diamond"),
     "LLN+Diag-eager": Style(GREEN, EVEN, "triangle-down"),
+    "torch": Style(PINK, SOLID, "diamond"),
+    "nystromformer": Style(AMBER, MIXED, "cross"),
     "fla-linear": Style(AMBER, SOLID, "circle"),
     "fla-gla": Style(AMBER, EVEN, "square"),
 }

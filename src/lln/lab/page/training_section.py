@@ -44,8 +44,7 @@ QUICK = Plan(steps=60, evaluate_every=20, record_every=20)
 def measure(plan: Plan, *, seed: int, device: str, runs: Path, progress: Progress = ignore) -> dict[str, Any]:
     """Trains the recipe `mlm tiny` with each attention in a folder below `runs`; a stopped run goes on. `progress`
     hears of plan.steps steps for each."""
-    from lln.lab.paper.finished_runs import described
-    from lln.lab.paper.run_figures import layers, logged
+    from lln.lab.paper.run_records import read_curves, select_layers
     from lln.lab.recipes import recipe
     from lln.lab.train.run import train
 
@@ -63,14 +62,14 @@ def measure(plan: Plan, *, seed: int, device: str, runs: Path, progress: Progres
             progress(f"train with {title}, step {at}")
 
         result = train(config, folder, device=device, progress=step)
-        run = described(folder, runs, config.to_dict())
+        curves = read_curves(folder)
         found[title] = {
             "loss": result["metrics"]["loss"],
             "guess": result["guess"]["loss"],
             "seconds": result["seconds"],
-            "validation": logged(run, "eval_loss"),
-            "training": logged(run, "loss"),
-            "layers": {quantity: layers(run, quantity) for quantity in PANELS},
+            "validation": curves["eval_loss"],
+            "training": curves["loss"],
+            "layers": {quantity: select_layers(curves, quantity) for quantity in PANELS},
             "provenance": result["provenance"],
             "notes": result["notes"],
             "config": result["config"],

@@ -48,6 +48,11 @@ class Verdict:
 WORDS: dict[bool | None, str] = {True: "holds", False: "DOES NOT HOLD", None: "not decided"}
 
 
+def tell_verdicts(title: str, verdicts: Sequence[Mapping[str, Any]]) -> str:
+    """Stored verdicts for the reader of a terminal."""
+    return "\n".join([title, *(f"\n{WORDS[v['holds']]}: {v['claim']}\n  {v['sentence']}" for v in verdicts)])
+
+
 @dataclasses.dataclass(frozen=True)
 class Figure:
     name: str

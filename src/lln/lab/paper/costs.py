@@ -11,7 +11,7 @@ import torch
 
 from lln.files import write_json, write_text
 from lln.lab.core.provenance import provenance, without_places
-from lln.lab.core.tables import show_number
+from lln.lab.core.tables import markdown_table, show_number
 from lln.lab.core.timing import peak_memory, time_calls
 from lln.lab.recipes import recipe
 from lln.lab.train.config import Config, Model
@@ -22,11 +22,9 @@ TOGETHER_MS, MOST_STEPS = 500, 8  # of the steps that are timed as one
 
 # The paper's own numbers, from one A100 of 40 GB.
 OOM = None
+LENGTHS2 = (512, 1024, 2048, 4096, 8192, 16384)
 PAPER2: dict[str, dict[str, dict[int, float | None]]] = {
-    name: {
-        "GB": dict(zip((512, 1024, 2048, 4096, 8192, 16384), memory, strict=True)),
-        "s": dict(zip((512, 1024, 2048, 4096, 8192, 16384), seconds, strict=True)),
-    }
+    name: {"GB": dict(zip(LENGTHS2, memory, strict=True)), "s": dict(zip(LENGTHS2, seconds, strict=True))}
     for name, memory, seconds in (
         ("softmax", (4.0, 5.5, 12.6, 32.1, OOM, OOM), (0.95, 1.05, 2.4, 6.8, OOM, OOM)),
         ("nystromformer", (4.0, 4.5, 5.5, 7.3, 11.6, 19.1), (1.8, 1.9, 2.6, 4.7, 8.8, 16.7)),
@@ -65,20 +63,17 @@ class Setting:
 
 def parse_setting(changes: list[str]) -> Setting:
     """ValueError, in one sentence, for what is no setting."""
+    readers: dict[str, Callable[[str], Any]] = {
+        "lengths": lambda text: tuple(int(part) for part in text.split(",")),
+        "tokens": int,
+        "compile": {"yes": True, "no": False}.__getitem__,
+        "precision": {name: name for name in ("float32", "bfloat16")}.__getitem__,
+    }
     found: dict[str, Any] = {}
     for change in changes:
         name, _, text = change.partition("=")
         try:
-            if name == "lengths":
-                found[name] = tuple(int(part) for part in text.split(","))
-            elif name == "tokens":
-                found[name] = int(text)
-            elif name == "compile":
-                found[name] = {"yes": True, "no": False}[text]
-            elif name == "precision" and text in ("float32", "bfloat16"):
-                found[name] = text
-            else:
-                raise KeyError
+            found[name] = readers[name](text)
         except (KeyError, ValueError):
             raise ValueError(
                 "of single steps these can be set: lengths=512,65536, tokens=16384, compile=yes, precision=float32 or "
@@ -109,34 +104,30 @@ class CostTable:
     paper: dict[str, Any]
 
 
-SCALES = ("tiny", "mini", "paper")
-
-
 TORCH, OURS = "torch", ("lln", "lln_diag")
 ROWS2 = ("softmax", TORCH, "nystromformer", "lln", "lln_diag")  # softmax as the paper has it, and torch's own
 
 
-def cells2(scale: str, setting: Setting) -> list[Cell]:
+def list_cells2(scale: str, setting: Setting) -> list[Cell]:
     """RoBERTa, a batch of one."""
     model, lengths = {
         "tiny": (Model(layers=2, width=128, heads=2, inner=512), (256, 512, 1024, 2048)),
-        "mini": (Model(layers=6, width=384, heads=6, inner=1536), (512, 1024, 2048, 4096, 8192, 16384)),
-        "paper": (Model(layers=12, width=768, heads=12, inner=3072), (512, 1024, 2048, 4096, 8192, 16384)),
+        "mini": (Model(layers=6, width=384, heads=6, inner=1536), LENGTHS2),
+        "paper": (Model(layers=12, width=768, heads=12, inner=3072), LENGTHS2),
     }[scale]
-    vocabulary = 50265 if scale == "paper" else 8192
+    sizes = Sizes(vocabulary=50265 if scale == "paper" else 8192, padding=1)
     found = []
     for name in ROWS2:
         base = recipe("mlm", "paper", "softmax" if name == "torch" else name)
         for length in setting.lengths or lengths:
             config = dataclasses.replace(base, model=model, data=dataclasses.replace(base.data, length=length))
             batch = max(setting.tokens // length, 1)
-            sizes = Sizes(vocabulary=vocabulary, padding=1)
             given = "eager" if name == "softmax" else None
             found.append(Cell(str(length), name, config, sizes, batch, length, given))
     return found
 
 
-def cells4(scale: str, setting: Setting) -> list[Cell]:
+def list_cells4(scale: str, setting: Setting) -> list[Cell]:
     """Long Range Arena's models; with the paper's batches and lengths, or a part of them."""
     if setting.lengths or setting.tokens:
         raise ValueError("table4 has a length and a batch for each task; lengths and tokens go with table2.")
@@ -154,19 +145,19 @@ def cells4(scale: str, setting: Setting) -> list[Cell]:
 
 
 TABLES = {
-    "table2": CostTable("table2", "a training step of RoBERTa", ROWS2, cells2, PAPER2),
+    "table2": CostTable("table2", "a training step of RoBERTa", ROWS2, list_cells2, PAPER2),
     "table4": CostTable(
-        "table4", "a training step of Long Range Arena's models of 2 layers", tuple(PAPER4), cells4, PAPER4
+        "table4", "a training step of Long Range Arena's models of 2 layers", tuple(PAPER4), list_cells4, PAPER4
     ),
 }
 
 
-def measure(
+def measure_steps(
     table: CostTable, cells: list[Cell], scale: str, setting: Setting, *, device: torch.device, repeats: int, seed: int,
     progress: Progress, store: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Milliseconds and bytes of each cell, or why there are none; stored as they come."""
-    setting = dataclasses.replace(setting, precision=setting.precision or default_precision(device))
+    setting = dataclasses.replace(setting, precision=setting.precision or choose_precision(device))
     result: dict[str, Any] = {
         "table": table.name,
         "what": f"time and peak memory of {table.title}: forward, backward and AdamW, `steps` of them without a wait",
@@ -183,7 +174,7 @@ def measure(
         }  # fmt: skip
         torch.manual_seed(seed)
         try:
-            row |= step_cost(cell, device, repeats, setting)
+            row |= measure_step(cell, device, repeats, setting)
         except torch.OutOfMemoryError:
             row["note"] = "OOM"
         except ValueError as error:
@@ -196,11 +187,11 @@ def measure(
     return result
 
 
-def default_precision(device: torch.device) -> str:
+def choose_precision(device: torch.device) -> str:
     return "bfloat16" if device.type == "cuda" else "float32"
 
 
-def step_cost(cell: Cell, device: torch.device, repeats: int, setting: Setting) -> dict[str, Any]:
+def measure_step(cell: Cell, device: torch.device, repeats: int, setting: Setting) -> dict[str, Any]:
     with device:  # a large model starts much sooner where its random numbers are drawn on the GPU
         model: Any = build(cell.config, cell.sizes)
     model = model.to(device).train()
@@ -208,7 +199,7 @@ def step_cost(cell: Cell, device: torch.device, repeats: int, setting: Setting) 
         model.set_attn_implementation(cell.implementation)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
     run = torch.compile(model) if setting.compile else model
-    mixed = (setting.precision or default_precision(device)) == "bfloat16"
+    mixed = (setting.precision or choose_precision(device)) == "bfloat16"
     ids = torch.randint(5, cell.sizes.vocabulary, (cell.batch, cell.length), device=device)
     given = {"input_ids": ids, "labels": ids}
     if cell.config.task == "lra":
@@ -225,7 +216,7 @@ def step_cost(cell: Cell, device: torch.device, repeats: int, setting: Setting) 
 
     for _ in range(2):  # the first makes the optimiser's moments, and may compile
         step()
-    count = in_a_row(step, device)
+    count = count_together(step, device)
 
     def steps() -> None:
         for _ in range(count):
@@ -238,7 +229,7 @@ def step_cost(cell: Cell, device: torch.device, repeats: int, setting: Setting) 
     return {"ms": ms, "steps": count, "bytes": peak_memory(step, device) + held}
 
 
-def in_a_row(step: Callable[[], None], device: torch.device) -> int:
+def count_together(step: Callable[[], None], device: torch.device) -> int:
     """Steps that are timed together. Training does not wait for the GPU between them: the host prepares a step while
     the one before it runs, and a wait after each would time the host's head start, not the step. Of a step that
     takes most of a second the head start is little, and one is enough."""
@@ -248,59 +239,39 @@ def in_a_row(step: Callable[[], None], device: torch.device) -> int:
     return max(min(round(TOGETHER_MS / once), MOST_STEPS), 1)
 
 
-def markdown(table: CostTable, result: dict[str, Any]) -> str:
+def write_markdown(table: CostTable, result: dict[str, Any]) -> str:
     """Ours beside the paper's, which were measured on another device: what can be compared is how they grow."""
     p = result["provenance"]
     head = [
-        f"# Table {table.name.removeprefix('table')}: {table.title}, {said_of(result['setting'])}", "",
+        f"# Table {table.name.removeprefix('table')}: {table.title}, {describe_setting(result['setting'])}", "",
         f"{p['device']}, scale {result['scale']}, {p['date'][:10]}, commit {p['commit']}, "
         f"`{without_places(p['command'])}`", "",
     ]  # fmt: skip
     theirs = ["The paper's, on an A100 of 40 GB (its scale, not this one's unless they are the same):", ""]
-    return "\n".join([*head, *measured(table, result), *theirs, *published(table)])
+    return "\n".join([*head, *write_measured(table, result), *theirs, *write_published(table)])
 
 
-def measured(table: CostTable, result: dict[str, Any]) -> list[str]:
+def write_measured(table: CostTable, result: dict[str, Any]) -> list[str]:
     columns = list(dict.fromkeys(row["column"] for row in result["rows"]))
-    rows = {(row["attention"], row["column"]): row for row in result["rows"]}
-    there = [name for name in table.attentions if any((name, column) in rows for column in columns)]
+    cells = {(row["attention"], row["column"]): row for row in result["rows"]}
+    there = [name for name in table.attentions if any((name, column) in cells for column in columns)]
     parts = []
     for what, unit in (("ms", "ms a step"), ("bytes", "MiB")):
-        parts += [f"| {unit} | " + " | ".join(columns) + " |", "|---" + "|---:" * len(columns) + "|"]
-        for name in there:
-            texts = [shown(rows.get((name, column)), what) for column in columns]
-            parts.append(f"| {name} | " + " | ".join(texts) + " |")
+        rows = [[name, *(show_cost(cells.get((name, column)), what) for column in columns)] for name in there]
         for name in (n for n in there if n in OURS and TORCH in there and what == "ms"):
-            texts = [faster(rows.get((TORCH, column)), rows.get((name, column))) for column in columns]
-            parts.append(f"| {name}, times as fast as {TORCH} | " + " | ".join(texts) + " |")
-        parts.append("")
+            ratios = [show_ratio(cells.get((TORCH, column)), cells.get((name, column))) for column in columns]
+            rows.append([f"{name}, times as fast as {TORCH}", *ratios])
+        parts += [*markdown_table([unit, *columns], rows), ""]
     return parts
 
 
-def faster(base: dict[str, Any] | None, row: dict[str, Any] | None) -> str:
+def show_ratio(base: dict[str, Any] | None, row: dict[str, Any] | None) -> str:
     if base is None or row is None or base["ms"] is None or row["ms"] is None:
         return ""
     return f"{base['ms']['median'] / row['ms']['median']:.2f}"
 
 
-def published(table: CostTable) -> list[str]:
-    parts = []
-    for unit in next(iter(table.paper.values())):
-        known = list(next(iter(table.paper.values()))[unit])
-        parts += [f"| {unit}, the paper's | " + " | ".join(map(str, known)) + " |", "|---" + "|---:" * len(known) + "|"]
-        for name, values in table.paper.items():
-            texts = ["OOM" if values[unit][column] is None else f"{values[unit][column]:g}" for column in known]
-            parts.append(f"| {name} | " + " | ".join(texts) + " |")
-        parts.append("")
-    return parts
-
-
-def said_of(setting: dict[str, Any]) -> str:
-    batch = f"batches of {setting['tokens']:,} tokens" if setting["tokens"] else "the paper's batches"
-    return f"{batch}, {setting['precision']}" + (", torch.compile" if setting["compile"] else "")
-
-
-def shown(row: dict[str, Any] | None, what: str) -> str:
+def show_cost(row: dict[str, Any] | None, what: str) -> str:
     if row is None:
         return ""
     if row["ms"] is None:
@@ -308,9 +279,33 @@ def shown(row: dict[str, Any] | None, what: str) -> str:
     return show_number(row["ms"]["median"]) if what == "ms" else show_number(row["bytes"] / 2**20)
 
 
-def write(table: CostTable, result: dict[str, Any], out: Path) -> list[Path]:
-    end = Setting(**result["setting"]).end
-    paths = [out / f"{table.name}{end}.json", out / f"{table.name}{end}.md"]
+def write_published(table: CostTable) -> list[str]:
+    parts = []
+    for unit, known in next(iter(table.paper.values())).items():
+        rows = [
+            [name, *("OOM" if value is None else f"{value:g}" for value in values[unit].values())]
+            for name, values in table.paper.items()
+        ]
+        parts += [*markdown_table([f"{unit}, the paper's", *known], rows), ""]
+    return parts
+
+
+def describe_setting(setting: dict[str, Any]) -> str:
+    batch = f"batches of {setting['tokens']:,} tokens" if setting["tokens"] else "the paper's batches"
+    return f"{batch}, {setting['precision']}" + (", torch.compile" if setting["compile"] else "")
+
+
+def write_files(table: CostTable, result: dict[str, Any], out: Path, *, charts: bool) -> list[Path]:
+    """NAME.json, NAME.md and, where asked for, charts; returns where they are."""
+    name = f"{table.name}{Setting(**result['setting']).end}"
+    texts = {".md": write_markdown(table, result)}
+    if charts:
+        from lln.lab.paper.result_charts import draw_costs
+
+        texts |= {f"{end}.svg": text for end, text in draw_costs(result).items()}
+    paths = [out / f"{name}.json"]
     write_json(paths[0], result)
-    write_text(paths[1], markdown(table, result))
+    for end, text in texts.items():
+        paths.append(out / f"{name}{end}")
+        write_text(paths[-1], text)
     return paths

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from lln.lab.paper.finished_runs import find
-from lln.lab.paper.jobs import Job, shape, state
+from lln.lab.paper.jobs import Job, find_shape, find_state
+from lln.lab.paper.run_records import find_runs
 from lln.lab.train.config import Config
 
 # Fitted to the tiny and mini recipes; an estimate is meant to tell minutes from hours.
@@ -18,21 +18,22 @@ LAYER_SECONDS = 0.004  # of a step and layer, however small
 MORE = 1.25  # evaluation, checkpoints, recording
 
 
-def estimate(jobs: list[Job], runs: Path, device: str, *, retry: bool = False) -> dict[str, float]:
+def estimate_jobs(jobs: list[Job], runs: Path, device: str, *, retry: bool = False) -> dict[str, float]:
     """Seconds of each job that is not finished, by its folder."""
-    known = find(runs) if runs.is_dir() else []
+    known = find_runs(runs) if runs.is_dir() else []
     found = {}
     for job in jobs:
-        if state(runs / job.folder) in (("finished",) if retry else ("finished", "failed")):
+        if find_state(runs / job.folder) in (("finished",) if retry else ("finished", "failed")):
             continue
-        same = [run for run in known if run.result is not None and shape(run.config) == shape(job.config.to_dict())]
-        mine = [run for run in same if run.config["attention"]["name"] == job.config.attention.name]
-        times = [seconds for run in (mine or same) if (seconds := run.cost()["seconds"]) is not None]
-        found[job.folder] = sum(times) / len(times) if times else counted(job.config, device)
+        shape = find_shape(job.config.to_dict())
+        same = [run for run in known if run.result is not None and find_shape(run.config) == shape]
+        mine = [run for run in same if run.facts["attention"] == job.config.attention.name]
+        times = [seconds for run in (mine or same) if (seconds := run.cost["seconds"]) is not None]
+        found[job.folder] = sum(times) / len(times) if times else count_seconds(job.config, device)
     return found
 
 
-def counted(config: Config, device: str) -> float:
+def count_seconds(config: Config, device: str) -> float:
     model, o = config.model, config.optimisation
     length = config.data.length
     if config.task == "image":
@@ -46,11 +47,11 @@ def counted(config: Config, device: str) -> float:
     seen = length if config.attention.name == "softmax" else model.width // model.heads
     operations = 6 * tokens * (weights + 2 * model.layers * model.width * seen)
     least = model.layers * o.accumulation * LAYER_SECONDS
-    return MORE * o.steps * (least + operations / (REACHED * speed(device, config.precision)))
+    return MORE * o.steps * (least + operations / (REACHED * measure_speed(device, config.precision)))
 
 
 @functools.cache
-def speed(device: str, precision: str) -> float:
+def measure_speed(device: str, precision: str) -> float:
     """Operations a second of a matrix product."""
     where = torch.device(device)
     size = 4096 if where.type == "cuda" else 512
@@ -63,7 +64,7 @@ def speed(device: str, precision: str) -> float:
     return 2 * size**3 / best
 
 
-def minutes(seconds: float) -> str:
+def show_duration(seconds: float) -> str:
     if seconds < 90:
         return f"{max(seconds, 1):.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import torch
 import lln.hf
 from lln.lab.data.needles import Planting
 from lln.lab.paper import published
-from lln.lab.paper.jobs import DEIT, Job, configure, folder_name
+from lln.lab.paper.jobs import DEIT, Job, configure, name_folder
 from lln.lab.recipes import NAMES
 from lln.lab.recipes.needles import lengthen, set_length
 from lln.lab.train.config import LEARNED
@@ -47,6 +49,8 @@ VARIANTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
+    """What is to be run, with all defaults filled in."""
+
     scale: str
     attentions: tuple[str, ...]
     tasks: tuple[str, ...]  # of GLUE or LRA; of Fig. 9 which models
@@ -63,6 +67,10 @@ class Asked:
         """The seeds."""
         return range(self.first, self.first + self.seeds)
 
+    @property
+    def on_gpu(self) -> bool:
+        return torch.device(self.device).type == "cuda"
+
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
@@ -77,92 +85,77 @@ class Experiment:
     columns: tuple[str, ...] = ()
 
 
-def pretraining(asked: Asked, attention: str, seed: int, precision: str | None = None) -> Job:
-    config = configure("mlm", asked.scale, attention, seed, asked.changes, precision=precision)
-    return Job(folder_name(config, None), config)
-
-
-def fine_tuning(asked: Asked, before: Job, attention: str, task: str, seed: int) -> Job:
-    start = asked.runs / before.folder / MODEL
-    config = configure("glue", asked.scale, attention, seed, asked.changes, name=task, start=start)
-    return Job(folder_name(config, task, before.config.seed), config, before.folder)
-
-
-def single(
+def make_job(
     asked: Asked, task: str, attention: str, seed: int, name: str | None = None, *, preset: str | None = None,
-    precision: str | None = None,
+    precision: str | None = None, before: Job | None = None,
 ) -> Job:  # fmt: skip
-    config = configure(task, preset or asked.scale, attention, seed, asked.changes, name=name, precision=precision)
-    return Job(folder_name(config, name), config)
+    """before: the pre-training whose model it starts from."""
+    start = None if before is None else asked.runs / before.folder / MODEL
+    config = configure(
+        task, preset or asked.scale, attention, seed, asked.changes, name=name, start=start, precision=precision
+    )
+    if before is None:
+        return Job(name_folder(config, name), config)
+    return Job(name_folder(config, name, before.config.seed), config, before.folder)
 
 
-def jobs1(asked: Asked) -> list[Job]:
+def list_tuned(asked: Asked) -> list[Job]:
     """Seed by seed and attention by attention, so that whole rows are there soon."""
     found = []
-    for seed in asked.numbers:
-        for attention in asked.attentions:
-            before = pretraining(asked, attention, seed)
-            found.append(before)
-            found += [
-                fine_tuning(asked, before, attention, task, tuning)
-                for tuning in range(asked.tunings)
-                for task in asked.tasks
-            ]
+    for seed, attention in itertools.product(asked.numbers, asked.attentions):
+        before = make_job(asked, "mlm", attention, seed)
+        tunings = itertools.product(range(asked.tunings), asked.tasks)
+        found.append(before)
+        found += [make_job(asked, "glue", attention, number, task, before=before) for number, task in tunings]
     return found
 
 
-def jobs3(asked: Asked) -> list[Job]:
-    return [single(asked, "image", attention, seed) for seed in asked.numbers for attention in asked.attentions]
-
-
-def jobs5(asked: Asked) -> list[Job]:
+def list_single(asked: Asked, task: str) -> list[Job]:
+    names = asked.tasks if task == "lra" else (None,)
     return [
-        single(asked, "lra", attention, seed, task)
-        for seed in asked.numbers
-        for attention in asked.attentions
-        for task in asked.tasks
+        make_job(asked, task, attention, seed, name)
+        for seed, attention, name in itertools.product(asked.numbers, asked.attentions, names)
     ]
 
 
-def jobs_mlm(asked: Asked) -> list[Job]:
-    return [pretraining(asked, attention, seed) for seed in asked.numbers for attention in asked.attentions]
-
-
-def jobs8(asked: Asked) -> list[Job]:
+def list_fig8(asked: Asked) -> list[Job]:
     """The loss scale of Fig. 8b exists under float16, which needs a GPU."""
-    found = jobs_mlm(asked)
-    if on_gpu(asked) and any(job.config.precision != FLOAT16 for job in found):
-        found += [pretraining(asked, attention, asked.first, FLOAT16) for attention in asked.attentions]
+    found = list_single(asked, "mlm")
+    if asked.on_gpu and any(job.config.precision != FLOAT16 for job in found):
+        found += [make_job(asked, "mlm", name, asked.first, precision=FLOAT16) for name in asked.attentions]
     return found
 
 
-def jobs9(asked: Asked) -> list[Job]:
-    """Of vision transformers, as in the paper, or of language models."""
-    return [job for task in watched(asked) for job in (jobs_mlm if task == "mlm" else jobs3)(asked)]
-
-
-def watched(asked: Asked) -> tuple[str, ...]:
+def find_watched(asked: Asked) -> tuple[str, ...]:
+    """Models of Fig. 9: vision transformers, as in the paper, or language models."""
     return tuple(task for task in asked.tasks if task in WATCHED) or WATCHED[:1]
 
 
-def jobs10(asked: Asked) -> list[Job]:
+def list_fig9(asked: Asked) -> list[Job]:
+    return [job for task in find_watched(asked) for job in list_single(asked, task)]
+
+
+def list_fig10(asked: Asked) -> list[Job]:
+    def list_variants(attention: str, alphas: tuple[float, ...]) -> list[str]:
+        return [attention, *(f"{attention}:alpha={alpha:g}" for alpha in alphas)]
+
     found = [
-        single(asked, "image", variant, seed)
+        make_job(asked, "image", variant, seed)
         for seed in asked.numbers
         for attention in asked.attentions
-        for variant in (attention, *(f"{attention}:alpha={alpha:g}" for alpha in ALPHAS))
+        for variant in list_variants(attention, ALPHAS)
     ]
-    if on_gpu(asked):
+    if asked.on_gpu:
         preset = DEIT if asked.scale == "paper" else None
         found += [
-            single(asked, "image", variant, asked.first, preset=preset, precision=FLOAT16)
+            make_job(asked, "image", variant, asked.first, preset=preset, precision=FLOAT16)
             for attention in asked.attentions
-            for variant in (attention, *(f"{attention}:alpha={alpha:g}" for alpha in SCALED))
+            for variant in list_variants(attention, SCALED)
         ]
     return list({job.folder: job for job in found}.values())  # with precision=float16 they are among the first
 
 
-def jobs_lengths(asked: Asked) -> list[Job]:
+def list_lengths(asked: Asked) -> list[Job]:
     """From short to long: a model goes on from the one that learned the task at the length before."""
     found, lengths = [], asked.lengths or LENGTHS[asked.scale]
     usual = configure("needles", asked.scale, "softmax", 0, asked.changes)
@@ -175,24 +168,20 @@ def jobs_lengths(asked: Asked) -> list[Job]:
         )
     for seed in asked.numbers:
         before: dict[str, Job] = {}
-        for length in lengths:
-            for attention in asked.attentions:
-                config, last = configure("needles", asked.scale, attention, seed, asked.changes), before.get(attention)
-                name, now = f"needles-{length}", set_length(config, length)
-                if last is not None:
-                    name += f"-after-{last.config.data.length}"
-                    now = lengthen(config, length, str(asked.runs / last.folder / MODEL))
-                folder = folder_name(config, None).replace("needles", name, 1)
-                before[attention] = Job(folder, now, None if last is None else last.folder)
-                found.append(before[attention])
+        for length, attention in itertools.product(lengths, asked.attentions):
+            config, last = configure("needles", asked.scale, attention, seed, asked.changes), before.get(attention)
+            name, now = f"needles-{length}", set_length(config, length)
+            if last is not None:
+                name += f"-after-{last.config.data.length}"
+                now = lengthen(config, length, str(asked.runs / last.folder / MODEL))
+            folder = name_folder(config, None).replace("needles", name, 1)
+            before[attention] = Job(folder, now, None if last is None else last.folder)
+            found.append(before[attention])
     return found
 
 
-def on_gpu(asked: Asked) -> bool:
-    return torch.device(asked.device).type == "cuda"
-
-
-def one(*names: str) -> Callable[[str], tuple[str, ...]]:
+def always(*names: str) -> Callable[[str], tuple[str, ...]]:
+    """The same at every scale."""
     return lambda scale: names
 
 
@@ -201,52 +190,54 @@ EXPERIMENTS = {
     for e in (
         Experiment(
             "table1", "accuracy on GLUE after MLM pre-training (%)", "glue",
-            lambda scale: FEW1 if scale == "tiny" else ALL1, jobs1, "10 min",
+            lambda scale: FEW1 if scale == "tiny" else ALL1, list_tuned, "10 min",
             # Tiny has two embedded tasks, one of sentences and one of pairs.
             lambda scale: ("sst2", "qqp") if scale == "tiny" else tuple(NAMES["glue"]),
             published.TABLE1, published.COLUMNS1,
         ),
         Experiment(
             "table3", "accuracy of a vision transformer on Dogs vs Cats (%)", "image",
-            one("softmax", "lln_diag", "linformer"), jobs3, "2 min", paper=published.TABLE3,
-            columns=published.COLUMNS3,
+            always("softmax", "lln_diag", "linformer"), functools.partial(list_single, task="image"), "2 min",
+            paper=published.TABLE3, columns=published.COLUMNS3,
         ),
         Experiment(
-            "table5", "accuracy on Long Range Arena (%)", "lra", one(*published.TABLE5), jobs5, "20 min",
-            lambda scale: published.COLUMNS5[:-1], published.TABLE5, published.COLUMNS5,
+            "table5", "accuracy on Long Range Arena (%)", "lra", always(*published.TABLE5),
+            functools.partial(list_single, task="lra"), "20 min", always(*published.COLUMNS5[:-1]), published.TABLE5,
+            published.COLUMNS5,
         ),
         Experiment(
             "fig1", "Temperature, entropy and spectral gap of every layer while a model trains", "mlm",
-            one("softmax"), jobs_mlm, "2 min",
+            always("softmax"), functools.partial(list_single, task="mlm"), "2 min",
         ),
         Experiment(
-            "fig8", "Loss and loss scale of pre-training", "mlm", one("softmax", "lln", "lln_diag"), jobs8, "6 min"
+            "fig8", "Loss and loss scale of pre-training", "mlm", always("softmax", "lln", "lln_diag"), list_fig8,
+            "6 min",
         ),
         Experiment(
-            "fig9", "alpha and beta of every layer while a model trains", "image", one("lln"), jobs9, "1 min",
-            one(*WATCHED),
+            "fig9", "alpha and beta of every layer while a model trains", "image", always("lln"), list_fig9, "1 min",
+            always(*WATCHED),
         ),
         Experiment(
-            "fig10", "Accuracy and loss scale with fixed alpha = beta and with moment matching", "image", one("lln"),
-            jobs10, "3 min",
+            "fig10", "Accuracy and loss scale with fixed alpha = beta and with moment matching", "image", always("lln"),
+            list_fig10, "3 min",
         ),
         Experiment(
-            "matching", "Which matching and which statistics train best", "glue", one(*MATCHINGS), jobs1, "15 min",
-            one("sst2"), {}, ("sst2",),
+            "matching", "Which matching and which statistics train best", "glue", always(*MATCHINGS), list_tuned,
+            "15 min", always("sst2"), {}, ("sst2",),
         ),
         Experiment(
             "variants", "What helps LLN: learned alpha and beta, feature map, convolution, overlapping blocks", "glue",
-            one(*VARIANTS), jobs1, "10 min", one("sst2"), {}, ("sst2",),
+            always(*VARIANTS), list_tuned, "10 min", always("sst2"), {}, ("sst2",),
         ),
         Experiment(
             "lengths", "Needles in text against length", "needles",
-            one("softmax", "lln", "lln_diag", "block_diagonal"), jobs_lengths, "2 min",
+            always("softmax", "lln", "lln_diag", "block_diagonal"), list_lengths, "2 min",
         ),
     )
 }  # fmt: skip
 
 
-def refused(task: str, scale: str, attention: str) -> str | None:
+def find_refusal(task: str, scale: str, attention: str) -> str | None:
     """Why models cannot run this attention, or None."""
     config = configure(task, scale, attention, 0, {})
     name = config.attention.name
