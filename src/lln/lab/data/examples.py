@@ -224,5 +224,5 @@ def cut_evenly(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return rows.reshape(-1), np.arange(len(rows) + 1) * (rows.size // len(rows))
 
 
-def id_type(vocab_size: int) -> type[np.uint16] | type[np.int32]:
+def choose_id_type(vocab_size: int) -> type[np.uint16] | type[np.int32]:
     return np.uint16 if vocab_size <= 2**16 else np.int32

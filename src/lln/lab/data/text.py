@@ -12,7 +12,7 @@ from torch import Tensor
 from lln.lab.core.errors import DataError
 from lln.lab.core.progress import track
 from lln.lab.core.seeds import draws, stream_key
-from lln.lab.data.examples import Examples, id_type
+from lln.lab.data.examples import Examples, choose_id_type
 from lln.lab.data.made_once import Place, build_arrays
 from lln.lab.data.masking import Masking
 from lln.lab.data.sources import Rows, Selection, read
@@ -109,7 +109,7 @@ def tokenise(
 
     def make() -> dict[str, np.ndarray]:
         lines = [line for line in (text.strip() for text in rows.strings(column)) if line]
-        dtype, end = id_type(tokenizer.vocab_size), tokenizer.end_id
+        dtype, end = choose_id_type(tokenizer.vocab_size), tokenizer.end_id
         pieces = []
         for at in track(range(0, len(lines), CHUNK), -(-len(lines) // CHUNK), f"Tokenising {rows.title}"):
             pieces += [np.array([*ids, end], dtype) for ids in tokenizer.encode(lines[at : at + CHUNK])]
