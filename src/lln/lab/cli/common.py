@@ -23,7 +23,7 @@ EXTRAS = {
     "report": ("altair", "vl_convert", "jinja2"),
     "instruments": ("pandas",),
     "hf": ("transformers", "safetensors", "filelock"),
-    "train": ("transformers", "accelerate", "tokenizers", "pyarrow", "PIL", "sklearn"),
+    "train": ("transformers", "tokenizers", "pyarrow", "PIL", "sklearn"),
 }
 
 

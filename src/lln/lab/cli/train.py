@@ -66,7 +66,7 @@ def train(
         if dry_run:
             show_sizes(config, data_root)
             return
-        with bar(config.optimisation.steps) as (say, progress):
+        with show_bar(config.optimisation.steps) as (say, progress):
             result = run(
                 config, folder, device=where, data_root=data_root, say=say, progress=progress,
                 report_to=report_to.split(",") if report_to else [],
@@ -85,11 +85,11 @@ def train(
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
-        show(result, folder)
+        show_result(result, folder)
 
 
 @contextlib.contextmanager
-def bar(steps: int) -> Iterator[Any]:
+def show_bar(steps: int) -> Iterator[Any]:
     """(how to say something, how to tell of a step): a bar with the last values beside it; in processes that do not
     write, nothing."""
     with Bars(quiet=os.environ.get("RANK", "0") != "0") as bars:
@@ -97,7 +97,7 @@ def bar(steps: int) -> Iterator[Any]:
         yield bars.say, lambda number, values: update(completed=number, description=describe_metrics(values))
 
 
-def show(result: dict[str, Any], folder: Path) -> None:
+def show_result(result: dict[str, Any], folder: Path) -> None:
     from lln.lab.core.tables import print_wide, terminal_table
 
     config = result["config"]

@@ -33,6 +33,13 @@ class Attention:
         return ":".join([shown, *(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in own.items())])
 
 
+def need(*rules: tuple[bool, str]) -> None:
+    """ValueError with the sentence of the first rule that does not hold."""
+    for holds, sentence in rules:
+        if not holds:
+            raise ValueError(sentence)
+
+
 def choose_attention(name: str, preset: dict[str, Any]) -> Attention:
     """An attention with what the options of a preset, which are LLN's and its blocks', mean to it. `elu_diag` and the
     like are kernels with blocks.
@@ -135,7 +142,7 @@ class Config:
 
     def __post_init__(self) -> None:
         o, m = self.optimisation, self.model
-        for holds, sentence in (
+        need(
             (self.task in TASKS, f"task must be one of {', '.join(TASKS)}; got {self.task!r}."),
             (
                 self.precision in PRECISIONS,
@@ -163,9 +170,7 @@ class Config:
                 f"model.positions must be learned in models of {self.task}; got {m.positions!r}.",
             ),
             (m.width % m.heads == 0, f"model.width must be a multiple of model.heads; got {m.width} and {m.heads}."),
-        ):
-            if not holds:
-                raise ValueError(sentence)
+        )
 
 
 def change(config: Config, changes: dict[str, str]) -> Config:

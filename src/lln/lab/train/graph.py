@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lln.hf.interface import nothing_collected
 from lln.lab.core.errors import first_line
 from lln.lab.data.examples import Stream
-from lln.lab.train.config import Config
+from lln.lab.train.config import Config, need
 from lln.lab.train.loop import Loop
 from lln.lab.train.models import skip_masks
 from lln.lab.train.objective import Batch
@@ -90,13 +90,6 @@ class GraphLoop(Loop):
             super().train()
         torch.cuda.current_stream().wait_stream(side)
 
-    def set_rate(self, rate: float) -> None:
-        if self.device.type != "cuda":
-            super().set_rate(rate)
-            return
-        for group in self.optimizer.param_groups:
-            group["lr"].fill_(rate)
-
     def take_step(self) -> None:
         self.feed.seek(self.step)
         watched = self.recording.is_due(self.step)  # a recorder sees nothing of a graph
@@ -122,9 +115,9 @@ class GraphLoop(Loop):
     def capture(self) -> torch.cuda.CUDAGraph:
         """The step, recorded and not yet run."""
         graph = torch.cuda.CUDAGraph()
+        self.mark_capturable(self.optimizer.param_groups, True)
         try:
             with (
-                self.mark_capturable(),
                 compile_layers(self.model, self.config.compile),
                 torch.cuda.graph(graph, stream=torch.cuda.current_stream()),
             ):
@@ -134,23 +127,18 @@ class GraphLoop(Loop):
             raise ValueError(
                 f"graph: this step cannot be captured in a CUDA graph ({reason}); use graph=no."
             ) from error
+        finally:
+            self.mark_capturable(self.optimizer.param_groups, False)
         return graph
 
-    @contextlib.contextmanager
-    def mark_capturable(self) -> Iterator[None]:
+    def mark_capturable(self, groups: list[dict[str, Any]], on: bool) -> None:
         """Fused AdamW can be captured as it is, and asks for the mark; where it is set and a step is not captured,
         torch warns."""
-        for group in self.optimizer.param_groups:
-            group["capturable"] = True
-        try:
-            yield
-        finally:
-            for group in self.optimizer.param_groups:
-                group["capturable"] = False
+        for group in groups:
+            group["capturable"] = on
 
     def load_moments(self, state: dict[str, Any]) -> None:
-        for group in state["param_groups"]:
-            group["capturable"] = False  # earlier versions left the mark
+        self.mark_capturable(state["param_groups"], False)  # earlier versions left it
         super().load_moments(state)
 
 
@@ -173,15 +161,20 @@ def compile_layers(model: nn.Module, on: bool) -> Iterator[None]:
 
 def check_graph(config: Config, processes: int) -> None:
     """ValueError, in one sentence, for what a graph cannot hold."""
-    for wrong, what in (
-        (processes > 1, "one process only: gradients of several are exchanged outside of the graph"),
-        (config.optimisation.accumulation > 1, "optimisation.accumulation=1: one graph is one pass"),
-        (config.precision == "float16", "no float16: its loss scale is decided on the host; use bfloat16"),
-        (config.checkpointing, "checkpointing=no: it saves and restores random numbers on the host"),
+    host_seeds = config.model.attention_dropout > 0 and config.attention.name not in ("softmax", "lln", "lln_diag")
+    need(
+        (processes == 1, "graph needs one process only: gradients of several are exchanged outside of the graph."),
+        (config.optimisation.accumulation == 1, "graph needs optimisation.accumulation=1: one graph is one pass."),
         (
-            config.model.attention_dropout > 0 and config.attention.name not in ("softmax", "lln", "lln_diag"),
-            "model.attention_dropout=0 with this attention: its dropout takes a seed from the host",
+            config.precision != "float16",
+            "graph needs no float16: its loss scale is decided on the host; use bfloat16.",
         ),
-    ):
-        if wrong:
-            raise ValueError(f"graph needs {what}.")
+        (
+            not config.checkpointing,
+            "graph needs checkpointing=no: it saves and restores random numbers on the host.",
+        ),
+        (
+            not host_seeds,
+            "graph needs model.attention_dropout=0 with this attention: its dropout takes a seed from the host.",
+        ),
+    )

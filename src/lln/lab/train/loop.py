@@ -164,7 +164,10 @@ class Loop:
 
     def set_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            if self.config.graph and self.device.type == "cuda":
+                group["lr"].fill_(rate)  # where the graph reads it
+            else:
+                group["lr"] = rate
 
     def check_loss(self, batch: Batch) -> None:
         """On a GPU this waits for it, so only when something is logged."""

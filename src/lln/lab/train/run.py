@@ -19,13 +19,13 @@ from torch import distributed
 
 from lln.lab.core.provenance import provenance
 from lln.lab.data.made_once import Place
-from lln.lab.train.config import Config
+from lln.lab.train.config import Config, need
 from lln.lab.train.graph import GraphLoop, check_graph
 from lln.lab.train.loop import Loop, Progress, Report, count_processes
 from lln.lab.train.models import build, check_attention, count_parameters, read_start
 from lln.lab.train.run_folder import Run, list_facts, read_step
 from lln.lab.train.shard import ShardedLoop, check_shards
-from lln.lab.train.tasks import TaskData, load
+from lln.lab.train.tasks import load
 
 MODEL = "model"  # folder with the trained model
 REPORTS = ("tensorboard", "wandb", "trackio")  # modules that are packages of the same name
@@ -83,12 +83,14 @@ def train(
         data = load(config, data_root, cache_dir)
         model = build(config, data.sizes).to(where)
         transformers.set_seed(config.seed)  # what training draws does not depend on how many weights were drawn
+        sizes = {"parameters": count_parameters(model), "data": data.identity}
         checkpoint = None
         if rank == 0:
             run.begin()
             checkpoint = run.find_newest(say)
             run.go_back(0 if checkpoint is None else read_step(checkpoint))
-            run.note_start(describe_start(config, data, model, where))
+            versions = {"transformers": transformers.__version__, "processes": processes}
+            run.note_start({**provenance(config.seed, where), **versions, **sizes})
             if checkpoint is not None:
                 say(f"Going on from step {read_step(checkpoint)}.")
         checkpoint = share(checkpoint, folder)
@@ -102,8 +104,17 @@ def train(
             loop.train()
             measured = loop.evaluate("final")
         weights = loop.gather_weights()
-        result = describe_result(config, data, model, measured, where)
-        result |= {"seconds": time.monotonic() - start, "step_seconds": loop.pace.median()}  # of the last process
+        result = {
+            "config": config.to_dict(),
+            "facts": run.facts,
+            "metrics": {name.removeprefix("final_"): v for name, v in measured.items() if math.isfinite(v)},
+            "guess": data.guess,
+            **sizes,
+            "notes": data.notes,
+            "seconds": time.monotonic() - start,  # of the process that finished it
+            "provenance": provenance(config.seed, where),
+            "step_seconds": loop.pace.median(),
+        }
         if rank == 0:
             model.save_pretrained(folder / MODEL, state_dict=weights)
             if data.tokenizer is not None:
@@ -116,28 +127,36 @@ def check(config: Config, device: str, processes: int, report_to: list[str]) -> 
     """ValueError or TypeError, in one sentence, for what cannot be run, before anything is written."""
     if config.model.start:
         read_start(config.model.start)
-    if device != "cpu" and not torch.cuda.is_available():
-        raise ValueError(f"device: there is no CUDA device here; got {device!r}.")
+    need((device == "cpu" or torch.cuda.is_available(), f"device: there is no CUDA device here; got {device!r}."))
     check_attention(config)
     for name in report_to:
-        if name not in REPORTS:
-            raise ValueError(f"report_to must be among {', '.join(REPORTS)}; got {name!r}.")
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(f"report_to: {name} is not installed; install it with: pip install {name}")
+        need(
+            (name in REPORTS, f"report_to must be among {', '.join(REPORTS)}; got {name!r}."),
+            (
+                importlib.util.find_spec(name) is not None,
+                f"report_to: {name} is not installed; install it with: pip install {name}",
+            ),
+        )
     if config.graph:
         check_graph(config, processes)
     if config.fsdp:
         check_shards(config, processes)
-    if config.precision == "float16" and device == "cpu":
-        raise ValueError("precision: float16 needs a GPU, since its loss is scaled there; use bfloat16 or float32.")
-    if config.precision == "bfloat16" and device != "cpu" and not torch.cuda.is_bf16_supported():
-        raise ValueError("precision: this GPU has no bfloat16; use float32 or float16.")
-    o = config.optimisation
-    if o.batch % (o.accumulation * processes):
-        raise ValueError(
+    o, precision = config.optimisation, config.precision
+    need(
+        (
+            o.batch % (o.accumulation * processes) == 0,
             f"optimisation.batch must be a multiple of accumulation times processes; got {o.batch} for "
-            f"{o.accumulation} x {processes}."
-        )
+            f"{o.accumulation} x {processes}.",
+        ),
+        (
+            device != "cpu" or precision != "float16",
+            "precision: float16 needs a GPU, where its loss scale is decided; use bfloat16 or float32.",
+        ),
+        (
+            device == "cpu" or precision != "bfloat16" or torch.cuda.is_bf16_supported(),
+            "precision: this GPU has no bfloat16; use float32 or float16.",
+        ),
+    )
 
 
 def join_processes(device: torch.device, processes: int) -> torch.device:
@@ -184,29 +203,3 @@ def share(checkpoint: Path | None, folder: Path) -> Path | None:
     found: list[Any] = [None if checkpoint is None else checkpoint.name]
     distributed.broadcast_object_list(found, 0)
     return None if found[0] is None else folder / found[0]
-
-
-def describe_start(config: Config, data: TaskData, model: torch.nn.Module, device: torch.device) -> dict[str, Any]:
-    return {
-        **provenance(config.seed, device),
-        "transformers": transformers.__version__,
-        "processes": count_processes()[0],
-        "parameters": count_parameters(model),
-        "data": data.identity,
-    }
-
-
-def describe_result(
-    config: Config, data: TaskData, model: torch.nn.Module, measured: dict[str, float], device: torch.device
-) -> dict[str, Any]:
-    kept = {name.removeprefix("final_"): value for name, value in measured.items() if math.isfinite(value)}
-    return {
-        "config": config.to_dict(),
-        "facts": list_facts(config),
-        "metrics": kept,
-        "guess": data.guess,
-        "parameters": count_parameters(model),
-        "notes": data.notes,
-        "data": data.identity,
-        "provenance": provenance(config.seed, device),
-    }

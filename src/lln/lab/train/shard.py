@@ -1,6 +1,6 @@
 """Fully sharded training (FSDP2): weights, gradients and the optimiser's moments are spread over the processes.
 
-By torch's own fully_shard, on GPUs and CPUs alike; accelerate's FSDP has no CPUs. Checkpoints hold whole tensors under
+By torch's own fully_shard, on GPUs and CPUs alike. Checkpoints hold whole tensors under
 the names that one process gives them, so that any number of processes can load the model.
 """
 
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lln.lab.train.config import Config
+from lln.lab.train.config import Config, need
 from lln.lab.train.loop import Loop
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -50,10 +50,11 @@ class ShardedLoop(Loop):
 
 def check_shards(config: Config, processes: int) -> None:
     """ValueError, in one sentence, for what cannot be sharded."""
-    for wrong, what in (
-        (processes == 1, "several processes: torchrun --nproc-per-node 2 -m lln train ... --fsdp"),
-        (config.graph, "graph=no: a graph holds one process"),
-        (config.precision == "float16", "no float16: its loss scale is not agreed on by the processes; use bfloat16"),
-    ):
-        if wrong:
-            raise ValueError(f"fsdp needs {what}.")
+    need(
+        (processes > 1, "fsdp needs several processes: torchrun --nproc-per-node 2 -m lln train ... --fsdp."),
+        (not config.graph, "fsdp needs graph=no: a graph holds one process."),
+        (
+            config.precision != "float16",
+            "fsdp needs no float16: its loss scale is not agreed on by the processes; use bfloat16.",
+        ),
+    )
