@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Unpack
 
 from lln.lab.data import embedded
-from lln.lab.data.examples import Sequences, flatten, choose_id_type
+from lln.lab.data.examples import Sequences, choose_id_type, flatten
 from lln.lab.data.made_once import Place, build_arrays
 from lln.lab.data.sources import Selection, read
 from lln.lab.data.tokenizer import TextTokenizer
