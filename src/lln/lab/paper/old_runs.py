@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lln.lab.paper.jobs import DEIT, configure, find_recipe
-from lln.lab.paper.what_differs import describe_training
+from lln.lab.paper.what_differs import describe_data, describe_training
 from lln.lab.recipes import NAMES
 from lln.lab.recipes.needles import lengthen, set_length
 from lln.lab.train.config import TASKS, Attention
@@ -54,11 +54,14 @@ def derive_config(run: dict[str, Any], result: dict[str, Any], changes: dict[str
         o, said = config.optimisation, result["settings"][named[1]]
         same = (said["steps"], said["batch"], said["sequences"]) == (o.steps, o.batch, config.data.evaluation)
     else:
-        told = describe_training(config.to_dict(), find_recipe(task, "paper", name).to_dict())
+        paper = find_recipe(task, "paper", name).to_dict()
+        told = describe_training(config.to_dict(), paper) | {"data": describe_data(config.to_dict(), paper)}
+        said = result.get("differs", [])
         if "marks" in result:
             marks = result["marks"][{"mlm": "MLM loss", "image": "accuracy"}.get(task, column)]
-            same = all(marks[part] == texts for part, texts in told.items())
-        else:  # a figure, which says nothing of its float16 runs
-            texts = [text for part in told.values() for text in part if config.precision != "float16"]
-            same = all(any(text in said for said in result["differs"]) for text in texts)
+            said = [text for part in told for text in marks[part]]
+        texts = [text for part in told.values() for text in part]
+        # A figure says nothing of its float16 runs.
+        same = "differs" in result and config.precision == "float16"
+        same = same or all(any(text in one for one in said) for text in texts)
     return config.to_dict() | run["how"] if same else None

@@ -45,6 +45,7 @@ class Draft:
     verdicts: list[Verdict] = dataclasses.field(default_factory=list)
     used: list[RunRecord] = dataclasses.field(default_factory=list)
     missing: list[str] = dataclasses.field(default_factory=list)
+    bare: set[str] = dataclasses.field(default_factory=set)  # folders of runs whose curves are asked for and not known
 
     def select(self, task: str, *, precision: str | None = None, fixed: bool = True) -> list[RunRecord]:
         """Runs of one task in one setting, with the attentions asked for (and fixed alpha = beta of them)."""
@@ -75,7 +76,8 @@ class Draft:
         curve would jump at those that few of them have, so they are left out."""
         found: dict[tuple[str, int], list[float]] = {}
         runs_of: collections.Counter[str] = collections.Counter()
-        if any(run.is_bare for run in runs):
+        if bare := {run.folder for run in runs if run.is_bare}:
+            self.bare |= bare
             for row in (row for row in self.means if row["chart"] == chart):
                 found[row["series"], row["step"]] = [row["value"]] * row["seeds"]
                 runs_of[row["series"]] = max(runs_of[row["series"]], row["seeds"])
@@ -121,10 +123,10 @@ def assemble_figure(
     draft = Draft(asked, runs, means or [])
     draw, quantities = FIGURES[experiment.name]
     draw(draft)
-    if bare := [run.folder for run in draft.used if run.is_bare]:
+    if draft.bare:
         draft.missing.append(
-            f"Of {len(bare)} stored runs ({', '.join(bare)}) the curves are known as their means alone; what takes "
-            "each curve is said of the others."
+            f"The curves of {', '.join(sorted(draft.bare))} were not stored, their means were: these count as so many "
+            "seeds, and what takes each curve is said of the other runs."
         )
     return {
         "figure": experiment.name,

@@ -88,12 +88,14 @@ class RunRecord:
 
     def to_dict(self, quantities: Collection[str] = ()) -> dict[str, Any]:
         """For JSON, with the curves of these quantities."""
-        result = self.result or {}
+        result, config = self.result or {}, self.config
+        if self.facts["start"] is not None:  # where this machine keeps it is nobody's business
+            config = config | {"model": config["model"] | {"start": f"{self.facts['start']['folder']}/{MODEL}"}}
         found = {
             "folder": self.folder, "attention": self.attention, "column": self.column, "seed": self.seed,
             "pretraining": self.pretraining, "score": self.score,
             "how": {name: self.config[name] for name in ("precision", "graph", "compile")},
-            **self.cost, **{name: result.get(name) for name in RECORDED}, "facts": self.facts, "config": self.config,
+            **self.cost, **{name: result.get(name) for name in RECORDED}, "facts": self.facts, "config": config,
         }  # fmt: skip
         if self.failure is not None:
             found["failure"] = self.failure
