@@ -20,6 +20,7 @@ from lln.lab.core.tables import show_timing
 from lln.lab.page.lengths_section import make_section
 
 ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "lln"
 HEAVY = ("triton", "transformers", "datasets", "scipy", "pandas", "altair", "jinja2", "typer", "rich", "matplotlib")
 
 
@@ -45,6 +46,12 @@ def test_importing_lln_alone_waits_for_nothing() -> None:
     with pytest.raises(AttributeError, match="module 'lln' has no attribute 'nothing'"):
         lln.nothing  # noqa: B018
     assert set(lln.__all__) <= set(dir(lln))
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (SOURCE / "lab" / "cli").glob("[a-z]*.py")))
+def test_a_file_of_the_command_line_waits_for_nothing_but_typer(name: str) -> None:
+    new = list_new_modules(f"import lln.lab.cli.{name}", "typer")
+    assert [module for module in new if module.split(".")[0] not in {"lln", "typer"} | sys.stdlib_module_names] == []
 
 
 def test_the_command_line_names_its_extra_where_it_is_missing(tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ Rows = list[dict[str, Any]]
 Store = Callable[[dict[str, Any]], None]
 CPU = torch.device("cpu")
 DEFAULT = ("softmax", "lln", "lln_diag", "elu", "performer", "cosformer", "nystromformer", "linformer")
-TEMPERATURES = (0.5, 1.0, 2.0)
 MATRIX_LENGTH = 512  # longest sequence whose P is formed
 SLOWEST_MS = 20_000.0  # of one call; longer lengths of that mechanism are left out
 
@@ -35,7 +34,7 @@ SLOWEST_MS = 20_000.0  # of one call; longer lengths of that mechanism are left 
 class Plan:
     names: tuple[str, ...] = DEFAULT
     lengths: tuple[int, ...] = (512, 2048)
-    temperatures: tuple[float, ...] = TEMPERATURES
+    temperatures: tuple[float, ...] = (0.5, 1.0, 2.0)
     batch: int = 1
     heads: int = 4
     dim: int = 64

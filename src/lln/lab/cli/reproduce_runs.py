@@ -5,20 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import transformers
 import typer
 
 from lln.lab.cli.common import fail, find_missing
 from lln.lab.core.errors import DataError, Refused
 from lln.lab.core.progress import Bars, describe_metrics
-from lln.lab.paper.experiments import EXPERIMENTS
-from lln.lab.paper.jobs import Job
-from lln.lab.paper.reproduction import Plan, Reproduction
-from lln.lab.paper.request import Request, check_data, understand
-from lln.lab.paper.run_jobs import Hooks, run_jobs
-from lln.lab.paper.run_tables_text import tell_row
+
+if TYPE_CHECKING:
+    from lln.lab.paper.jobs import Job
+    from lln.lab.paper.reproduction import Plan, Reproduction
+    from lln.lab.paper.request import Request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +34,10 @@ class Manner:
 
 
 def reproduce_runs(request: Request, manner: Manner) -> None:
+    from lln.lab.paper.experiments import EXPERIMENTS
+    from lln.lab.paper.reproduction import Reproduction
+    from lln.lab.paper.request import check_data, understand
+
     experiment, source = EXPERIMENTS[request.name], manner.source
     try:
         if experiment.paper is None and manner.charts and (names := find_missing("report")):
@@ -65,6 +67,11 @@ def reproduce_runs(request: Request, manner: Manner) -> None:
 
 
 def run(work: Reproduction, plan: Plan, manner: Manner) -> dict[str, Any]:
+    import transformers
+
+    from lln.lab.paper.run_jobs import Hooks, run_jobs
+    from lln.lab.paper.run_tables_text import tell_row
+
     transformers.utils.logging.set_verbosity_error()  # a new head on a trained model is meant
     if not plan.costs:
         return work.collect()

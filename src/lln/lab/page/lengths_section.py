@@ -13,30 +13,22 @@ from lln.lab.page.shared import MIB, Result, Rows, pick
 def make_section(result: Result) -> Section:
     rows, made = result["rows"], result["provenance"]
     threads = "" if "cuda" in made else f" with {made['threads']} thread{'s' if made['threads'] > 1 else ''}"
-    times = [
-        {"attention": row["attention"], "length": row["length"], "ms": row["training"]["median"]}
-        | {"low": row["training"]["low"], "high": row["training"]["high"]}
-        for row in rows
-    ]
-    memory = [
-        {"attention": row["attention"], "length": row["length"], "MiB": row["training_bytes"] / MIB} for row in rows
-    ]
+    times, memory = [], []
+    for row in rows:
+        which, ms = {"attention": row["attention"], "length": row["length"]}, row["training"]
+        times.append(which | {"ms": ms["median"], "low": ms["low"], "high": ms["high"]})
+        memory.append(which | {"MiB": row["training_bytes"] / MIB})
     charts = [
         Chart(
-            "time-against-length",
-            draw_against_length(times, "ms", "forward + backward (ms)"),
+            "time-against-length", draw_against_length(times, "ms", "forward + backward (ms)"),
             "Time of forward and backward against length, for softmax attention, LLN and LLN+Diag. "
-            "Bars span the quartiles of the repeats.",
-            rows=times,
+            "Bars span the quartiles of the repeats.", rows=times,
         ),
         Chart(
-            "memory-against-length",
-            draw_against_length(memory, "MiB", "peak extra memory (MiB)"),
-            "Peak extra memory of forward and backward against length, for the same three.",
-            rows=memory,
+            "memory-against-length", draw_against_length(memory, "MiB", "peak extra memory (MiB)"),
+            "Peak extra memory of forward and backward against length, for the same three.", rows=memory,
         ),
-    ]
-    header = ["length", "attention", "forward ms", "forward + backward ms", "times as fast", "extra MiB"]
+    ]  # fmt: skip
     return Section(
         name="lengths",
         title="Time and memory against length",
@@ -44,7 +36,7 @@ def make_section(result: Result) -> Section:
         f"{made['device']}{threads}. Softmax attention is torch's own, as it chooses it here.",
         sentences=write_sentences(result),
         charts=charts,
-        header=header,
+        header=["length", "attention", "forward ms", "forward + backward ms", "times as fast", "extra MiB"],
         table=[list_cells(row, rows) for row in rows],
         data=result,
     )
@@ -92,13 +84,10 @@ def describe_crossovers(rows: Rows) -> list[str]:
         faster = [n for i, n in enumerate(lengths) if all(compare_with_softmax(rows, name, m) > 1 for m in lengths[i:])]
         slower = [n for n in lengths if n not in faster]
         if not faster:
-            said.append(f"{name} was not reliably faster than softmax attention at any measured length.")
+            text = "was not reliably faster than softmax attention at any measured length."
         elif slower:
-            said.append(
-                f"{name} trains faster from {faster[0]:,} tokens on; at {slower[-1]:,} and below, softmax wins."
-            )
+            text = f"trains faster from {faster[0]:,} tokens on; at {slower[-1]:,} and below, softmax wins."
         else:
-            said.append(
-                f"{name} trains faster than softmax attention at every measured length, from {lengths[0]:,} tokens on."
-            )
+            text = f"trains faster than softmax attention at every measured length, from {lengths[0]:,} tokens on."
+        said.append(f"{name} {text}")
     return said
