@@ -47,7 +47,7 @@ def train(
     """Train as the config says, in this folder, and return the result. A run that was stopped goes on from its last
     whole checkpoint; one that is finished is not run again.
 
-    device: "cpu" or "cuda". data_root, cache_dir: where data are found and kept, see `lln.lab.train`. report_to: among
+    device: "cpu" or "cuda". data_root, cache_dir: where data are found and kept, see `lln.lab.data`. report_to: among
     tensorboard, wandb and trackio. say: gets sentences about what happens; progress: each step and the last values.
 
         >>> import tempfile
