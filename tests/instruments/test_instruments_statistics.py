@@ -30,7 +30,7 @@ from lln.instruments import (
     variance,
 )
 from lln.instruments.fits import null_distances
-from lln.instruments.krylov import largest_eigenvalue
+from lln.instruments.spectrum import largest_eigenvalue
 from lln.lab.core.timing import peak_memory
 
 
@@ -248,8 +248,8 @@ def test_numbers_without_spread_fit_nothing() -> None:
 
 
 def test_an_iteration_that_cannot_settle_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lln.instruments.krylov.BASIS", (6, 6))
-    monkeypatch.setattr("lln.instruments.krylov.RESTARTS", 2)
+    monkeypatch.setattr("lln.instruments.spectrum.BASIS", (6, 6))
+    monkeypatch.setattr("lln.instruments.spectrum.RESTARTS", 2)
     circle = torch.linalg.qr(normal(0, 60, 60))[0]  # all eigenvalues on one circle
     with pytest.raises(RuntimeError, match=r"did not settle: residual .*, wanted 1.0e-09; give .* a larger tolerance"):
         largest_eigenvalue(lambda x: circle @ x, normal(1, 60, 2), 1e-9)

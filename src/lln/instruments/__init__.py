@@ -5,8 +5,7 @@ for each head: `entropy`, `variance`, `log_moments`, `lognormal_fit`, `spectral_
 keys: `temperature`, `gaussian_fit`. Of a model: `record`.
 """
 
-from lln.instruments.concentration import LogMoments, entropy, log_moments, temperature, variance
-from lln.instruments.estimates import Estimate
+from lln.instruments.concentration import Estimate, LogMoments, entropy, log_moments, temperature, variance
 from lln.instruments.fits import GaussianFit, LognormalFit, QueryKeyFit, gaussian_fit, lognormal_fit
 from lln.instruments.maps import AttentionMap, dense_map, kernel_map, lln_map, softmax_map
 from lln.instruments.observation import Observation

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from lln.checks import check_number
-from lln.instruments.arguments import check_count
-from lln.instruments.estimates import Estimate, draw_rows, estimate_entropy
-from lln.instruments.heads import Heads, Rows, SoftmaxHeads, take
-from lln.instruments.maps import AttentionMap, LLNMap, SoftmaxMap, lln_map, softmax_map
+from lln.instruments.heads import Heads, Rows, SoftmaxHeads, span_elements, take
+from lln.instruments.maps import AttentionMap, LLNMap, SoftmaxMap, check_count, lln_map, softmax_map
 from lln.kernels.common import PAPER_A, PAPER_B
+
+PILOT_PAIRS, PILOT_ROWS = 4096, 64  # draws that tell how many draws a width takes
+LEAST = 1e-12  # of a uniform number: at 0 it would choose a channel or key of weight 0
+Draw = Callable[[int, int], tuple[Tensor, Tensor]]  # number, seed -> mean and standard error, [G] each
+
+
+class Estimate(NamedTuple):
+    """An estimate and the ends of its confidence interval, [batch, heads] each.
+
+    Example:
+        >>> q, k = torch.randn(2, 1, 2, 64, 8, generator=torch.Generator().manual_seed(0))
+        >>> found = entropy(lln_map(q, k, 1.0, 1.0), width=0.1)
+        >>> bool((found.high - found.low <= 0.1).all())
+        True
+    """
+
+    value: Tensor
+    low: Tensor
+    high: Tensor
 
 
 @overload
@@ -53,7 +72,7 @@ def entropy(
         ([[3.0, 3.0]], [[3.0, 3.0]])
     """
     if samples is None and width is None:
-        return p.collect([mean_of_rows(group, row_entropies(group)) for group in p.groups()])
+        return p.collect([mean_of_rows(heads, map(heads.entropies, heads.chunks())) for heads in p.groups()])
     if samples is not None and width is not None:
         raise ValueError(f"samples and width are two ways to say one thing; got samples={samples} and width={width}.")
     if samples is not None:
@@ -65,14 +84,107 @@ def entropy(
     return estimate_entropy(p, samples, width, confidence, seed)
 
 
-def row_entropies(heads: Heads) -> Tensor:
-    """In bits, [G, N]; 0 for hidden rows."""
-    return torch.cat([heads.entropies(rows) for rows in heads.chunks()] or [heads.live.to(heads.dtype)], 1)
+def draw_rows(heads: Heads, count: int, seed: int) -> Iterator[Tensor]:
+    """Indices [G, R] of `count` random live rows without repetition, in chunks that stream like `Heads.chunks`.
+
+    Where a head has fewer live rows, hidden ones fill up, which count for nothing. All heads draw from one shuffle."""
+    count = min(count, heads.rows)
+    order = torch.rand(heads.rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(heads.device)
+    chosen = (order + (~heads.live).to(order.dtype)).argsort(1)[:, :count].sort(1).values
+    step = max(span_elements(heads.device) // max(len(heads) * heads.keys, 1), 16)
+    yield from (part for part in chosen.split(step, 1) if part.shape[1])
 
 
-def mean_of_rows(heads: Heads, values: Tensor) -> Tensor:
-    """[G, N] -> [G] over live rows."""
-    return torch.where(heads.live, values, 0.0).sum(1) / heads.live.sum(1)
+def estimate_entropy(
+    p: AttentionMap, samples: int | None, width: float | None, confidence: float, seed: int
+) -> Estimate:
+    """See `entropy`. Each group of heads is drawn until the widest of its intervals is narrow enough."""
+    deviations = math.sqrt(2) * torch.erfinv(torch.tensor(confidence, dtype=torch.float64)).item()
+    found = []
+    for group in p.groups():
+        # Pairs where P = A B^T is a mixture that can be drawn from, else rows; and a first number of them.
+        draw: Draw = functools.partial(draw_row_entropies, group)
+        count, factors = PILOT_ROWS, group.factors()
+        if factors is not None and all(bool((side >= 0).all()) for side in factors):
+            draw, count = PairDraw(group, *factors), PILOT_PAIRS
+        found.append(draw(samples, seed) if samples else draw_until_narrow(draw, count, width or 0.0, deviations, seed))
+    value, error = (p.collect([pair[side] for pair in found]) for side in (0, 1))
+    return Estimate(value, value - deviations * error, value + deviations * error)
+
+
+def draw_until_narrow(draw: Draw, count: int, width: float, deviations: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Fresh draws in growing number until every interval is at most `width` wide."""
+    while True:
+        mean, error = draw(count, seed)
+        wide = 2 * deviations * error.nan_to_num(0.0).max().item()
+        if wide <= width:
+            return mean, error
+        count, seed = math.ceil(count * max(1.1 * (wide / width) ** 2, 1.5)), seed + 1
+
+
+def draw_row_entropies(heads: Heads, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Row entropies in bits of `count` rows. Rows are drawn without repetition, so that all of them leave no error."""
+    chosen = list(draw_rows(heads, count, seed))
+    if not chosen:
+        return heads.full(torch.nan), heads.full(torch.nan)
+    bits = torch.cat([heads.entropies(rows) for rows in chosen], 1)
+    valid = torch.cat([take(heads.live, rows) for rows in chosen], 1)
+    drawn, all_rows = valid.sum(1), heads.live.sum(1)
+    mean = bits.sum(1) / drawn  # hidden rows have 0
+    spread = ((bits - mean.unsqueeze(1)) * valid).square().sum(1) / (drawn - 1).clamp_min(1)
+    error = (spread / drawn * (1 - drawn / all_rows)).sqrt()
+    return mean, torch.where((drawn < 2) & (drawn < all_rows), torch.nan, error)
+
+
+class PairDraw:
+    """-log2 P_ij for i uniform, c ~ A_i, j ~ B_c: unbiased for the mean row entropy, since j is drawn from P_i."""
+
+    def __init__(self, heads: Heads, a: Tensor, b: Tensor) -> None:
+        total = b.sum(1, keepdim=True)  # of LLN it is 1; for other features it moves from B to A
+        self.a, self.b = a, b
+        self.rows = heads.live.sum(1)
+        self.order = heads.live.to(torch.uint8).argsort(dim=1, descending=True, stable=True)  # [G, N] live rows first
+        self.channels = accumulate(a * total)  # [G, N, F]
+        keys = accumulate(b.transpose(1, 2))  # [G, F, M]
+        # One rising sequence for all channels, channel c in (c, c + 1], so that one search serves every draw.
+        self.width, self.keys = keys.shape[2], (keys + torch.arange(keys.shape[1]).to(b).view(-1, 1)).flatten(1)
+
+    def __call__(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
+        heads, features = len(self.a), self.a.shape[2]
+        if not self.width or not self.a.shape[1]:
+            return self.a.new_full((heads,), torch.nan), self.a.new_full((heads,), torch.nan)
+        total = squares = self.a.new_zeros(heads)
+        step = max(span_elements(self.a.device) // max(heads * features, 1), 1024)
+        for first in range(0, count, step):
+            # On the CPU, so that every device sees the same numbers in (0, 1).
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + first)
+            u = torch.rand(3, min(step, count - first), generator=generator, dtype=torch.float64)
+            bits = self.bits(u.clamp_(LEAST, 1 - LEAST).to(self.a))
+            total, squares = total + bits.sum(1), squares + bits.square().sum(1)
+        mean = total / count
+        spread = (squares / count - mean.square()).clamp_min(0.0) * (count / (count - 1))
+        return mean, (spread / count).sqrt()
+
+    def bits(self, u: Tensor) -> Tensor:
+        """[G, S] from uniform numbers [3, S]."""
+        rank = (u[0] * self.rows.unsqueeze(1)).long()  # [G, S]
+        row = self.order.gather(1, rank.minimum((self.rows - 1).clamp_min(0).unsqueeze(1)))
+        channel = torch.searchsorted(take(self.channels, row), u[1, :, None].expand(*row.shape, 1).contiguous())
+        channel = channel.squeeze(-1).clamp_max(self.a.shape[2] - 1)
+        key = torch.searchsorted(self.keys, channel + u[2]) - channel * self.width
+        key = key.clamp(0, self.width - 1)
+        return -(take(self.a, row) * take(self.b, key)).sum(-1).log2()
+
+
+def accumulate(weights: Tensor) -> Tensor:
+    """Distribution functions over the last dimension, ending at exactly 1 (where there is any weight)."""
+    sums = weights.cumsum(-1)
+    return sums / sums[..., -1:].clamp_min(torch.finfo(sums.dtype).tiny)
+
+
+def mean_of_rows(heads: Heads, parts: Iterable[Tensor]) -> Tensor:
+    """[G, R] of all chunks -> [G] over live rows."""
+    return torch.where(heads.live, torch.cat([heads.full(0.0, 0), *parts], 1), 0.0).sum(1) / heads.live.sum(1)
 
 
 @torch.no_grad()
@@ -89,7 +201,8 @@ def variance(p: AttentionMap) -> Tensor:
     return p.collect([mean_of_rows(group, row_variances(group)) for group in p.groups()])
 
 
-def row_variances(heads: Heads) -> Tensor:
+def row_variances(heads: Heads) -> list[Tensor]:
+    """[G, R] of each chunk."""
     counts = heads.counts().clamp_min(1).to(heads.dtype)
     factors = heads.factors()
     if factors is not None:
@@ -97,7 +210,7 @@ def row_variances(heads: Heads) -> Tensor:
         # P_ij minus the mean of its row is A_i . (B_j - mean of B), with no difference of two large sums.
         centred = (b - b.sum(1, keepdim=True) / counts[:, :1, None]) * heads.seen.unsqueeze(-1)
         gram = centred.transpose(1, 2) @ centred
-        return ((a @ gram) * a).sum(-1) / counts
+        return [((a @ gram) * a).sum(-1) / counts]
     rows = []
     for part in heads.chunks():
         log_p = heads.log_rows(part)
@@ -107,7 +220,7 @@ def row_variances(heads: Heads) -> Tensor:
         weights, count = log_p.exp_(), counts[:, part].unsqueeze(-1)
         apart = (weights - weights.sum(-1, keepdim=True) / count).mul_(visible)
         rows.append(apart.square_().sum(-1) / count.squeeze(-1))
-    return torch.cat(rows or [heads.live.to(heads.dtype)], 1)
+    return rows
 
 
 class LogMoments(NamedTuple):
@@ -148,13 +261,17 @@ def log_moments(p: AttentionMap, *, rows: int | None = None, seed: int = 0) -> L
     for group in p.groups():
         parts = group.chunks() if rows is None else draw_rows(group, rows, seed)
         sums = (log_sums(group, part) for part in parts)
-        nothing = torch.zeros(len(group), 6, dtype=p.dtype, device=p.device)
-        found.append(functools.reduce(merge, sums, next(sums, nothing)))
+        found.append(functools.reduce(merge, sums, next(sums, group.full(0.0, 6))))
     count, mean, squares, row_count, row_variance, log_count = p.collect(found).unbind(-1)
-    predicted = predict_moments(p, log_count / count.clamp_min(1))
-    return LogMoments(
-        torch.where(count > 0, mean, torch.nan), squares / (count - 1), row_variance / row_count, *predicted
-    )
+    predicted_mean = predicted_variance = None
+    if isinstance(p, SoftmaxMap):
+        predicted_variance = score_variance(p)
+        # The mean over entries of ln(keys that the row sees), and half the variance of the scores.
+        predicted_mean = -log_count / count.clamp_min(1) - predicted_variance / 2
+    elif isinstance(p, LLNMap) and p.block_size is None:
+        predicted_variance = PAPER_A * lln_spread(p) + PAPER_B
+    mean = torch.where(count > 0, mean, torch.nan)
+    return LogMoments(mean, squares / (count - 1), row_variance / row_count, predicted_mean, predicted_variance)
 
 
 def log_sums(heads: Heads, rows: Rows) -> Tensor:
@@ -185,42 +302,27 @@ def merge(one: Tensor, other: Tensor) -> Tensor:
     return both
 
 
-def predict_moments(p: AttentionMap, log_keys: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """(mean, variance) of log P by the paper. log_keys: the mean over entries of ln(keys that the row sees)."""
-    if isinstance(p, SoftmaxMap):
-        spread = score_moments(p)[1]
-        return -log_keys - spread / 2, spread
-    if isinstance(p, LLNMap) and p.block_size is None:
-        return None, PAPER_A * lln_spread(p) + PAPER_B
-    return None, None
+def score_variance(p: AttentionMap) -> Tensor:
+    """Of the scores a_ij = scale q_i . k_j over all pairs of a row that counts and a key it sees, [batch, heads],
+    without forming the pairs. Bidirectional: E a^2 = tr(M_q M_k) with the second moments M of q and k, E a = qbar .
+    kbar. Causal: over prefixes, by streaming."""
+    return p.collect([(causal_variance if p.is_causal else pair_variance)(group) for group in p.groups()])
 
 
-def score_moments(p: SoftmaxMap) -> tuple[Tensor, Tensor]:
-    """Mean and variance of the scores over all pairs of a row that counts and a key it sees, [batch, heads] each."""
-    mean, squares = p.collect([pair_moments(group) for group in p.groups()]).unbind(-1)
-    return mean, squares
-
-
-def pair_moments(heads: Heads) -> Tensor:
-    """(mean, variance) of the scores a_ij = scale q_i . k_j, [G, 2], without forming the pairs. Bidirectional: E a^2 =
-    tr(M_q M_k) with the second moments M of q and k, E a = qbar . kbar. Causal: over prefixes, by streaming."""
-    assert isinstance(heads, SoftmaxHeads)
+def pair_variance(heads: Heads) -> Tensor:
     q, k = heads.q, heads.k  # scaled; zero where hidden
-    if heads.is_causal:
-        return causal_pair_moments(heads)
     rows, keys = (mask.sum(1).to(q.dtype)[:, None, None] for mask in (heads.live, heads.seen))
     q_mean, k_mean = q.sum(1, keepdim=True) / rows, k.sum(1, keepdim=True) / keys
-    mean = (q_mean * k_mean).sum((1, 2))
     # var = tr(M_q M_k) - (qbar . kbar)^2, written in covariances so that large means do not cancel:
     # tr(C_q C_k) + qbar' C_k qbar + kbar' C_q kbar.
     q_apart, k_apart = (q - q_mean) * heads.live.unsqueeze(-1), (k - k_mean) * heads.seen.unsqueeze(-1)
     c_q, c_k = q_apart.transpose(1, 2) @ q_apart / rows, k_apart.transpose(1, 2) @ k_apart / keys
-    spread = (c_q * c_k).sum((1, 2)) + ((q_mean @ c_k) * q_mean).sum((1, 2)) + ((k_mean @ c_q) * k_mean).sum((1, 2))
-    return torch.stack([mean, spread], 1)
+    return (c_q * c_k).sum((1, 2)) + ((q_mean @ c_k) * q_mean).sum((1, 2)) + ((k_mean @ c_q) * k_mean).sum((1, 2))
 
 
-def causal_pair_moments(heads: SoftmaxHeads) -> Tensor:
-    count = total = squares = heads.q.new_zeros(len(heads))
+def causal_variance(heads: Heads) -> Tensor:
+    assert isinstance(heads, SoftmaxHeads)
+    count = total = squares = heads.full(0.0)
     centre = None
     for rows in heads.chunks():
         scores = heads.scores(rows)
@@ -231,10 +333,7 @@ def causal_pair_moments(heads: SoftmaxHeads) -> Tensor:
             centre = scores.sum((1, 2)) / found.clamp_min(1)
         apart = (scores - centre[:, None, None]).mul_(there)
         count, total, squares = count + found, total + apart.sum((1, 2)), squares + apart.square_().sum((1, 2))
-    if centre is None:
-        return heads.q.new_zeros(len(heads), 2)
-    mean = total / count
-    return torch.stack([centre + mean, squares / count - mean.square()], 1)
+    return squares / count - (total / count).square()
 
 
 def lln_spread(p: LLNMap) -> Tensor:
@@ -303,5 +402,5 @@ def temperature(
     else:
         p = softmax_map(q, k, **options) if alpha is None or beta is None else lln_map(q, k, alpha, beta, **options)
     if isinstance(p, SoftmaxMap):
-        return score_moments(p)[1].rsqrt()
+        return score_variance(p).rsqrt()
     return log_moments(p, rows=rows, seed=seed).variance.rsqrt()

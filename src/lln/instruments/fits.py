@@ -9,10 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lln.instruments.arguments import check_count, check_pair
-from lln.instruments.estimates import draw_rows
+from lln.instruments.concentration import draw_rows
 from lln.instruments.heads import Heads, span_elements
-from lln.instruments.maps import AttentionMap
+from lln.instruments.maps import AttentionMap, check_count, check_pair
 from lln.kernels.common import wide_dtype
 
 ROWS = 2048  # that a sample of entries is spread over
@@ -126,8 +125,7 @@ def lognormal_fit(p: AttentionMap, *, entries: int = 2**20, seed: int = 0) -> Lo
 def some_entries(heads: Heads, entries: int, seed: int) -> tuple[Tensor, Tensor]:
     """(log P [G, S], which of them are entries)"""
     if heads.rows * heads.keys <= entries:
-        parts = [heads.log_rows(rows) for rows in heads.chunks()]
-        return visible([part.flatten(1) for part in parts], heads)
+        return visible([heads.log_rows(rows).flatten(1) for rows in heads.chunks()], heads)
     rows = min(heads.rows, ROWS)
     columns = max(min(entries // rows, heads.keys), 1)
     generator = torch.Generator().manual_seed(seed)
@@ -141,7 +139,7 @@ def some_entries(heads: Heads, entries: int, seed: int) -> tuple[Tensor, Tensor]
 
 
 def visible(parts: list[Tensor], heads: Heads) -> tuple[Tensor, Tensor]:
-    values = torch.cat(parts, 1) if parts else torch.zeros(len(heads), 0, dtype=heads.dtype, device=heads.device)
+    values = torch.cat([heads.full(0.0, 0), *parts], 1)
     return values, values > -torch.inf
 
 
@@ -200,16 +198,12 @@ def gaussian_fit(
 
 
 def element_fit(t: Tensor, mask: Tensor | None) -> GaussianFit:
-    batch, heads, length, dim = t.shape
-    if mask is None:
-        mask = torch.ones(batch, length, dtype=torch.bool, device=t.device)
-    parts = []
-    for index in torch.arange(batch * heads, device=t.device).split(
-        max(span_elements(t.device) // max(length * dim, 1), 1)
-    ):
-        sample, head = index // heads, index % heads
-        valid = mask[sample].repeat_interleave(dim, 1)  # [G, N D]
-        fit = normal_fit(t[sample, head].to(wide_dtype(t.device)).flatten(1), valid)
-        parts.append(torch.stack(fit, 1))
-    found = torch.cat(parts) if parts else torch.zeros(0, 6, dtype=wide_dtype(t.device), device=t.device)
-    return GaussianFit(*found.unflatten(0, (batch, heads)).unbind(-1))
+    shown = torch.ones_like(t[:, 0, :, 0], dtype=torch.bool) if mask is None else mask
+    together = max(span_elements(t.device) // max(t.shape[2] * t.shape[3], 1), 1)  # heads
+    parts = [
+        torch.stack(normal_fit(some.to(wide_dtype(t.device)).flatten(1), valid.repeat_interleave(t.shape[3], 1)), 1)
+        for some, valid in zip(
+            t.flatten(0, 1).split(together), shown.repeat_interleave(t.shape[1], 0).split(together), strict=True
+        )
+    ]
+    return GaussianFit(*torch.cat(parts).unflatten(0, t.shape[:2]).unbind(-1))

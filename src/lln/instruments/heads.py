@@ -40,23 +40,16 @@ def take(t: Tensor, rows: Rows) -> Tensor:
     return t.gather(1, rows) if t.ndim == 2 else t.gather(1, rows.unsqueeze(-1).expand(-1, -1, t.shape[-1]))
 
 
-def positions(rows: Rows, device: torch.device) -> Tensor:
-    """Where the rows lie, [1 or G, R]."""
-    return rows if isinstance(rows, Tensor) else torch.arange(rows.start, rows.stop, device=device).unsqueeze(0)
-
-
-def find_end(rows: Rows) -> int:
-    """One past the last of the rows."""
-    return rows.stop if isinstance(rows, slice) else int(rows.max()) + 1 if rows.numel() else 0
-
-
 class Heads:
     """What all maps share. A subclass gives `log_rows` and whatever it can do better than by streaming rows."""
 
-    def __init__(self, live: Tensor, seen: Tensor, is_causal: bool) -> None:
-        self.live, self.seen, self.is_causal = live, seen, is_causal
+    index: Tensor  # [G] the places of these heads in their map
+
+    def __init__(self, q: Tensor, k: Tensor, live: Tensor, seen: Tensor, is_causal: bool) -> None:
+        """q [G, N, D] and k [G, M, D]: what the rows and the keys of P are made of."""
+        self.q, self.k, self.live, self.seen, self.is_causal = q, k, live, seen, is_causal
         self.padded = not bool(live.all() & seen.all())  # else no mask need be applied
-        self.rows, self.keys, self.device = live.shape[1], seen.shape[1], live.device
+        self.rows, self.keys, self.device, self.dtype = live.shape[1], seen.shape[1], live.device, q.dtype
 
     def log_rows(self, rows: Rows) -> Tensor:
         raise NotImplementedError
@@ -74,12 +67,20 @@ class Heads:
         """Slices of rows, each of about span_elements entries of P."""
         return cut(self.rows, max(span_elements(self.device) // max(len(self) * self.keys, 1), at_least))
 
+    def width(self, rows: Rows) -> int:
+        """How many of the first keys these rows may see; the others are not even looked at."""
+        if not self.is_causal:
+            return self.keys
+        return rows.stop if isinstance(rows, slice) else int(rows.max()) + 1 if rows.numel() else 0
+
     def later(self, rows: Rows, width: int) -> Tensor:
         """Which of the first keys lie behind each row, [1 or G, R, width]."""
-        return torch.arange(width, device=self.device) > positions(rows, self.device).unsqueeze(-1)
+        at = rows if isinstance(rows, Tensor) else torch.arange(rows.start, rows.stop, device=self.device)[None]
+        return torch.arange(width, device=self.device) > at.unsqueeze(-1)
 
-    def hide(self, log_p: Tensor, rows: Rows) -> Tensor:
-        return log_p.masked_fill_(~take(self.live, rows).unsqueeze(-1), -torch.inf) if self.padded else log_p
+    def full(self, value: float, *shape: int) -> Tensor:
+        """[G, *shape]"""
+        return torch.full((len(self), *shape), value, dtype=self.dtype, device=self.device)
 
     def entropies(self, rows: Rows) -> Tensor:
         """Of some rows, in bits: [G, R]; 0 for hidden rows."""
@@ -121,25 +122,18 @@ class Heads:
 
     def dense(self) -> Tensor:
         """P itself, [G, N, M]."""
-        out = torch.zeros(len(self), self.rows, self.keys, dtype=self.dtype, device=self.device)
+        out = self.full(0.0, self.rows, self.keys)
         for rows in self.chunks():
             p = self.log_rows(rows).exp_()
             out[:, rows, : p.shape[-1]] = p
         return out
 
-    dtype: torch.dtype
-    index: Tensor  # [G] the places of these heads in their map
-
 
 class SoftmaxHeads(Heads):
     """P_ij = softmax_j(q_i . k_j), the scale already in q."""
 
-    def __init__(self, q: Tensor, k: Tensor, live: Tensor, seen: Tensor, is_causal: bool) -> None:
-        super().__init__(live, seen, is_causal)
-        self.q, self.k, self.dtype = q, k, q.dtype
-
     def scores(self, rows: Rows) -> Tensor:
-        width = find_end(rows) if self.is_causal else self.keys
+        width = self.width(rows)
         scores = take(self.q, rows) @ self.k[:, :width].transpose(1, 2)
         if self.padded:
             scores.masked_fill_(~self.seen[:, None, :width], -torch.inf)
@@ -147,10 +141,9 @@ class SoftmaxHeads(Heads):
 
     def log_rows(self, rows: Rows) -> Tensor:
         scores = self.scores(rows)
-        norm = (
-            finite(scores.logsumexp(-1, keepdim=True)) if scores.shape[-1] else scores.new_zeros(*scores.shape[:2], 1)
-        )
-        return self.hide(scores.sub_(norm), rows)
+        if scores.shape[-1]:
+            scores.sub_(finite(scores.logsumexp(-1, keepdim=True)))
+        return scores.masked_fill_(~take(self.live, rows).unsqueeze(-1), -torch.inf) if self.padded else scores
 
     @functools.cached_property
     def log_norm(self) -> Tensor:
@@ -175,9 +168,8 @@ class LLNHeads(Heads):
     """P_ij = sum_c exp(a_ic + x_jc) / sum_l sum_c exp(a_ic + x_lc) with a = alpha q and x = beta k: eq. (9)."""
 
     def __init__(self, a: Tensor, x: Tensor, live: Tensor, seen: Tensor, is_causal: bool) -> None:
-        super().__init__(live, seen, is_causal)
-        self.a, self.dtype = a, a.dtype
-        self.x = x.masked_fill(~seen.unsqueeze(-1), -torch.inf) if self.padded else x
+        super().__init__(a, x, live, seen, is_causal)
+        self.a, self.x = a, x.masked_fill(~seen.unsqueeze(-1), -torch.inf) if self.padded else x
 
     @functools.cached_property
     def log_sum(self) -> Tensor:
@@ -185,7 +177,7 @@ class LLNHeads(Heads):
         if self.is_causal:
             return finite(self.x.logcumsumexp(1))
         if not self.keys:
-            return finite(torch.full_like(self.x.new_empty(len(self), 1, self.x.shape[-1]), -torch.inf))
+            return finite(self.full(-torch.inf, 1, self.x.shape[-1]))
         return finite(self.x.logsumexp(1, keepdim=True))
 
     @functools.cached_property
@@ -193,7 +185,7 @@ class LLNHeads(Heads):
         return (self.a + self.log_sum).logsumexp(-1)
 
     def log_rows(self, rows: Rows) -> Tensor:
-        end = find_end(rows) if self.is_causal else self.keys
+        end = self.width(rows)
         x = self.x[:, :end]
         if not end:
             return self.a.new_empty(*take(self.live, rows).shape, 0)
@@ -210,15 +202,10 @@ class LLNHeads(Heads):
                 hidden |= self.later(rows, end)
             log_p.masked_fill_(hidden, -torch.inf)
             lost &= ~hidden
-        if bool(lost.any()):
-            self.mend(log_p, a, x, norm, lost)
-        return log_p
-
-    @staticmethod
-    def mend(log_p: Tensor, a: Tensor, x: Tensor, norm: Tensor, lost: Tensor) -> None:
-        """Writes the entries that underflowed, one logsumexp each."""
+        # The entries that underflowed take one logsumexp each.
         for head, row, key in zip(*(part.split(2**16) for part in lost.nonzero(as_tuple=True)), strict=True):
             log_p[head, row, key] = (a[head, row] + x[head, key]).logsumexp(-1) - norm[head, row, 0]
+        return log_p
 
     def factors(self) -> tuple[Tensor, Tensor] | None:
         return None if self.is_causal else self.two_softmaxes
@@ -237,9 +224,8 @@ class KernelHeads(Heads):
     """P_ij = f_i . g_j / sum_l f_i . g_l for features f of the queries and g of the keys."""
 
     def __init__(self, fq: Tensor, fk: Tensor, live: Tensor, seen: Tensor, is_causal: bool) -> None:
-        super().__init__(live, seen, is_causal)
-        self.fk, self.dtype = fk * seen.unsqueeze(-1), fq.dtype
-        sums = self.fk.cumsum(1) if is_causal else self.fk.sum(1, keepdim=True)
+        super().__init__(fq, fk * seen.unsqueeze(-1), live, seen, is_causal)
+        sums = self.k.cumsum(1) if is_causal else self.k.sum(1, keepdim=True)
         norm = (fq * sums).sum(-1, keepdim=True)
         if not bool((norm.squeeze(-1) > 0)[live].all()):
             raise ValueError(
@@ -247,11 +233,11 @@ class KernelHeads(Heads):
                 f"{norm.squeeze(-1)[live].min().item():.3g}. A row whose features are all 0 attends to nothing: "
                 "add a small number to the features."
             )
-        self.fq = torch.where(live.unsqueeze(-1), fq / norm, 0.0)
+        self.q = torch.where(live.unsqueeze(-1), fq / norm, 0.0)
 
     def product_rows(self, rows: Rows) -> Tensor:
-        width = find_end(rows) if self.is_causal else self.keys
-        p = take(self.fq, rows) @ self.fk[:, :width].transpose(1, 2)
+        width = self.width(rows)
+        p = take(self.q, rows) @ self.k[:, :width].transpose(1, 2)
         return p.masked_fill_(self.later(rows, width), 0.0) if self.is_causal else p
 
     def log_rows(self, rows: Rows) -> Tensor:
@@ -264,27 +250,23 @@ class KernelHeads(Heads):
         return p.log_()
 
     def factors(self) -> tuple[Tensor, Tensor] | None:
-        return None if self.is_causal else (self.fq, self.fk)
+        return None if self.is_causal else (self.q, self.k)
 
     def diagonal(self) -> Tensor:
-        return (self.fq * self.fk).sum(-1)
+        return (self.q * self.k).sum(-1)
 
 
 class DenseHeads(Heads):
-    """A matrix as it was given; hidden rows and keys are zero in it."""
-
-    def __init__(self, p: Tensor, live: Tensor, seen: Tensor, is_causal: bool) -> None:
-        super().__init__(live, seen, is_causal)
-        self.p, self.dtype = p, p.dtype
+    """A matrix as it was given, for q; hidden rows and keys are zero in it."""
 
     def product_rows(self, rows: Rows) -> Tensor:
-        return take(self.p, rows)
+        return take(self.q, rows)
 
     def log_rows(self, rows: Rows) -> Tensor:
-        return take(self.p, rows).log()
+        return take(self.q, rows).log()
 
     def diagonal(self) -> Tensor:
-        return self.p.diagonal(dim1=1, dim2=2)
+        return self.q.diagonal(dim1=1, dim2=2)
 
 
 class DiagHeads(Heads):
@@ -296,9 +278,8 @@ class DiagHeads(Heads):
     def __init__(
         self, lln: LLNHeads, q: Tensor, k: Tensor, place: Tensor, start: Tensor, size: int, r: Tensor, p: Tensor
     ) -> None:
-        super().__init__(lln.live, lln.seen, lln.is_causal)
-        self.lln, self.q, self.k, self.place, self.start_at, self.size = lln, q, k, place, start, size
-        self.r, self.p, self.dtype = r, p, q.dtype
+        super().__init__(q, k, lln.live, lln.seen, lln.is_causal)
+        self.lln, self.place, self.start_at, self.size, self.r, self.p = lln, place, start, size, r, p
 
     def block_rows(self, rows: Rows) -> tuple[Tensor, slice]:
         """P_blocks of some rows at the keys that can share a block with one of them, and which keys these are."""
@@ -320,8 +301,7 @@ class DiagHeads(Heads):
         p, near = self.block_rows(rows)
         width = min(near.stop, log_p.shape[-1])  # of a causal map the later keys are not there
         inside = slice(near.start, width)
-        both = torch.logaddexp(log_p[..., inside], (p[..., : width - near.start] * self.p).log_())
-        log_p[..., inside] = both
+        log_p[..., inside] = torch.logaddexp(log_p[..., inside], (p[..., : width - near.start] * self.p).log_())
         return log_p
 
     def blocks(self) -> Iterator[tuple[slice, Tensor, slice]]:

@@ -10,21 +10,30 @@ padded queries are dropped: they count nowhere. So are rows that see no key, and
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lln.checks import check_block_size, check_number, check_overlap, coefficient, mix_weights
-from lln.instruments.arguments import check_dense, check_masks, check_pair, check_stochastic
+from lln.checks import (
+    DTYPES,
+    check_block_size,
+    check_key_mask,
+    check_number,
+    check_overlap,
+    coefficient,
+    describe,
+    mix_weights,
+)  # fmt: skip
 from lln.instruments.heads import DenseHeads, DiagHeads, Heads, KernelHeads, LLNHeads, SoftmaxHeads, span_elements
 from lln.kernels.common import wide_dtype
 from lln.nn.overlap import window
 
+Place = tuple[Tensor, Tensor, Tensor]  # of heads: sample, head and key head, [G] each
 
-class AttentionMap(abc.ABC):
+
+class AttentionMap:
     """The attention matrices P [rows, keys] of a batch of heads, from softmax_map, lln_map, kernel_map or dense_map.
 
     >>> p = lln_map(torch.randn(1, 2, 8, 4), torch.randn(1, 2, 8, 4), 1.0, 1.0)
@@ -32,7 +41,7 @@ class AttentionMap(abc.ABC):
     ((1, 2, 8, 8), True)
     """
 
-    factored = False  # whether P = A B^T with thin A and B
+    is_product = False  # whether P = A B^T with thin A and B, where it is not causal
 
     def __init__(
         self, q: Tensor, k: Tensor, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None
@@ -52,6 +61,7 @@ class AttentionMap(abc.ABC):
         # [B, N] rows that count
         self.live = valid & (self.seen.cumsum(1) > 0 if is_causal else self.seen.any(1, keepdim=True))
         self.padded = not bool(self.live.all() & self.seen.all())
+        self.factored = self.is_product and not is_causal
         self.spectrum: Tensor | None = None  # of a factored map, once it is known
         self.one_sequence = self.rows == self.keys and torch.equal(valid, self.seen)
 
@@ -63,9 +73,10 @@ class AttentionMap(abc.ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={self.shape}, is_causal={self.is_causal})"
 
-    @abc.abstractmethod
-    def pick(self, sample: Tensor, head: Tensor, key_head: Tensor) -> Heads:
-        """The heads with these indices, all [G]."""
+    def pick(self, place: Place, q: Tensor, k: Tensor, *masks: Any) -> Heads:
+        """The heads at this place. Of them q [G, N, D] and k [G, M, D] in the dtype of all instruments, 0 for hidden
+        tokens, which may hold anything; masks: live rows, seen keys, whether they are causal."""
+        raise NotImplementedError
 
     def groups(self) -> Iterator[Heads]:
         """All heads in the order of [batch, heads], as many at a time as fit into a span."""
@@ -81,14 +92,18 @@ class AttentionMap(abc.ABC):
     def indexed(self, index: Tensor) -> Heads:
         """Heads by their place in [batch * heads], index [G]."""
         sample, head = index // self.heads, index % self.heads
-        heads = self.pick(sample, head, head // (self.heads // self.k.shape[1]))
+        key_head = head // (self.heads // self.k.shape[1])
+        live, seen = self.live[sample], self.seen[sample]
+        q, k = self.q[sample, head].to(self.dtype), self.k[sample, key_head].to(self.dtype)  # copies
+        if self.padded:
+            q.masked_fill_(~live.unsqueeze(-1), 0.0)
+            k.masked_fill_(~seen.unsqueeze(-1), 0.0)
+        heads = self.pick((sample, head, key_head), q, k, live, seen, self.is_causal)
         heads.index = index
         return heads
 
     def collect(self, values: list[Tensor]) -> Tensor:
         """What was found for each group, [G, ...] each, as [batch, heads, ...]; NaN for a sample without rows."""
-        if not values:
-            return torch.empty(self.batch, self.heads, dtype=self.dtype, device=self.device)
         found = torch.cat(values).unflatten(0, (self.batch, self.heads))
         alive = self.live.any(1).view(self.batch, *(1 for _ in found.shape[1:]))
         return torch.where(alive, found, torch.nan)
@@ -96,11 +111,7 @@ class AttentionMap(abc.ABC):
     @torch.no_grad()
     def dense(self) -> Tensor:
         """P as a matrix, [batch, heads, rows, keys]; padded rows and hidden keys are 0."""
-        parts = [group.dense() for group in self.groups()]
-        if not parts:
-            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        found: Tensor = torch.cat(parts).unflatten(0, (self.batch, self.heads))
-        return found
+        return torch.cat([group.dense() for group in self.groups()]).view(self.shape)
 
     @torch.no_grad()
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -113,16 +124,6 @@ class AttentionMap(abc.ABC):
         a, b = (torch.cat(sides).unflatten(0, (self.batch, self.heads)) for sides in zip(*pairs, strict=True))
         return a, b
 
-    def tokens(self, sample: Tensor, head: Tensor, key_head: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
-        """q [G, N, D] and k [G, M, D] in the dtype of all instruments, 0 for hidden tokens, which may hold anything;
-        and what all heads need to know: live rows, seen keys, whether they are causal."""
-        live, seen = self.live[sample], self.seen[sample]
-        q, k = self.q[sample, head].to(self.dtype), self.k[sample, key_head].to(self.dtype)  # copies
-        if self.padded:
-            q.masked_fill_(~live.unsqueeze(-1), 0.0)
-            k.masked_fill_(~seen.unsqueeze(-1), 0.0)
-        return q, k, live, seen, self.is_causal
-
 
 class SoftmaxMap(AttentionMap):
     """P_ij = softmax_j(scale q_i . k_j), eq. (6)."""
@@ -131,9 +132,8 @@ class SoftmaxMap(AttentionMap):
         super().__init__(q, k, *masks)
         self.scale = scale
 
-    def pick(self, sample: Tensor, head: Tensor, key_head: Tensor) -> Heads:
-        q, k, live, seen, is_causal = self.tokens(sample, head, key_head)
-        return SoftmaxHeads(q.mul_(self.scale), k, live, seen, is_causal)
+    def pick(self, place: Place, q: Tensor, k: Tensor, *masks: Any) -> Heads:
+        return SoftmaxHeads(q.mul_(self.scale), k, *masks)
 
 
 class LLNMap(AttentionMap):
@@ -143,49 +143,44 @@ class LLNMap(AttentionMap):
         self, q: Tensor, k: Tensor, alpha: Tensor, beta: Tensor, block_size: int | None, overlap: bool,
         weights: tuple[Tensor | None, Tensor | None], scale: float, *masks: Any,
     ) -> None:  # fmt: skip
+        self.is_product = block_size is None
         super().__init__(q, k, *masks)
-        self.scale = scale
+        self.scale, self.block_size = scale, block_size
         self.alpha = alpha.detach().expand(self.batch, self.heads, -1)
         self.beta = beta.detach().expand(self.batch, k.shape[1], -1)
-        self.block_size, self.factored = block_size, block_size is None and not self.is_causal
         # (tokens that share their keys, how far these begin before them)
-        self.window = (0 if block_size is None else block_size, 0)
-        if overlap and block_size is not None:
-            self.window = window(block_size, self.is_causal)
+        self.window = window(block_size, self.is_causal) if overlap and block_size else (block_size or 0, 0)
         self.weights = [w.detach().expand(self.batch, self.heads, 1) for w in weights if w is not None]
 
-    def pick(self, sample: Tensor, head: Tensor, key_head: Tensor) -> Heads:
-        q, k, live, seen, is_causal = self.tokens(sample, head, key_head)
+    def pick(self, place: Place, q: Tensor, k: Tensor, *masks: Any) -> Heads:
+        sample, head, key_head = place
         alpha, beta = self.alpha[sample, head].unsqueeze(1), self.beta[sample, key_head].unsqueeze(1)
+        lln = LLNHeads(q * alpha, k * beta, *masks)
         if self.block_size is None:
-            return LLNHeads(q.mul_(alpha), k.mul_(beta), live, seen, is_causal)
-        lln = LLNHeads(q * alpha, k * beta, live, seen, is_causal)
-        first = (seen.cumsum(1) == 0).sum(1, keepdim=True)  # blocks count from the first valid token
-        place = torch.arange(self.rows, device=self.device) - first
+            return lln
+        first = (lln.seen.cumsum(1) == 0).sum(1, keepdim=True)  # blocks count from the first valid token
+        at = torch.arange(self.rows, device=self.device) - first
         rows, before = self.window
-        start = place.div(rows, rounding_mode="floor").mul(rows) - before
-        start = start.masked_fill(place < 0, -2 * self.block_size)  # before the first valid token no key is near
+        start = at.div(rows, rounding_mode="floor").mul(rows) - before
+        start = start.masked_fill(at < 0, -2 * self.block_size)  # before the first valid token no key is near
         r, p = (w[sample, head].unsqueeze(-1) for w in self.weights)
-        return DiagHeads(lln, q.mul_(self.scale), k, place, start, self.block_size, r, p)
+        return DiagHeads(lln, q.mul_(self.scale), k, at, start, self.block_size, r, p)
 
 
 class KernelMap(AttentionMap):
     """P_ij = fq_i . fk_j / sum_l fq_i . fk_l, eq. (3) in the features of both sides."""
 
-    def __init__(self, fq: Tensor, fk: Tensor, *masks: Any) -> None:
-        super().__init__(fq, fk, *masks)
-        self.factored = not self.is_causal
+    is_product = True
 
-    def pick(self, sample: Tensor, head: Tensor, key_head: Tensor) -> Heads:
-        return KernelHeads(*self.tokens(sample, head, key_head))
+    def pick(self, place: Place, q: Tensor, k: Tensor, *masks: Any) -> Heads:
+        return KernelHeads(q, k, *masks)
 
 
 class DenseMap(AttentionMap):
     """P as it was given: its rows stand for queries, one of them for the keys."""
 
-    def pick(self, sample: Tensor, head: Tensor, key_head: Tensor) -> Heads:
-        p, _, live, seen, is_causal = self.tokens(sample, head, key_head)
-        return DenseHeads(p.masked_fill_(~seen.unsqueeze(1), 0.0), live, seen, is_causal)
+    def pick(self, place: Place, q: Tensor, k: Tensor, *masks: Any) -> Heads:
+        return DenseHeads(q.masked_fill_(~masks[1].unsqueeze(1), 0.0), k, *masks)
 
 
 def softmax_map(
@@ -312,9 +307,65 @@ def dense_map(
         >>> dense_map(torch.eye(3))
         DenseMap(shape=(1, 1, 3, 3), is_causal=False)
     """
-    p = check_dense(p)
+    check_tensor("p", p, "be [rows, keys] or [batch, heads, rows, keys]", (2, 4))
+    p = p if p.ndim == 4 else p[None, None]
     row = p[:, :, :1].transpose(2, 3)  # [batch, heads, keys, 1], as keys are
     check_masks(p, row, ("rows of p", "keys of p"), key_mask, query_mask, is_causal)
     found = DenseMap(p, row, is_causal, query_mask, key_mask)
     check_stochastic(torch.where(found.seen[:, None, None], found.q, 0.0), found.live)
     return found
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be an int of at least {least}; got {describe(value)}.")
+
+
+def check_tensor(name: str, t: Any, shape: str, dims: tuple[int, ...]) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a tensor; got {describe(t)}.")
+    if t.ndim not in dims:
+        raise ValueError(f"{name} must {shape}; got shape {list(t.shape)}.")
+    if t.dtype not in DTYPES:
+        raise TypeError(f"{name} must be float32, float64, bfloat16 or float16; got {describe(t)}.")
+
+
+def check_pair(q: Any, k: Any, names: tuple[str, str], key_mask: Any, query_mask: Any, is_causal: bool = False) -> None:
+    """Two tensors [batch, heads, length, dim] that agree in batch, dim, dtype and device; k may have fewer heads."""
+    for name, t in zip(names, (q, k), strict=True):
+        check_tensor(name, t, "have 4 dimensions, [batch, heads, length, dim]", (4,))
+    first, second = names
+    if q.device != k.device:
+        raise ValueError(f"{first} and {second} must be on one device; got {q.device} and {k.device}.")
+    shapes = f"{first} {list(q.shape)} and {second} {list(k.shape)}"
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"{first} and {second} must agree in batch and dim; got {shapes}.")
+    if 0 in (q.shape[1], q.shape[3], k.shape[1]) or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"{first} must have a positive multiple of the heads of {second}, and both at least one dim; got {shapes}."
+        )
+    check_masks(q, k, names, key_mask, query_mask, is_causal)
+
+
+def check_masks(q: Tensor, k: Tensor, names: tuple[str, str], key_mask: Any, query_mask: Any, is_causal: bool) -> None:
+    """q and k are looked at for their batch, length and device only."""
+    check_key_mask(key_mask, k, "key_mask", names[1])
+    check_key_mask(query_mask, q, "query_mask", names[0])
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be True or False; got {describe(is_causal)}.")
+    if is_causal and q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"is_causal needs {names[0]} and {names[1]} of equal length; got {q.shape[2]} and {k.shape[2]}."
+        )
+
+
+def check_stochastic(p: Tensor, live: Tensor) -> None:
+    """p [B, H, N, M]: no entry of a live row (live [B, N]) is negative and each of these rows sums to 1."""
+    rows = torch.where(live[:, None, :, None], p, 0.0)
+    off = torch.where(live[:, None], (rows.sum(-1, dtype=torch.float32) - 1).abs(), 0.0)
+    # The comparisons are written so that NaN fails them.
+    if p.numel() and not bool((rows >= 0).all() & (off <= 0.02).all()):
+        raise ValueError(
+            "p must be an attention matrix: no entry negative and every row summing to 1 over its visible keys; "
+            f"got a smallest entry of {rows.min().item():.3g} and a row that is off 1 by {off.max().item():.3g}."
+        )

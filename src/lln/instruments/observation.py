@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -99,9 +100,14 @@ class Observation:
         query, keys = self.query[:, index : index + 1], self.key[:, key : key + 1]
         return dataclasses.replace(self, query=query, key=keys, bias=bias)
 
-    @property
-    def has_gap(self) -> bool:
-        return not self.cross and self.query.shape[2] == self.key.shape[2]
+    def gap(self, p: AttentionMap) -> Tensor:
+        """The spectral gap of a map of these queries and keys, [B, H]. NaN where they are of two sequences, where some
+        rows do not count, and where no iteration gets to an eigenvalue: whoever records a training run wants it to go
+        on."""
+        if not self.cross and p.one_sequence:
+            with contextlib.suppress(RuntimeError):
+                return spectral_gap(p, tolerance=TOLERANCE)
+        return torch.full((p.batch, p.heads), torch.nan, dtype=p.dtype, device=p.device)
 
 
 @torch.no_grad()
@@ -126,16 +132,17 @@ def measure_all(seen: Observation, wanted: tuple[str, ...]) -> dict[str, Tensor]
         "sigma_k": lambda: spread(seen.key, p.seen).repeat_interleave(each, 1),
         "temperature": lambda: measure_temperature(seen, p),
         "entropy": lambda: entropy(p),
-        "spectral_gap": lambda: gap(p) if seen.has_gap else nothing,
+        "max_entropy": lambda: largest_entropy(seen, p),
+        "spectral_gap": lambda: seen.gap(p),
         "log_variance": lambda: log_moments(p).variance,
-        "lognormality": lambda: lognormality(p),
+        # The Kolmogorov-Smirnov distance of `lognormal_fit`, without its p-value.
+        "lognormality": lambda: p.collect([normal_fit(*some_entries(g, ENTRIES, 0)).distance for g in p.groups()]),
     }
-    found: dict[str, Tensor] = {}
-    for name in MEASURED:
-        if name in wanted:
-            found[name] = ways[name]() if healthy or name in ("sigma_q", "sigma_k") else nothing
-        if name == "entropy" and name in wanted:
-            found["max_entropy"] = largest_entropy(seen, p)
+    found = {
+        name: way() if healthy or name in ("sigma_q", "sigma_k", "max_entropy") else nothing
+        for name, way in ways.items()
+        if name.removeprefix("max_") in wanted
+    }
     if seen.alpha is not None and seen.beta is not None:
         alpha, beta = (values.to(p.dtype).mean(-1) for values in (seen.alpha, seen.beta))
         found["alpha"] = alpha.expand(p.batch, heads)
@@ -174,23 +181,6 @@ def largest_entropy(seen: Observation, p: AttentionMap) -> Tensor:
     return (bits.sum(-1) / p.live.sum(1, keepdim=True)).expand(-1, p.heads)
 
 
-def gap(p: AttentionMap) -> Tensor:
-    """NaN where some rows of the sequence do not count, and where no iteration gets to an eigenvalue: whoever records
-    a training run wants it to go on."""
-    nothing = torch.full((p.batch, p.heads), torch.nan, dtype=p.dtype, device=p.device)
-    if not p.one_sequence:
-        return nothing
-    try:
-        return spectral_gap(p, tolerance=TOLERANCE)
-    except RuntimeError:
-        return nothing
-
-
-def lognormality(p: AttentionMap) -> Tensor:
-    """The Kolmogorov-Smirnov distance of `lognormal_fit`, without its p-value."""
-    return p.collect([normal_fit(*some_entries(group, ENTRIES, 0)).distance for group in p.groups()])
-
-
 @dataclasses.dataclass(frozen=True)
 class Pattern:
     """Which keys which queries see, as Observation has it."""
@@ -209,28 +199,26 @@ def read_mask(mask: Any, rows: int, keys: int, one_sequence: bool, is_causal: bo
         came = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"record: attention masks must be tensors of 2 or 4 dimensions to be read; got {came}.")
     additive = mask.is_floating_point()
-    if mask.ndim == 2:
-        shown = mask > torch.finfo(mask.dtype).min / 2 if additive else mask.bool()
-        return Pattern(is_causal, unless_full(shown))
-    mask = mask[..., :keys].expand(-1, -1, rows, -1)
     shown = mask > torch.finfo(mask.dtype).min / 2 if additive else mask.bool()
-    if additive and bool((torch.where(shown, mask, 0.0) != 0).any()):
-        return Pattern(key_mask=unless_full(shown.any(2).any(1)), bias=torch.where(shown, mask, -torch.inf))
+    if mask.ndim == 2:
+        return Pattern(is_causal, unless_full(shown))
+    mask, shown = (t[..., :keys].expand(-1, -1, rows, -1) for t in (mask, shown))
     seen = shown.any(2).any(1)  # [B, keys]
+    if additive and bool((torch.where(shown, mask, 0.0) != 0).any()):
+        return Pattern(key_mask=unless_full(seen), bias=torch.where(shown, mask, -torch.inf))
     plain = seen[:, None, None]
-    causal = plain & (torch.arange(keys, device=mask.device) <= past_and_own(rows, keys, mask.device))
+    own = torch.arange(keys - rows, keys, device=mask.device).unsqueeze(-1)  # the last row is that of the last key
+    causal = plain & (torch.arange(keys, device=mask.device) <= own)
     counts = seen[:, None, :, None] if one_sequence and rows == keys else torch.ones_like(plain)
     for is_causal, pattern in ((False, plain), (True, causal)):
         if not bool(((shown != pattern) & counts).any()):
             return Pattern(is_causal, unless_full(seen))
-    return Pattern(
-        key_mask=unless_full(seen), bias=torch.zeros(shown.shape, device=mask.device).masked_fill_(~shown, -torch.inf)
-    )
+    return Pattern(key_mask=unless_full(seen), bias=as_bias(shown))
 
 
-def past_and_own(rows: int, keys: int, device: torch.device) -> Tensor:
-    """The last key that each row sees when it is causal, [rows, 1]. The last row is that of the last key."""
-    return torch.arange(keys - rows, keys, device=device).unsqueeze(-1)
+def as_bias(mask: Tensor, *, hides: bool = False) -> Tensor:
+    """A mask as what is added to the scores. Where it is bool or int, True = attend, or where it hides = ignore."""
+    return mask if mask.is_floating_point() else torch.where(mask.bool() ^ hides, 0.0, -torch.inf)
 
 
 def unless_full(mask: Tensor) -> Tensor | None:

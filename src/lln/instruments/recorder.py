@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lln.instruments.arguments import check_count
-from lln.instruments.known_modules import Look, Remove, replace_forward, watch_lln, watch_multihead
+from lln.instruments.maps import check_count
 from lln.instruments.observation import MEASURED, Observation, measure
-from lln.instruments.probe import watch_linear
+from lln.instruments.watchers import Look, Remove, replace_forward, watch_linear, watch_lln, watch_multihead
 from lln.nn.statistics import in_backward
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ class Recorder:
         if any(map(is_compiled, self.model.modules())):
             raise ValueError("record: the model is compiled, and a compiled graph shows nothing; record it as it was.")
         look = Look(self._active, self._see, self.samples)
-        removes = watch_lln(self.model, look) + watch_multihead(self.model, look)
+        removes = [*watch_lln(self.model, look), *watch_multihead(self.model, look)]
         skip: set[nn.Module] = {m for m in self.model.modules() if isinstance(m, nn.MultiheadAttention)}
         if is_of_transformers(self.model):
             from lln.instruments.transformers_calls import is_watched, watch_transformers

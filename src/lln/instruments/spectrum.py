@@ -11,17 +11,22 @@ eigenvalues are those of P without lambda_1 = 1:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from lln.checks import check_number
 from lln.instruments.heads import Heads
-from lln.instruments.krylov import largest_eigenvalue
 from lln.instruments.maps import AttentionMap
 
 DENSE = 256  # up to so many tokens all eigenvalues at once are cheaper than the products of an iteration
 GRAM_ERROR = 1e-11  # relative, of sigma_1^2
 BLOCK = 8  # vectors that an iteration starts from
+BASIS = 480, 1024  # vectors before a restart from the leading ones: at least, at most, between them a quarter of N
+GROWTH = 1.25  # the small eigenvalue problem is solved whenever the basis has grown so much
+RESTARTS = 50
+NOISE = 1e-12  # directions below this share of an image are rounding
 
 
 @torch.no_grad()
@@ -54,7 +59,7 @@ def spectral_gap(p: AttentionMap, *, tolerance: float = 1e-7) -> Tensor:
         )
     if p.factored:
         return 1.0 - factor_spectrum(p)[..., 0]
-    return p.collect([1.0 - second_eigenvalue(p, group, tolerance) for group in p.groups()])
+    return p.collect([1.0 - find_largest(p, group, False, tolerance) for group in p.groups()])
 
 
 @torch.no_grad()
@@ -80,7 +85,7 @@ def principal_std(p: AttentionMap, *, tolerance: float = 1e-7) -> Tensor:
     check_tolerance(tolerance)
     if p.factored:
         return factor_spectrum(p)[..., 1]
-    return p.collect([largest_singular(p, group, tolerance) for group in p.groups()])
+    return p.collect([find_largest(p, group, True, tolerance) for group in p.groups()])
 
 
 def check_tolerance(tolerance: float) -> None:
@@ -91,22 +96,19 @@ def check_tolerance(tolerance: float) -> None:
 def factor_spectrum(p: AttentionMap) -> Tensor:
     """(|lambda_2|, sigma_1) of a map P = A B^T, [batch, heads, 2]: both from one pass over the tokens, and kept."""
     if p.spectrum is None:
-        found = [torch.empty(0, 2, dtype=p.dtype, device=p.device)]
+        found = []
         for group in p.groups():
             a, b = group.factors() or (torch.empty(0), torch.empty(0))
             # Rows of P sum to 1, so that the centred P has a mean of 0 in rows, too, and B may be centred as well as A:
             # at high temperatures hardly anything else is left of them.
             a, b = centre(group, a), centre(group, b, group.seen)
             first = singular_of_factors(a, b)
-            second = eigenvalue_of_factors(a, b) if p.one_sequence and p.rows else torch.full_like(first, torch.nan)
+            second = torch.full_like(first, torch.nan)
+            if p.one_sequence and p.rows:  # the nonzero eigenvalues of A B^T and of B^T A are the same
+                second = top_eigenvalue(b.transpose(1, 2) @ a if a.shape[2] < p.rows else a @ b.transpose(1, 2))
             found.append(torch.stack([second, first], 1))
         p.spectrum = p.collect(found)
     return p.spectrum
-
-
-def eigenvalue_of_factors(a: Tensor, b: Tensor) -> Tensor:
-    """max |lambda| of A B^T, [G]: the nonzero eigenvalues of B^T A are the same."""
-    return find_largest(b.transpose(1, 2) @ a if a.shape[2] < a.shape[1] else a @ b.transpose(1, 2))
 
 
 def singular_of_factors(a: Tensor, b: Tensor) -> Tensor:
@@ -129,24 +131,18 @@ def singular_of_factors(a: Tensor, b: Tensor) -> Tensor:
     return square.sqrt()
 
 
-def second_eigenvalue(p: AttentionMap, heads: Heads, tolerance: float) -> Tensor:
-    if not heads.rows:
-        return torch.zeros(len(heads), dtype=heads.dtype, device=heads.device)
-    if heads.is_causal:
+def find_largest(p: AttentionMap, heads: Heads, singular: bool, tolerance: float) -> Tensor:
+    """max |lambda| of the centred P of these heads, or their largest singular value: [G]."""
+    if not heads.rows or not heads.keys:
+        return heads.full(0.0)
+    if heads.is_causal and not singular:
         # The first row sees one key, so that the first eigenvalue is 1 and need not be looked for.
         top = torch.where(heads.live, heads.diagonal(), 0.0).topk(min(2, heads.rows), 1).values
         return top[:, 1] if heads.rows > 1 else torch.zeros_like(top[:, 0])
-    if heads.rows <= DENSE:
-        return find_largest(centre(heads, heads.dense()))
-    return torch.stack([iterate(one, False, tolerance) for one in p.singles(heads)])
-
-
-def largest_singular(p: AttentionMap, heads: Heads, tolerance: float) -> Tensor:
-    if not heads.rows or not heads.keys:
-        return torch.zeros(len(heads), dtype=heads.dtype, device=heads.device)
     if min(heads.rows, heads.keys) <= DENSE:
-        return top_singular(centre(heads, heads.dense()))
-    return torch.stack([iterate(one, True, tolerance) for one in p.singles(heads)])
+        centred = centre(heads, heads.dense())
+        return top_singular(centred) if singular else top_eigenvalue(centred)
+    return torch.stack([iterate(one, singular, tolerance) for one in p.singles(heads)])
 
 
 def centre(heads: Heads, rows: Tensor, counts: Tensor | None = None) -> Tensor:
@@ -156,7 +152,7 @@ def centre(heads: Heads, rows: Tensor, counts: Tensor | None = None) -> Tensor:
     return apart.mul_(counts.unsqueeze(-1)) if heads.padded else apart
 
 
-def find_largest(matrices: Tensor) -> Tensor:
+def top_eigenvalue(matrices: Tensor) -> Tensor:
     """max |eigenvalue| of [G, n, n]. On the CPU, where such small unsymmetric problems are solved fastest."""
     largest: Tensor = torch.linalg.eigvals(matrices.cpu()).abs().amax(1)
     return largest.to(matrices)
@@ -193,3 +189,79 @@ def iterate(heads: Heads, singular: bool, tolerance: float) -> Tensor:
         return live.new_tensor(largest_eigenvalue(forward, start, tolerance))
     start = heads.transposed(centre(heads, start.unsqueeze(0)))[0]
     return live.new_tensor(largest_eigenvalue(squared, start, tolerance, symmetric=True)).sqrt()
+
+
+def largest_eigenvalue(
+    apply: Callable[[Tensor], Tensor], start: Tensor, tolerance: float, *, symmetric: bool = False
+) -> float:
+    """max |lambda| of a linear operator apply: [N, V] -> [N, V], known by its products alone: block Arnoldi with
+    restarts. Several vectors at a time, because forming the rows of P costs more than multiplying a few vectors with
+    them. Not many, because convergence comes with the degree of the polynomial in P, which is the number of products.
+
+    Args:
+        start: [N, V], the first block.
+        tolerance: of the residuals of the leading Ritz pairs, relative to the largest value where that exceeds 1.
+        symmetric: whether the operator is.
+
+    Raises:
+        RuntimeError where the residuals stay larger.
+    """
+    wanted = 1 if symmetric else 3  # a larger value of an unsymmetric operator may be late to show
+    block, most, residual = start.shape[1], min(max(BASIS[0], start.shape[0] // 4), BASIS[1]), float("inf")
+    for _ in range(RESTARTS):
+        fresh = basis = span(start)
+        projected = start.new_zeros(0, 0)  # basis^T apply(basis)
+        passed = start.new_zeros(basis.shape[1], 0)  # fresh^T apply(the block before)
+        solved = 0.0
+        while fresh.shape[1]:
+            known, now = projected.shape[0], basis.shape[1]
+            image = apply(fresh)
+            inside = basis.T @ image
+            rest = image - basis @ inside
+            again = basis.T @ rest  # once more, for what rounding left
+            rest -= basis @ again
+            grown = start.new_zeros(now, now)
+            grown[:known, :known] = projected
+            grown[known:, known - passed.shape[1] : known] = passed
+            grown[:, known:] = inside + again
+            projected = grown
+            fresh = span(rest, basis, image.norm().item())
+            full = now + fresh.shape[1] > most
+            if full or now >= GROWTH * solved or not fresh.shape[1]:
+                solved = now
+                # On the CPU, where such small problems are solved fastest.
+                small = projected.cpu()
+                values, vectors = torch.linalg.eigh((small + small.T) / 2) if symmetric else torch.linalg.eig(small)
+                order = values.abs().argsort(descending=True)
+                largest = float(values[order[0]].abs())
+                vectors = vectors[:, order].to(start.device)
+                # apply(basis y) - theta basis y = rest (last rows of y): it takes no further product.
+                tail = vectors[known:, :wanted]
+                residual = (rest.to(tail.dtype) @ tail).norm(dim=0).max().item()
+                if residual <= tolerance * max(largest, 1.0) or not fresh.shape[1]:
+                    return largest
+            if full:
+                break
+            passed = fresh.T @ rest
+            basis = torch.cat([basis, fresh], 1)
+        else:
+            return 0.0  # nothing to start from
+        kept = vectors[:, :block]
+        start = basis @ (torch.cat([kept.real, kept.imag], 1) if kept.is_complex() else kept)
+    raise RuntimeError(
+        f"the leading eigenvalues did not settle: residual {residual:.1e}, wanted {tolerance:.1e}; "
+        "give spectral_gap or principal_std a larger tolerance."
+    )
+
+
+def span(t: Tensor, against: Tensor | None = None, size: float | None = None) -> Tensor:
+    """An orthonormal basis [N, R] of the columns of t [N, V], orthogonal to `against`, without directions that are only
+    noise beside `size` (default: the norm of t)."""
+    size = t.norm().item() if size is None else size
+    q, r = torch.linalg.qr(t)
+    u, s, _ = torch.linalg.svd(r)
+    q = q @ u[:, : int((s > NOISE * size).sum())]
+    if against is not None:
+        q = q - against @ (against.T @ q)
+    basis: Tensor = torch.linalg.qr(q)[0]
+    return basis

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from lln.hf.find import is_cross, uses_interface
 from lln.hf.watch import SOFTMAX, Call, watch
-from lln.instruments.known_modules import Look, Remove, split_sequences
-from lln.instruments.observation import Observation, Pattern, default_scale, observe_softmax, read_mask
+from lln.instruments.observation import Observation, Pattern, as_bias, default_scale, observe_softmax, read_mask
+from lln.instruments.watchers import Look, Remove, split_sequences
 
 KNOWN = ("eager", "sdpa", "flex_attention", SOFTMAX)
 REFUSED = {
@@ -24,17 +24,15 @@ REFUSED = {
 }
 
 
-def watch_transformers(model: nn.Module, look: Look) -> list[Remove]:
-    """Empty where no attention of the model uses transformers' interface."""
+def watch_transformers(model: nn.Module, look: Look) -> Iterator[Remove]:
+    """Nothing where no attention of the model uses transformers' interface."""
 
     def around(call: Call, go: Callable[[], Any]) -> Any:
-        if look.active():
-            for seen in observe_call(call, look):
-                look.see(seen)
+        look.show(observe_call, call)
         return go()
 
-    remove = watch(model, around)
-    return [] if remove is None else [remove]
+    if (remove := watch(model, around)) is not None:
+        yield remove
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -42,7 +40,7 @@ def is_watched(module: nn.Module) -> bool:
     return isinstance(module, PreTrainedModel) or uses_interface(module)
 
 
-def observe_call(call: Call, look: Look) -> list[Observation]:
+def observe_call(look: Look, call: Call) -> list[Observation]:
     """One Observation, or of packed sequences one for each."""
     name, mask, given = call.layer, call.mask, call.given
     flash = call.implementation.startswith("flash_attention")
@@ -89,7 +87,7 @@ def add_bias(bias: Tensor, mask: Tensor | None, causal: bool, rows: int, keys: i
     if mask is not None:
         mask = mask[..., :keys]
         mask = mask[:, None, None] if mask.ndim == 2 else mask
-        return bias + (mask if mask.is_floating_point() else torch.where(mask.bool(), 0.0, -torch.inf))
+        return bias + as_bias(mask)
     if causal:
         later = torch.ones(rows, keys, dtype=torch.bool, device=bias.device).triu(1 + keys - rows)
         return bias.masked_fill(later, -torch.inf)

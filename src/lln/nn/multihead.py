@@ -219,10 +219,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if self.in_proj_weight is not None and query is key and key is value:
             projected = F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
         else:
-            apart = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            weights = apart if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
-            biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-            projected = tuple(F.linear(*each) for each in zip((query, key, value), weights, biases, strict=True))
+            inputs = zip((query, key, value), list_projections(self), strict=True)
+            projected = tuple(F.linear(x, *each) for x, each in inputs)
         if query.dim() == 2:
             return [self._heads(x.unsqueeze(0)) for x in projected]
         return [self._heads(x if self.batch_first else x.transpose(0, 1)) for x in projected]
@@ -236,12 +234,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             raise ValueError("query: a nested tensor needs batch_first=True and must also be the key and the value.")
         if key_padding_mask is not None or attn_mask is not None or need_weights:
             raise ValueError("query: with a nested tensor pass need_weights=False and no masks.")
-        lengths = [sequence.shape[0] for sequence in query.unbind()]
-        x = query.to_padded_tensor(0.0)
-        ends = torch.tensor(lengths, device=x.device)
-        padding = torch.arange(x.shape[1], device=x.device) >= ends[:, None]
+        x, padding = pad_nested(query)
         out, _ = self(x, x, x, padding, need_weights=False, is_causal=is_causal)
-        return torch.nested.as_nested_tensor([o[:n] for o, n in zip(out, lengths, strict=True)]), None
+        return torch.nested.as_nested_tensor([o[: len(s)] for o, s in zip(out, query.unbind(), strict=True)]), None
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         for name, t, dim in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
@@ -259,6 +254,21 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if query.dim() == 3 and query.shape[batch] != key.shape[batch]:
             shapes = f"got query {list(query.shape)} and key {list(key.shape)}"
             raise ValueError(f"query and key must agree in batch, dimension {batch}; {shapes}.")
+
+
+def list_projections(module: torch.nn.MultiheadAttention) -> list[tuple[Tensor, Tensor | None]]:
+    """(weight, bias) of queries, keys and values."""
+    joint: Tensor | None = module.in_proj_weight
+    apart = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
+    biases = (None, None, None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+    return list(zip(apart if joint is None else joint.chunk(3), biases, strict=True))
+
+
+def pad_nested(sequences: Tensor) -> tuple[Tensor, Tensor]:
+    """A nested tensor as [B, N, E] and which tokens [B, N] only fill it up."""
+    x = sequences.to_padded_tensor(0.0)
+    ends = torch.tensor([len(one) for one in sequences.unbind()], device=x.device)
+    return x, torch.arange(x.shape[1], device=x.device) >= ends[:, None]
 
 
 def can_read(tensor: Tensor) -> bool:

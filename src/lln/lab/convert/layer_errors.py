@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from lln.hf.attached import ModelAttention
 from lln.hf.find import attention_modules
 from lln.hf.watch import SoftmaxCall, evaluating, on_device, show_softmax
-from lln.instruments.known_modules import find_mix
 from lln.instruments.observation import Observation, default_scale, measure
+from lln.instruments.watchers import find_mix
 
 MEASURED = ("entropy", "spectral_gap")
 

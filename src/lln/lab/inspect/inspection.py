@@ -13,7 +13,7 @@ import lln.hf  # noqa: F401  models that were saved with LLN attention run it
 from lln.checks import MATCHINGS
 from lln.hf.watch import evaluating
 from lln.instruments.concentration import entropy
-from lln.instruments.observation import Observation, gap, measure
+from lln.instruments.observation import Observation, measure
 from lln.instruments.recorder import record
 from lln.lab.core.errors import Refused, first_line
 from lln.matching.data import match_data
@@ -139,7 +139,7 @@ def compare(seen: Observation) -> dict[str, Tensor]:
         found["softmax.entropy"], found["softmax.spectral_gap"] = found["entropy"], found["spectral_gap"]
     else:
         p = seen.softmax_map()
-        found["softmax.entropy"], found["softmax.spectral_gap"] = entropy(p), gap(p) if seen.has_gap else nothing
+        found["softmax.entropy"], found["softmax.spectral_gap"] = entropy(p), seen.gap(p)
     seen = seen.unmapped()  # other matchings would not have the feature map
     batch, heads, _, dim = seen.query.shape
     for matching in COMPARED:
@@ -152,7 +152,7 @@ def compare(seen: Observation) -> dict[str, Tensor]:
                 "alpha": alpha[..., 0].to(nothing).expand(batch, heads),
                 "beta": beta[..., 0].to(nothing).repeat_interleave(heads // seen.key.shape[1], 1),
                 "entropy": entropy(p),
-                "spectral_gap": gap(p) if seen.has_gap else nothing,
+                "spectral_gap": seen.gap(p),
             }
         for name, values in numbers.items():
             found[f"{here}.{name}"] = values
