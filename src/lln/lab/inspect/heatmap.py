@@ -23,10 +23,17 @@ def heatmap(
     cell = max(LEAST_WIDTH, min(WIDTH // heads, 40))
     height = max(LEAST_HEIGHT, min(28, 420 // len(layers)))
     low, high = limits
-    rows = []
-    for row in (row for row in values if row["value"] is not None):
-        place = (row["value"] - low) / (high - low) if high > low else 0.5
-        rows.append({**row, "text": show_value(row["value"], digits, differences), "dark": is_dark(place, differences)})
+
+    def is_dark(value: float) -> bool:
+        """Whether its colour needs white letters."""
+        place = (value - low) / (high - low) if high > low else 0.5
+        return abs(place - 0.5) > 0.33 if differences else place < 0.62
+
+    rows = [
+        {**row, "text": show_value(row["value"], digits, differences), "dark": is_dark(row["value"])}
+        for row in values
+        if row["value"] is not None
+    ]
     every = max(1, round(24 / cell))  # heads whose number is written below the map
     base = alt.Chart(alt.Data(values=rows)).encode(
         x=alt.X(
@@ -58,11 +65,6 @@ def heatmap(
     else:
         chart += base.mark_point(opacity=0)
     return render_svg(chart, height * len(layers), cell * heads)
-
-
-def is_dark(place: float, differences: bool) -> bool:
-    """Whether the colour at this place between the limits needs white letters."""
-    return abs(place - 0.5) > 0.33 if differences else place < 0.62
 
 
 def show_value(value: float, digits: int, sign: bool) -> str:

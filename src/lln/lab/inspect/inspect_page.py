@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.markup import escape
 from rich.table import Table
 
 from lln.files import write_json, write_text
-from lln.lab.core.page import Chart
+from lln.lab.core.page import Chart, load_template
+from lln.lab.core.tables import terminal_table
+from lln.lab.inspect.heatmap import heatmap
 
 Rows = list[dict[str, Any]]
 NAME = "inspect"
-# Field, title, digits in a cell, what it says.
+# Field, title, digits in a cell. What each says stands in the template.
 QUANTITIES = (
-    (
-        "temperature",
-        "Temperature",
-        1,
-        "How widely scores spread, turned round: 1 over their standard deviation (eq. 5). Low: few keys take all the "
-        "weight. High: all keys weigh alike.",
-    ),
-    (
-        "entropy",
-        "Entropy (bits)",
-        1,
-        "Of a row of attention weights, on average. 0 bits: one key has all the weight; each bit more doubles the "
-        "number of keys that it is spread over.",
-    ),
-    (
-        "spectral_gap",
-        "Spectral gap",
-        2,
-        "1 minus the second largest eigenvalue. Near 1: one step mixes the whole sequence into much the same value "
-        "everywhere. Near 0: parts of it stay apart.",
-    ),
-    (
-        "lognormality",
-        "Distance from log-normal",
-        2,
-        "Kolmogorov-Smirnov distance of the logarithms of the weights from a Gaussian. Below .05 the log-normal "
-        "picture of the paper fits well; above .1 it does not.",
-    ),
+    ("temperature", "Temperature", 1),
+    ("entropy", "Entropy (bits)", 1),
+    ("spectral_gap", "Spectral gap", 2),
+    ("lognormality", "Distance from log-normal", 2),
 )
 DIFFERENCES = (("entropy", "LLN minus softmax: entropy (bits)", 1), ("spectral_gap", "LLN minus softmax: gap", 2))
 
@@ -56,38 +35,36 @@ def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def short(value: float | None) -> str:
-    return number(value).removeprefix("0")
-
-
 def layer_table(result: dict[str, Any]) -> Table:
     """For the terminal: means over the heads of each layer."""
-    title = escape(f"{result['model']}: means over heads and {count_things(len(result['tokens']), 'text')}")
     kinds = matchings(result)
-    caption = f"{', '.join(kinds)}: how far LLN is from softmax, bits of entropy/gap"
-    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("layer", "temp.", "bits", "of", "gap", "KS", *kinds):
-        table.add_column(name, justify="left" if name == "layer" else "right", no_wrap=name != "layer")
-    for layer in result["layers"]:
-        own = [number(layer[name]) for name in ("temperature", "entropy", "max_entropy", "spectral_gap")]
-        table.add_row(
-            escape(layer["label"]), *own, number(layer["lognormality"]),
-            *(
-                "/".join(short(layer["lln"][matching][f"{name}_difference"]) for name, *_ in DIFFERENCES)
-                for matching in kinds
-            ),
-        )  # fmt: skip
+    own = ("temperature", "entropy", "max_entropy", "spectral_gap", "lognormality")
+
+    def compare(numbers: dict[str, Any]) -> str:
+        return "/".join(number(numbers[f"{name}_difference"]).removeprefix("0") for name, *_ in DIFFERENCES)
+
+    table = terminal_table(
+        ("layer", "temp.", "bits", "of", "gap", "KS", *kinds),
+        [
+            [layer["label"], *(number(layer[name]) for name in own), *(compare(layer["lln"][kind]) for kind in kinds)]
+            for layer in result["layers"]
+        ],
+        title=f"{result['model']}: means over heads and {count_things(len(result['tokens']), 'text')}",
+        caption=f"{', '.join(kinds)}: how far LLN is from softmax, bits of entropy/gap",
+        wrap=False,
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.columns[0].no_wrap = False
     return table
 
 
 def write(result: dict[str, Any], out: Path) -> Path:
     """inspect.json, an SVG file for each chart, and the page, whose path is returned."""
-    from lln.lab.core.page import load_template
-
     own, others = charts(result["rows"]), compared_charts(result)
     page = load_template("inspect.html").render(
         result=result,
-        facts=facts(result),
+        count_things=count_things,
         sentences=sentences(result),
         charts=own,
         said_of_lln=describe_lln(result),
@@ -105,34 +82,25 @@ def write(result: dict[str, Any], out: Path) -> Path:
 
 def cells(rows: Rows, path: tuple[str, ...]) -> Rows:
     """What a heat map takes."""
-    found = []
-    for row in rows:
-        value: Any = row
-        for part in path:
-            value = value[part]
-        found.append({"layer": row["label"], "head": row["head"], "value": value})
-    return found
+    values = (functools.reduce(operator.getitem, path, row) for row in rows)
+    return [{"layer": r["label"], "head": r["head"], "value": value} for r, value in zip(rows, values, strict=True)]
 
 
 def charts(rows: Rows) -> list[Chart]:
-    from lln.lab.inspect.heatmap import heatmap
-
     drawn = []
-    for field, title, digits, says in QUANTITIES:
+    for field, title, digits in QUANTITIES:
         values = cells(rows, (field,))
         there = sorted(cell["value"] for cell in values if cell["value"] is not None)
         if there:
             # A few heads that spread their weight evenly have a temperature far above all others'.
             top = there[int(0.95 * (len(there) - 1))] if field == "temperature" else there[-1]
             limits = (min(0.0, there[0]) if field != "entropy" else 0.0, max(top, there[0] + 1e-6))
-            drawn.append(Chart(f"{NAME}-{field}", heatmap(values, digits=digits, limits=limits), title, says))
+            drawn.append(Chart(f"{NAME}-{field}", heatmap(values, digits=digits, limits=limits), title))
     return drawn
 
 
 def compared_charts(result: dict[str, Any]) -> list[list[Chart]]:
     """A list for each matching, in it a chart for each quantity. All matchings share the scale of a quantity."""
-    from lln.lab.inspect.heatmap import heatmap
-
     rows, groups = result["rows"], dict[str, list[Chart]]()
     for field, title, digits in DIFFERENCES:
         maps = {matching: cells(rows, ("lln", matching, f"{field}_difference")) for matching in matchings(result)}
@@ -148,17 +116,6 @@ def compared_charts(result: dict[str, Any]) -> list[list[Chart]]:
 
 def count_things(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
-def facts(result: dict[str, Any]) -> str:
-    layers, tokens = result["layers"], result["tokens"]
-    kinds = {"softmax": "softmax", "lln": "LLN", "lln_diag": "LLN+Diag"}
-    attention = " and ".join(kinds[kind] for kind in dict.fromkeys(layer["attention"] for layer in layers))
-    return (
-        f"{result['class']} with {attention} attention: {count_things(len(layers), 'attention layer')}, "
-        f"{count_things(len(result['rows']), 'head')} in all, measured on {count_things(len(tokens), 'text')} of "
-        f"{count_things(sum(tokens), 'token')} together."
-    )
 
 
 def place(row: dict[str, Any]) -> str:
@@ -199,16 +156,17 @@ def sentences(result: dict[str, Any]) -> list[str]:
 
 def describe_lln(result: dict[str, Any]) -> list[str]:
     rows: Rows = result["rows"]
-    said: list[str] = []
-    apart: dict[tuple[str, str], list[float]] = {}
-    for matching in matchings(result):
-        for field, *_ in DIFFERENCES:
-            values = [row["lln"][matching][f"{field}_difference"] for row in rows]
-            apart[matching, field] = sorted((value for value in values if value is not None), key=abs)
-    if not apart["paper", "entropy"]:
+
+    def list_differences(matching: str, field: str) -> list[float]:
+        values = (row["lln"][matching][f"{field}_difference"] for row in rows)
+        return sorted((value for value in values if value is not None), key=abs)
+
+    compared = len(list_differences("paper", "entropy"))
+    if not compared:
         return ["This model masks or biases single query-key pairs, and so LLN attention could not stand in for it."]
+    said = []
     for matching in matchings(result):
-        entropies, gaps = apart[matching, "entropy"], apart[matching, "spectral_gap"]
+        entropies, gaps = (list_differences(matching, field) for field, *_ in DIFFERENCES)
         if entropies:
             even = sum(value > 0 for value in entropies)
             gap = f"; in spectral gap by {number(sum(map(abs, gaps)) / len(gaps))}" if gaps else ""
@@ -220,6 +178,6 @@ def describe_lln(result: dict[str, Any]) -> list[str]:
             )
         else:
             said.append(f"The curves of {matching} matching do not cover this model's head dim.")
-    if len(apart["paper", "entropy"]) < len(rows):
+    if compared < len(rows):
         said.append("Empty cells: layers that mask or bias single query-key pairs, where LLN cannot stand in.")
     return said

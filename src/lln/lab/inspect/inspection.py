@@ -33,6 +33,8 @@ ROWS = 64  # of queries that data matching looks at
 LAYER_MEANS = (
     "temperature", "entropy", "max_entropy", "spectral_gap", "log_variance", "lognormality", "sigma_q", "sigma_k",
 )  # fmt: skip
+BOTH = ("entropy", "spectral_gap")  # in which softmax and LLN are compared
+DIFFERENCES = tuple(f"{name}_difference" for name in BOTH)
 
 
 class CannotInspect(Refused):
@@ -61,23 +63,21 @@ def inspect(
 
     Raises:
         CannotInspect for a model that does not run on text, or in which nothing can be observed."""
-    found: dict[tuple[str, int], list[dict[str, Tensor]]] = {}
-    kinds: dict[tuple[str, int], str] = {}
-    batches = encode(model, tokenizer, texts, max_length, batch_size)
+    found: dict[tuple[str, int, str], list[dict[str, Tensor]]] = {}
     tokens: list[int] = []
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(encode(model, tokenizer, texts, max_length, batch_size)):
         progress(f"texts {number * batch_size + 1} to {min((number + 1) * batch_size, len(texts))}")
         tokens += batch["attention_mask"].sum(1).tolist()
         for call, seen in run(model, batch):
-            key = seen.layer or type(model).__name__, call
-            kinds[key] = seen.attention
+            key = seen.layer or type(model).__name__, call, seen.attention
             found.setdefault(key, []).append(compare(seen))
-    labels = label_layers(list(found))
+    labels = label_layers([(layer, call) for layer, call, _ in found])
     rows = []
-    for key, parts in found.items():
+    for (layer, call, kind), parts in found.items():
         means = {name: mean(torch.cat([part[name] for part in parts])) for name in parts[0]}
         for head in range(len(means["entropy"])):
-            place = {"layer": key[0], "call": key[1], "label": labels[key], "head": head, "attention": kinds[key]}
+            label = labels[layer, call]
+            place = {"layer": layer, "call": call, "label": label, "head": head, "attention": kind}
             rows.append(place | nest({name: values[head] for name, values in means.items()}))
     return {"rows": rows, "layers": layer_means(rows), "tokens": tokens}
 
@@ -136,15 +136,15 @@ def compare(seen: Observation) -> dict[str, Tensor]:
     found = measure(seen)
     nothing = torch.full_like(found["entropy"], torch.nan)
     if seen.attention == "softmax":
-        found["softmax.entropy"], found["softmax.spectral_gap"] = found["entropy"], found["spectral_gap"]
+        softmax = [found[name] for name in BOTH]
     else:
         p = seen.softmax_map()
-        found["softmax.entropy"], found["softmax.spectral_gap"] = entropy(p), seen.gap(p)
+        softmax = [entropy(p), seen.gap(p)]
+    found |= {f"softmax.{name}": values for name, values in zip(BOTH, softmax, strict=True)}
     seen = seen.unmapped()  # other matchings would not have the feature map
     batch, heads, _, dim = seen.query.shape
     for matching in COMPARED:
-        here = f"lln.{matching}"
-        numbers = dict.fromkeys(("alpha", "beta", "entropy", "spectral_gap"), nothing)
+        numbers = dict.fromkeys(("alpha", "beta", *BOTH), nothing)
         if seen.bias is None and (matching in ("paper", "data") or 8 <= dim <= 256):  # which the curves cover
             alpha, beta = match(seen, matching)
             p = seen.lln_map(alpha, beta)
@@ -154,10 +154,8 @@ def compare(seen: Observation) -> dict[str, Tensor]:
                 "entropy": entropy(p),
                 "spectral_gap": seen.gap(p),
             }
-        for name, values in numbers.items():
-            found[f"{here}.{name}"] = values
-        for name in ("entropy", "spectral_gap"):
-            found[f"{here}.{name}_difference"] = numbers[name] - found[f"softmax.{name}"]
+        numbers |= {f"{name}_difference": numbers[name] - found[f"softmax.{name}"] for name in BOTH}
+        found |= {f"lln.{matching}.{name}": values for name, values in numbers.items()}
     return {name: values.cpu() for name, values in found.items()}
 
 
@@ -197,33 +195,29 @@ def layer_means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         layer = {name: own[0][name] for name in ("layer", "call", "label", "attention")} | {"heads": len(own)}
         layer |= {name: average([row[name] for row in own]) for name in LAYER_MEANS}
         layer["lln"] = {
-            matching: {
-                f"{name}_difference": average(
-                    [None if (d := row["lln"][matching][f"{name}_difference"]) is None else abs(d) for row in own]
-                )
-                for name in ("entropy", "spectral_gap")
-            }
+            matching: {name: average([row["lln"][matching][name] for row in own], abs) for name in DIFFERENCES}
             for matching in COMPARED
         }
         layers.append(layer)
     return layers
 
 
-def average(values: list[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
+def average(values: list[float | None], of: Callable[[float], float] = float) -> float | None:
+    there = [of(value) for value in values if value is not None]
     return sum(there) / len(there) if there else None
 
 
 def label_layers(keys: list[tuple[str, int]]) -> dict[tuple[str, int], str]:
     """A short name for each layer and call: the parts of its name that others do not share."""
-    paths = {key: key[0].split(".") for key in keys}
-    same_length = len({len(path) for path in paths.values()}) == 1
+    paths = {name: name.split(".") for name, _ in keys}
+    again = {name for name, call in keys if call}
+    alike = len(paths) > 1 and len({len(path) for path in paths.values()}) == 1
     labels = {}
-    for key, path in paths.items():
-        parts = path
-        if same_length and len({key[0] for key in keys}) > 1:
-            parts = [part for i, part in enumerate(path) if len({other[i] for other in paths.values()}) > 1]
-        again = any(other[1] for other in keys if other[0] == key[0])
-        shared = len({other[0] for other in keys}) == 1
-        labels[key] = " ".join(parts) if not again else f"{'' if shared else ' '.join(parts) + ' '}{key[1]}".strip()
+    for name, call in keys:
+        parts = paths[name]
+        if alike:
+            parts = [part for i, part in enumerate(parts) if len({path[i] for path in paths.values()}) > 1]
+        if name in again:
+            parts = [*parts, str(call)] if len(paths) > 1 else [str(call)]
+        labels[name, call] = " ".join(parts)
     return labels
