@@ -36,6 +36,16 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
+def write_result(out: Path, name: str, result: Any, texts: dict[str, str]) -> list[Path]:
+    """OUT/NAME.json and a file for each text, by the end of its name: {".md": ..., "-time.svg": ...}. Returns where
+    they are."""
+    paths = [out / f"{name}{end}" for end in (".json", *texts)]
+    write_json(paths[0], result)
+    for path, text in zip(paths[1:], texts.values(), strict=True):
+        write_text(path, text)
+    return paths
+
+
 def put_between(text: str, marks: tuple[str, str], new: str) -> str:
     """`text` with what stands between two marks replaced."""
     start = text.index(marks[0]) + len(marks[0])

@@ -95,18 +95,17 @@ def reproduce(
         if tunings and name not in TUNED:
             raise typer.BadParameter(f"it goes with {', '.join(TUNED)}, not with {name}.", param_hint="--tunings")
 
-        from lln.lab.cli.reproduce_runs import Manner, reproduce_runs
+        from lln.lab.cli.reproduce_runs import reproduce_runs
         from lln.lab.paper.request import Request
 
-        request = Request(
-            name=name, scale=scale.value, attentions=attentions, tasks=tasks, seeds=seeds or 1, first=seed,
-            tunings=tunings, changes=dict(map(parse_pair, changes or [])), device=device, out=out,
+        reproduce_runs(
+            Request(
+                name=name, scale=scale.value, attentions=attentions, tasks=tasks, seeds=seeds or 1, first=seed,
+                tunings=tunings, changes=dict(map(parse_pair, changes or [])), data_root=data_root, device=device,
+                out=out, source=source, charts=not no_charts, dry_run=dry_run, retry=retry, keep=keep,
+                at_once=at_once, as_json=as_json,
+            )
         )  # fmt: skip
-        manner = Manner(
-            source=source, data_root=data_root, charts=not no_charts, dry_run=dry_run, retry=retry, keep=keep,
-            at_once=at_once, as_json=as_json,
-        )  # fmt: skip
-        reproduce_runs(request, manner)
         return
     given = {
         "--attentions": attentions, "--tasks": tasks, "--tunings": tunings, "--set": changes, "--from": source,

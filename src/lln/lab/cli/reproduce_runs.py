@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,32 +14,18 @@ from lln.lab.core.progress import Bars, describe_metrics
 
 if TYPE_CHECKING:
     from lln.lab.paper.jobs import Job
-    from lln.lab.paper.reproduction import Plan, Reproduction
+    from lln.lab.paper.reproduction import Reproduction, Workload
     from lln.lab.paper.request import Request
 
 
-@dataclasses.dataclass(frozen=True)
-class Manner:
-    """How the command goes about a request."""
-
-    source: Path | None
-    data_root: Path | None
-    charts: bool
-    dry_run: bool
-    retry: bool
-    keep: bool
-    at_once: int
-    as_json: bool
-
-
-def reproduce_runs(request: Request, manner: Manner) -> None:
+def reproduce_runs(request: Request) -> None:
     from lln.lab.paper.experiments import EXPERIMENTS
     from lln.lab.paper.reproduction import Reproduction
     from lln.lab.paper.request import check_data, understand
 
-    experiment, source = EXPERIMENTS[request.name], manner.source
+    experiment, source = EXPERIMENTS[request.name], request.source
     try:
-        if experiment.paper is None and manner.charts and (names := find_missing("report")):
+        if experiment.paper is None and request.charts and (names := find_missing("report")):
             raise Refused(
                 f"charts need {', '.join(names)} (pip install 'lln-attention[report]'); --no-charts runs without, and "
                 "--from draws later."
@@ -49,24 +34,24 @@ def reproduce_runs(request: Request, manner: Manner) -> None:
             raise Refused(f"--from: {source} is not a folder, nor a result in JSON.")
         work = Reproduction(experiment, *understand(request), request.out)
         if source is not None:
-            publish(work, work.load(source), manner, source)
+            publish(work, work.load(source), request, source)
             return
-        plan = work.plan(retry=manner.retry)
-        check_data(plan.jobs, manner.data_root)
-        typer.echo(work.describe(plan, manner.at_once), err=True)
-        if manner.dry_run:
+        plan = work.plan(retry=request.retry)
+        check_data(plan.jobs, request.data_root)
+        typer.echo(work.describe(plan, request.at_once), err=True)
+        if request.dry_run:
             for folder, state in plan.states.items():
                 typer.echo(f"{folder}: {state}")
             return
     except (Refused, ValueError, DataError) as error:
         fail(f"lln reproduce: {error}")
-    result = run(work, plan, manner)
-    publish(work, result, manner, work.asked.runs)
+    result = run(work, plan, request)
+    publish(work, result, request, work.asked.runs)
     if result["failed"]:
         raise typer.Exit(1)
 
 
-def run(work: Reproduction, plan: Plan, manner: Manner) -> dict[str, Any]:
+def run(work: Reproduction, plan: Workload, request: Request) -> dict[str, Any]:
     import transformers
 
     from lln.lab.paper.run_jobs import Hooks, run_jobs
@@ -87,8 +72,8 @@ def run(work: Reproduction, plan: Plan, manner: Manner) -> dict[str, Any]:
         hooks = Hooks(say=bars.say, begin=bars.begin, step=bars.step, end=end)
         try:
             run_jobs(
-                plan.jobs, work.asked.runs, device=work.asked.device, data_root=manner.data_root, hooks=hooks,
-                retry=manner.retry, keep=manner.keep, at_once=manner.at_once,
+                plan.jobs, work.asked.runs, device=work.asked.device, data_root=request.data_root, hooks=hooks,
+                retry=request.retry, keep=request.keep, at_once=request.at_once,
             )  # fmt: skip
         except KeyboardInterrupt:
             work.collect()
@@ -101,9 +86,9 @@ def run(work: Reproduction, plan: Plan, manner: Manner) -> dict[str, Any]:
     return work.collect()
 
 
-def publish(work: Reproduction, result: dict[str, Any], manner: Manner, where: Path) -> None:
-    paths = work.write(result, charts=manner.charts)
-    typer.echo(json.dumps(result, indent=1) if manner.as_json else work.tell(result))
+def publish(work: Reproduction, result: dict[str, Any], request: Request, where: Path) -> None:
+    paths = work.write(result, charts=request.charts)
+    typer.echo(json.dumps(result, indent=1) if request.as_json else work.tell(result))
     typer.echo(f"Written: {', '.join(map(str, paths))}; runs: {where}.", err=True)
 
 

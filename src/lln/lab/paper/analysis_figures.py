@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from lln.files import write_json, write_text
+from lln.files import write_result
 from lln.lab.core.provenance import provenance
 from lln.lab.paper.analysis import CPU, Draws, Figure, Progress
 from lln.lab.paper.fig2 import FIG2
@@ -31,9 +31,5 @@ def measure_figure(figure: Figure, draws: Draws, seed: int, progress: Progress) 
 
 def write_figure(figure: Figure, draws: Draws, result: dict[str, Any], out: Path) -> list[Path]:
     """NAME.json and an SVG file for each chart; returns where they are."""
-    paths = [out / f"{figure.name}.json"]
-    write_json(paths[0], result)
-    for end, text in figure.charts(draws, result["rows"]).items():
-        paths.append(out / f"{figure.name}{end}.svg")
-        write_text(paths[-1], text)
-    return paths
+    charts = {f"{end}.svg": text for end, text in figure.charts(draws, result["rows"]).items()}
+    return write_result(out, figure.name, result, charts)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lln.files import write_json, write_text
+from lln.files import write_result
 from lln.lab.core.provenance import provenance, without_places
 from lln.lab.core.tables import markdown_table, show_number
 from lln.lab.core.timing import peak_memory, time_calls
@@ -303,9 +303,4 @@ def write_files(table: CostTable, result: dict[str, Any], out: Path, *, charts: 
         from lln.lab.paper.result_charts import draw_costs
 
         texts |= {f"{end}.svg": text for end, text in draw_costs(result).items()}
-    paths = [out / f"{name}.json"]
-    write_json(paths[0], result)
-    for end, text in texts.items():
-        paths.append(out / f"{name}{end}")
-        write_text(paths[-1], text)
-    return paths
+    return write_result(out, name, result, texts)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lln.files import write_json, write_text
+from lln.files import write_result
 from lln.lab.core.errors import Refused
 from lln.lab.core.provenance import provenance
 from lln.lab.core.tables import write_csv
@@ -67,7 +67,7 @@ class Reproduction:
         about = provenance(asked.first, torch.device("cpu"))
         return result | {"provenance": about | {"seeds": sorted({run["seed"] for run in result["runs"]})}}
 
-    def plan(self, *, retry: bool) -> Plan:
+    def plan(self, *, retry: bool) -> Workload:
         """What is to be run: what neither a folder nor the stored result holds. ValueError where folders hold other
         runs."""
         self.stored = read_json(self.out / f"{self.experiment.name}.json")
@@ -76,9 +76,9 @@ class Reproduction:
         kept = find_stored_jobs(jobs, restore_runs(self.stored, self.asked.scale, self.asked.changes)[0], runs)
         states = {job.folder: "stored" if job.folder in kept else find_state(runs / job.folder) for job in jobs}
         to_do = [job for job in jobs if job.folder not in kept]
-        return Plan(to_do, states, estimate_jobs(to_do, runs, self.asked.device, retry=retry))
+        return Workload(to_do, states, estimate_jobs(to_do, runs, self.asked.device, retry=retry))
 
-    def describe(self, plan: Plan, at_once: int) -> str:
+    def describe(self, plan: Workload, at_once: int) -> str:
         """How many runs there are, and how long they will take."""
         asked, states, costs = self.asked, list(plan.states.values()), plan.costs
         words = ("finished", "stored", "failed", "begun")
@@ -117,10 +117,7 @@ class Reproduction:
             from lln.lab.paper.result_charts import draw_figure
 
             texts |= {f"{end}.svg": text for end, text in draw_figure(result).items()}
-        write_json(self.out / f"{name}.json", result)
-        for end, text in texts.items():
-            write_text(self.out / f"{name}{end}", text)
-        return [self.out / f"{name}{end}" for end in (".json", *texts)]
+        return write_result(self.out, name, result, texts)
 
     def tell(self, result: dict[str, Any]) -> str:
         """The result for the reader of a terminal."""
@@ -134,7 +131,7 @@ class Reproduction:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Workload:
     """The jobs to run; of each job, also those that are stored, whether it is finished, stored, failed, begun or new;
     estimated seconds of those that are not finished."""
 

@@ -29,8 +29,16 @@ class Request:
     first: int
     tunings: int | None
     changes: dict[str, str]
+    data_root: Path | None
     device: str | None
     out: Path
+    source: Path | None
+    charts: bool
+    dry_run: bool
+    retry: bool
+    keep: bool
+    at_once: int
+    as_json: bool
 
 
 def understand(request: Request) -> tuple[Asked, dict[str, str]]:

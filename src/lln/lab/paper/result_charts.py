@@ -4,35 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from lln.lab.core import palette
 from lln.lab.core.charts import Axis, choose_ticks, draw_lines, length_axis, time_point
-from lln.lab.core.palette import (
-    AMBER,
-    ATTENTIONS,
-    BLUE,
-    GREEN,
-    LONG,
-    MIXED,
-    ORANGE,
-    OTHERS,
-    RAMP,
-    SHORT,
-    SOLID,
-    Style,
-    choose_styles,
-)
 
 Rows = list[dict[str, Any]]
 FIXED = {
-    "matched": Style(ORANGE, LONG, "circle"),
-    "alpha = beta = 2": Style(BLUE, SOLID, "square"),
-    "alpha = beta = 4": Style(AMBER, SHORT, "triangle-up"),
+    "matched": palette.Style(palette.ORANGE, palette.LONG, "circle"),
+    "alpha = beta = 2": palette.Style(palette.BLUE, palette.SOLID, "square"),
+    "alpha = beta = 4": palette.Style(palette.AMBER, palette.SHORT, "triangle-up"),
 }
 ACCURACY = [
-    Style(BLUE, SOLID, "square"),
-    Style(ORANGE, LONG, "circle"),
-    Style(GREEN, SOLID, "triangle-up"),
-    Style(AMBER, LONG, "diamond"),
-    *OTHERS,
+    palette.Style(palette.BLUE, palette.SOLID, "square"),
+    palette.Style(palette.ORANGE, palette.LONG, "circle"),
+    palette.Style(palette.GREEN, palette.SOLID, "triangle-up"),
+    palette.Style(palette.AMBER, palette.LONG, "diamond"),
+    *palette.OTHERS,
 ]
 PERCENT = (0, 20, 40, 60, 80, 100)  # not beyond, though the axis has some room
 TITLES = {"entropy": "entropy (bits)", "spectral_gap": "spectral gap"}
@@ -58,12 +44,12 @@ def draw_chart(chart: str, rows: Rows) -> str:
         return draw_lines(rows, styles, Axis("alpha", "alpha = beta"), y, points=True)
     if chart == "accuracy-against-length":
         y = Axis("value", "accuracy (%)", ticks=PERCENT)
-        return draw_lines(rows, choose_styles(names), length_axis(rows), y, points=True)
+        return draw_lines(rows, palette.choose_styles(names), length_axis(rows), y, points=True)
     if chart.startswith("b-loss-scale"):
         y = Axis("power", "1 / loss scale, as a power of 2")
-        return draw_lines(rows, choose_styles(names, ATTENTIONS | FIXED), x, y)
+        return draw_lines(rows, palette.choose_styles(names, palette.ATTENTIONS | FIXED), x, y)
     if chart.startswith("a-"):
-        return draw_lines(rows, choose_styles(names), x, Axis("value", f"{chart.removeprefix('a-')} loss"))
+        return draw_lines(rows, palette.choose_styles(names), x, Axis("value", f"{chart.removeprefix('a-')} loss"))
     quantity, values = chart.partition("-")[0], [row["value"] for row in rows]
     y = Axis("value", TITLES.get(quantity, quantity))
     if quantity == "temperature" and min(values) > 0:  # it falls by orders of magnitude
@@ -71,20 +57,23 @@ def draw_chart(chart: str, rows: Rows) -> str:
     return draw_lines(rows, shade_layers(names), x, y)
 
 
-def shade_layers(names: list[str]) -> dict[str, Style]:
+def shade_layers(names: list[str]) -> dict[str, palette.Style]:
     """From the first layer to the last; each reads on white and on black."""
-    found, dashes = sorted(names, key=lambda name: int(name.split()[-1])), (SOLID, LONG, SHORT, MIXED)
+    found, dashes = (
+        sorted(names, key=lambda name: int(name.split()[-1])),
+        (palette.SOLID, palette.LONG, palette.SHORT, palette.MIXED),
+    )
     return {
-        name: Style(mix_colour(i / max(len(found) - 1, 1)), dashes[i % len(dashes)], "circle")
+        name: palette.Style(mix_colour(i / max(len(found) - 1, 1)), dashes[i % len(dashes)], "circle")
         for i, name in enumerate(found)
     }
 
 
 def mix_colour(share: float) -> str:
     """The colour of the ramp that far from its first to its last."""
-    at = share * (len(RAMP) - 1)
-    i = min(int(at), len(RAMP) - 2)
-    ends = [[int(c[j : j + 2], 16) for j in (1, 3, 5)] for c in (RAMP[i], RAMP[i + 1])]
+    at = share * (len(palette.RAMP) - 1)
+    i = min(int(at), len(palette.RAMP) - 2)
+    ends = [[int(c[j : j + 2], 16) for j in (1, 3, 5)] for c in (palette.RAMP[i], palette.RAMP[i + 1])]
     mixed = [round(a + (at - i) * (b - a)) for a, b in zip(*ends, strict=True)]
     return "#" + "".join(f"{value:02X}" for value in mixed)
 
@@ -104,6 +93,6 @@ def draw_costs(result: dict[str, Any]) -> dict[str, str]:
     ):
         low, high = (pick(row[name] for row in rows) for pick in (min, max))
         ticks = tuple(tick for tick in choose_ticks(low, high) if low <= tick <= high)
-        styles = choose_styles(row["attention"] for row in found)
+        styles = palette.choose_styles(row["attention"] for row in found)
         drawn[end] = draw_lines(rows, styles, length_axis(found), Axis(name, title, True, ticks), points=True)
     return drawn

@@ -10,18 +10,8 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+from lln.lab.paper import claims
 from lln.lab.paper.analysis import Rows, Verdict
-from lln.lab.paper.claims import (
-    Ends,
-    judge_cooling,
-    judge_fixed,
-    judge_gaps,
-    judge_layers,
-    judge_loss,
-    judge_range,
-    judge_risk,
-    judge_scale,
-)
 from lln.lab.paper.experiments import FLOAT16, Asked, Experiment, find_watched
 from lln.lab.paper.jobs import DEIT, configure, find_shape
 from lln.lab.paper.run_records import LOGGED, Curves, RunRecord, list_runs, select_alike, select_layers
@@ -170,9 +160,9 @@ def count_lowered(run: RunRecord) -> int:
     return sum(after > before for before, after in itertools.pairwise(invert_scale(run).values()))
 
 
-def find_ends(rows: Rows, chart: str) -> Ends:
+def find_ends(rows: Rows, chart: str) -> claims.Ends:
     """{series: (first value, last value)} of a chart."""
-    found: Ends = {}
+    found: claims.Ends = {}
     for row in sorted((r for r in rows if r["chart"] == chart), key=lambda r: r["step"]):
         found[row["series"]] = (found.get(row["series"], (row["value"],))[0], row["value"])
     return found
@@ -186,11 +176,11 @@ def draw_fig1(draft: Draft) -> None:
     for attention in draft.asked.attentions:
         temperature, entropy, gap = (find_ends(draft.rows, f"{quantity}-{attention}") for quantity in PANELS1)
         if temperature and entropy:
-            draft.verdicts.append(judge_cooling(attention, temperature, entropy))
+            draft.verdicts.append(claims.judge_cooling(attention, temperature, entropy))
             if len(entropy) > 2:
-                draft.verdicts.append(judge_layers(attention, entropy))
+                draft.verdicts.append(claims.judge_layers(attention, entropy))
         if gap:
-            draft.verdicts.append(judge_gaps(attention, gap))
+            draft.verdicts.append(claims.judge_gaps(attention, gap))
 
 
 def draw_fig8(draft: Draft) -> None:
@@ -199,14 +189,14 @@ def draw_fig8(draft: Draft) -> None:
         draft.add_curves(chart, used, lambda run, name=name: {run.attention: run.curves.get(name, {})})  # type: ignore[misc]
     final = {a: list_scores([run for run in used if run.attention == a]) for a in draft.asked.attentions}
     others = [a for a in final if a != "softmax" and final[a]]
-    draft.verdicts += [judge_loss(a, final[a], final["softmax"]) for a in others if final.get("softmax")]
+    draft.verdicts += [claims.judge_loss(a, final[a], final["softmax"]) for a in others if final.get("softmax")]
     scaled = draft.select_scaled("mlm", used)
     most = draft.add_scales("b-loss-scale", scaled, lambda run: run.attention)
     first = [next(iter(scale.values())) for run in scaled if (scale := invert_scale(run))]
     falls = {a: [count_lowered(run) for run in scaled if run.attention == a and not run.is_bare] for a in most}
     for a in (a for a in most if a != "softmax" and falls[a] and falls.get("softmax")):
         lowered = max(falls[a]), max(falls["softmax"])
-        draft.verdicts.append(judge_scale(a, most[a], most["softmax"], max(first), lowered))
+        draft.verdicts.append(claims.judge_scale(a, most[a], most["softmax"], max(first), lowered))
 
 
 def draw_fig9(draft: Draft) -> None:
@@ -216,7 +206,7 @@ def draw_fig9(draft: Draft) -> None:
     for attention, (task, end) in itertools.product(draft.asked.attentions, ends.items()):
         charts = {f"{quantity}-{attention}{end}" for quantity in PANELS9}
         if values := [row["value"] for row in draft.rows if row["chart"] in charts]:
-            draft.verdicts.append(judge_range(f"{attention}{WORDS9[task]}", values))
+            draft.verdicts.append(claims.judge_range(f"{attention}{WORDS9[task]}", values))
 
 
 def draw_fig10(draft: Draft) -> None:
@@ -239,14 +229,14 @@ def draw_fig10(draft: Draft) -> None:
             for alpha, found in by.items():
                 draft.rows.append(make_point(f"{attention}, alpha = beta", alpha, found))
                 draft.rows.append(make_point(f"{attention}, matched", alpha, matched))
-            draft.verdicts += judge_fixed(attention, by, matched)
+            draft.verdicts += claims.judge_fixed(attention, by, matched)
     scaled = draft.select_scaled("image", used)
     for attention in draft.asked.attentions:
         mine = [run for run in scaled if drop_alpha(run.attention) == attention]
         most = draft.add_scales(f"b-loss-scale-{attention}", mine, name_alpha)
         two, four = (most.get(f"alpha = beta = {alpha}") for alpha in (2, 4))
         if two is not None and four is not None:
-            draft.verdicts.append(judge_risk(attention, four, two, most.get("matched")))
+            draft.verdicts.append(claims.judge_risk(attention, four, two, most.get("matched")))
 
 
 def make_point(series: str, alpha: float, scores: list[float]) -> dict[str, Any]:
