@@ -12,10 +12,7 @@ import types
 import warnings
 from collections.abc import Sequence
 
-DATA = (
-    "embedded", "examples", "glue", "images", "listops", "lra", "masking", "needles", "pathfinder", "sources",
-    "text", "tokenizer",
-)  # fmt: skip
+DATA = ("embedded", "examples", "images", "listops", "needles", "pathfinder", "sources", "text", "tokenizer")
 MOVED = {
     "lln.attention": "lln.functional",
     "lln.calibrate": "lln.lab.calibration",
@@ -30,6 +27,9 @@ MOVED = {
     "lln.training": "lln.lab.train",
     "lln.training.cache": "lln.lab.data.made_once",
     "lln.training.errors": "lln.lab.core.errors",
+    "lln.training.glue": "lln.lab.data.labelled",
+    "lln.training.lra": "lln.lab.data.labelled",
+    "lln.training.masking": "lln.lab.data.text",
     "lln.training.runs": "lln.lab.train.run_folder",
     "lln.training.seeds": "lln.lab.core.seeds",
     "lln.training.trainer": "lln.lab.train.loop",

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from helpers.mirror import write_set
 from lln.lab.cli.app import app
-from lln.lab.data.glue import GLUE
+from lln.lab.data.labelled import GLUE
 
 GOOD, BAD = ["warm", "witty", "rare"], ["dull", "flat", "empty"]
 

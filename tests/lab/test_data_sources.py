@@ -14,7 +14,7 @@ from helpers.mirror import write_card, write_set, write_split
 from lln.lab.core.errors import DataError, need
 from lln.lab.core.seeds import fingerprint, generator, permutation
 from lln.lab.data import embedded
-from lln.lab.data.generated import SPLITS
+from lln.lab.data.made_once import SPLITS
 from lln.lab.data.sources import AAN, PUBLISHED, list_splits, read
 
 

@@ -9,9 +9,8 @@ import torch
 from helpers.mirror import encoded_image, write_set, write_split
 from lln.lab.core.errors import DataError
 from lln.lab.data.examples import Pad, Stream
-from lln.lab.data.glue import list_tasks, load_glue
 from lln.lab.data.images import CATS_VS_DOGS, CIFAR10, DIGITS, load_images, to_grey
-from lln.lab.data.lra import IMDB, load_byte_text, load_pixels, load_retrieval
+from lln.lab.data.labelled import IMDB, list_tasks, load_byte_text, load_glue, load_pixels, load_retrieval
 from lln.lab.data.sources import read
 from lln.lab.data.tokenizer import TextTokenizer, train_tokenizer
 

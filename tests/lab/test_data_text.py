@@ -17,9 +17,8 @@ from helpers.mirror import write_set
 from lln.lab.core.errors import DataError
 from lln.lab.core.seeds import UNIT, draws, fingerprint, generator, stream_key, to_unit
 from lln.lab.data.examples import IGNORE, Pad, Stream
-from lln.lab.data.masking import Masking
 from lln.lab.data.sources import read
-from lln.lab.data.text import PackedText, load_text, tokenise
+from lln.lab.data.text import Masking, PackedText, load_text, tokenise
 from lln.lab.data.tokenizer import FILE, SPECIAL, TextTokenizer, load_tokenizer, train_tokenizer
 
 VOCAB = 700
@@ -244,9 +243,8 @@ def test_workers_and_ranks_see_what_one_process_sees(packed: PackedText, tokeniz
 
 OTHER_PROCESS = """
 import sys
-from lln.lab.data.masking import Masking
 from lln.lab.data.sources import read
-from lln.lab.data.text import load_text
+from lln.lab.data.text import Masking, load_text
 from lln.lab.data.tokenizer import train_tokenizer
 from test_data_text import summary
 

@@ -9,7 +9,7 @@ import torch
 
 from lln.lab.core.seeds import draws, stream_key
 from lln.lab.data.examples import IGNORE
-from lln.lab.data.masking import Masking
+from lln.lab.data.text import Masking
 from lln.lab.recipes import recipe
 from lln.lab.train.models import Sizes, build
 from lln.lab.train.objective import Guesses, compare_tokens

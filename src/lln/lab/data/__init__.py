@@ -7,10 +7,10 @@ asked.
     sources      read(name, split, ...) -> Rows            any set, as columns, with its identity and notes
     embedded     make_columns(name, split)                 the sets that need no download
     tokenizer    train_tokenizer, load_tokenizer           byte-level BPE, cached
-    text         load_text -> PackedText                   sequences of one length, masked by `masking.Masking`
-    glue         load_glue -> Sequences                    mnli, qnli, qqp, sst2; embedded: topics, pairs
+    text         load_text -> PackedText                   sequences of one length, masked by `Masking`
+    labelled     load_glue -> Sequences                    mnli, qnli, qqp, sst2; embedded: topics, pairs
+                 load_byte_text, load_retrieval, load_pixels -> Sequences: Long Range Arena
     images       load_images -> Images                     Dogs vs Cats, CIFAR-10; embedded: digits
-    lra          load_byte_text, load_retrieval, load_pixels -> Sequences
     listops      load_listops -> Sequences                 generated, with an evaluator
     pathfinder   load_pathfinder -> Sequences              generated
     needles      load_needles -> Needles                   text of any length with planted needles, drawn anew

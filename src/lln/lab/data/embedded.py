@@ -21,7 +21,7 @@ import numpy as np
 
 from lln.lab.core.errors import DataError, need
 from lln.lab.core.seeds import generator, permutation
-from lln.lab.data.generated import SPLITS, choose_split
+from lln.lab.data.made_once import SPLITS, choose_split
 
 PREFIX = "embedded/"
 CLASSES, WORDS, STRIDE = 4, 24, 8

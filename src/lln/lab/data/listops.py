@@ -8,6 +8,7 @@ expressions whose length is not wanted are thrown away. Long Range Arena wants 5
 from __future__ import annotations
 
 import hashlib
+import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,8 +18,7 @@ import numpy as np
 from lln.lab.core.errors import DataError
 from lln.lab.core.seeds import generator
 from lln.lab.data.examples import Sequences, flatten
-from lln.lab.data.generated import choose_split, generate
-from lln.lab.data.made_once import Place
+from lln.lab.data.made_once import Place, choose_split, generate
 
 TOKENS = ("<pad>", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
 FIRST_DIGIT, FIRST_OPERATOR, CLOSE = 1, 11, 15
@@ -118,12 +118,10 @@ def load_listops(
 
 def generate_expressions(split: str, grammar: Grammar, seed: int) -> Iterator[np.ndarray]:
     """Endless: expressions of a split, each once. [n] uint8"""
-    seen: set[bytes] = set()
-    draw_key = ("listops", split, seed, *asdict(grammar).values())
-    idle, number = 0, 0
-    while True:
+    seen, idle = set[bytes](), 0
+    for number in itertools.count():
         idle += 1
-        for ids in _grow(generator(*draw_key, number), grammar):
+        for ids in _grow(generator("listops", split, seed, *asdict(grammar).values(), number), grammar):
             digest = hashlib.sha256(ids.tobytes()).digest()
             if choose_split(digest[0]) == split and digest not in seen:
                 seen.add(digest)
@@ -134,7 +132,6 @@ def generate_expressions(split: str, grammar: Grammar, seed: int) -> Iterator[np
                 f"Of {HOPELESS * TRIALS} trees none was a new expression of {grammar.min_length} to "
                 f"{grammar.max_length} tokens for {split}, after {len(seen)}; widen the lengths or ask for fewer."
             )
-        number += 1
 
 
 def _grow(draw: np.random.Generator, grammar: Grammar) -> list[np.ndarray]:
@@ -147,9 +144,7 @@ def _grow(draw: np.random.Generator, grammar: Grammar) -> list[np.ndarray]:
     for depth in range(1, grammar.max_depth + 1):
         n = len(owner)
         inner = draw.random(n) < (1.0 if depth == 1 else OPERATOR_PROBABILITY if depth < grammar.max_depth else 0.0)
-        token = np.where(inner, FIRST_OPERATOR + draw.integers(0, 4, n), FIRST_DIGIT + draw.integers(0, 10, n)).astype(
-            np.uint8
-        )
+        token = np.where(inner, FIRST_OPERATOR + draw.integers(0, 4, n), FIRST_DIGIT + draw.integers(0, 10, n))
         lengths += np.bincount(owner, weights=1 + inner, minlength=TRIALS).astype(np.int64)
         inner &= lengths[owner] <= grammar.max_length  # too long already: grow no further
         arguments = np.where(inner, draw.integers(2, grammar.max_args + 1, n), 0)
@@ -158,21 +153,15 @@ def _grow(draw: np.random.Generator, grammar: Grammar) -> list[np.ndarray]:
         if len(owner) == 0:
             break
     wanted = np.flatnonzero((lengths >= grammar.min_length) & (lengths <= grammar.max_length))
-    return [_assemble(levels, int(tree)) for tree in wanted]  # the root of a tree is the node of its number
+    return [
+        np.array(_assemble(levels, tree), np.uint8) for tree in wanted
+    ]  # the root of a tree is the node of its number
 
 
-def _assemble(levels: list[tuple[np.ndarray, np.ndarray, np.ndarray]], root: int) -> np.ndarray:
-    found: list[int] = []
-    waiting = [(0, root)]  # (level, node); level -1 closes a list
-    while waiting:
-        level, node = waiting.pop()
-        if level < 0:
-            found.append(CLOSE)
-            continue
-        token, arguments, starts = levels[level]
-        found.append(int(token[node]))
-        if arguments[node]:
-            waiting.append((-1, 0))
-            start = int(starts[node])
-            waiting.extend((level + 1, i) for i in range(start + int(arguments[node]) - 1, start - 1, -1))
-    return np.array(found, np.uint8)
+def _assemble(levels: list[tuple[np.ndarray, np.ndarray, np.ndarray]], node: int, level: int = 0) -> list[int]:
+    """The tokens of the tree below a node of a level."""
+    token, arguments, start = (int(column[node]) for column in levels[level])
+    if not arguments:
+        return [token]
+    inner = (_assemble(levels, start + i, level + 1) for i in range(arguments))
+    return [token, *itertools.chain.from_iterable(inner), CLOSE]

@@ -1,4 +1,5 @@
-"""What is slow to make is made once a machine and kept on disk, whole or not at all."""
+"""What is slow to make is made once a machine and kept on disk, whole or not at all. Also the splits of sets that are
+made here."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,11 @@ import numpy as np
 
 from lln.files import write_json
 from lln.lab.core.errors import need
+from lln.lab.core.progress import track
 from lln.lab.core.seeds import fingerprint
 
 MANIFEST = "manifest.json"
+SPLITS = ("train", "validation", "test")
 Place = str | os.PathLike[str] | None
 
 
@@ -91,3 +96,29 @@ def build_arrays(
 def load_arrays(folder: Path) -> dict[str, np.ndarray]:
     """The arrays in a folder by name: mapped, not read, so that processes on one machine share their pages."""
     return {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in folder.glob("*.npy")}
+
+
+def choose_split(number: int) -> str:
+    """Eight of ten are for training."""
+    return {8: "validation", 9: "test"}.get(number % 10, "train")
+
+
+def generate(
+    name: str,
+    split: str,
+    count: int,
+    seed: int,
+    options: Any,  # a dataclass: what decides the content, besides the seed
+    rows: Iterator[np.ndarray],
+    pack: Callable[[list[np.ndarray]], Mapping[str, np.ndarray]],
+    cache_dir: Place,
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """(the arrays that `pack` makes of the first `count` rows, their identity), from the cache where they are there."""
+    if split not in SPLITS:
+        raise ValueError(f"split must be train, validation or test; got {split!r}.")
+    if count < 1:
+        raise ValueError(f"count must be at least 1; got {count}.")
+    kind = name.lower()
+    identity = {"name": f"generated/{kind}", "split": split, "count": count, "seed": seed, **asdict(options)}
+    made = track(islice(rows, count), count, f"Generating {name} {split}")
+    return build_arrays(kind, identity, lambda: pack(list(made)), cache_dir), identity

@@ -8,9 +8,9 @@ further apart than that, everywhere. So each image has one right answer, and who
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -18,14 +18,14 @@ import numpy as np
 from lln.lab.core.errors import DataError
 from lln.lab.core.seeds import generator
 from lln.lab.data.examples import Sequences, cut_evenly
-from lln.lab.data.generated import generate
-from lln.lab.data.made_once import Place
+from lln.lab.data.made_once import Place, generate
 
 Point = tuple[int, int]  # (y, x)
 TURN = 0.25  # how strongly a path bends from step to step, in radians
 DETOURS = (0.0, 0.35, -0.35, 0.7, -0.7, 1.05, -1.05)  # tried in turn where the way is blocked
 PATH_TRIES, SCENE_TRIES = 30, 300
-INK = 255
+INK = np.uint8(255)
+DOT = 1  # how far a dot reaches around its pixel
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,10 @@ class Scene:
     @property
     def reach(self) -> int:
         return self.gap + 1
+
+    @property
+    def period(self) -> int:
+        return self.dash + self.gap
 
 
 # The lengths of Linsley et al. (2018) in Long Range Arena's resolution; its published task is the hard one.
@@ -110,85 +114,68 @@ def draw(scene: Scene, split: str, seed: int, index: int) -> Drawing:
 
 
 def _place(scene: Scene, numbers: np.random.Generator) -> list[list[Point]] | None:
-    taken: set[Point] = set()  # pixels within reach of a path
+    taken = np.zeros((scene.size, scene.size), bool)  # pixels within reach of a path
     paths = []
-    period = scene.dash + scene.gap
     short = max(2, scene.dashes // 3)
     for dashes, dotted in [(scene.dashes, True)] * 2 + [(short, False)] * scene.distractors:
         for _ in range(PATH_TRIES):
-            path = _walk(scene, numbers, dashes * period - scene.gap, taken, dotted)
+            path = _walk(scene, numbers, dashes * scene.period - scene.gap, taken, dotted)
             if path is not None:
                 break
         else:
             return None
         paths.append(path)
-        for pixel in {*path, *_square(path[0]), *_square(path[-1])} if dotted else path:
-            taken.update(_square(pixel, scene.reach))
+        _mark(taken, path, scene.reach)
+        if dotted:
+            _mark(taken, [path[0], path[-1]], DOT + scene.reach)
     return paths
 
 
 def _walk(
-    scene: Scene, numbers: np.random.Generator, length: int, taken: set[Point], dotted: bool
+    scene: Scene, numbers: np.random.Generator, length: int, taken: np.ndarray, dotted: bool
 ) -> list[Point] | None:
     """Pixels of a curve of so many steps of one pixel, or None where it ran into something."""
     y, x = numbers.uniform(1, scene.size - 2, 2).tolist()
     angle = float(numbers.uniform(0, 2 * math.pi))
     turns = (TURN * numbers.standard_normal(length)).tolist()
-    # It may follow itself, but not come back to itself: pixels within reach of steps that are long gone.
-    behind: set[Point] = set()
+    blocked = np.pad(taken[1:-1, 1:-1], 1, constant_values=True)  # the edge, too
     long_gone = 2 * scene.reach + 3
-    path: list[Point] = []
-
-    def is_free(pixel: Point) -> bool:
-        inside = 1 <= pixel[0] < scene.size - 1 and 1 <= pixel[1] < scene.size - 1
-        return inside and pixel not in taken and pixel not in behind
-
-    def ends_well(pixel: Point) -> bool:
-        return not dotted or taken.isdisjoint(_square(pixel))
-
-    first = (round(y), round(x))
-    if not is_free(first) or not ends_well(first):
+    path = [(round(y), round(x))]
+    if blocked[path[0]]:
         return None
-    path.append(first)
     for step in range(1, length):
-        if step >= long_gone:
-            behind.update(_square(path[step - long_gone], scene.reach))
+        if step >= long_gone:  # it may follow itself, but not come back to itself
+            _mark(blocked, [path[step - long_gone]], scene.reach)
         angle += turns[step]
         for detour in DETOURS:
             to_y, to_x = y + math.sin(angle + detour), x + math.cos(angle + detour)
             pixel = (round(to_y), round(to_x))
-            if is_free(pixel):
+            if not blocked[pixel]:
                 break
         else:
             return None
         y, x, angle = to_y, to_x, angle + detour
         path.append(pixel)
-    return path if ends_well(path[-1]) else None
+    ends = np.zeros_like(taken)
+    _mark(ends, [path[0], path[-1]] if dotted else [], DOT)
+    return None if (ends & taken).any() else path
 
 
 def _finish(scene: Scene, paths: list[list[Point]], label: int) -> Drawing:
     one, other = paths[0], paths[1]
-    apart = math.dist(one[0], one[-1])
-    if label:
-        dots = (one[0], one[-1])
-    else:
+    dots = (one[0], one[-1])
+    if not label:
         # About as far from each other as in the positive class: the distance must not give the answer away.
-        pairs = [(a, b) for a in (one[0], one[-1]) for b in (other[0], other[-1])]
+        apart, pairs = math.dist(*dots), itertools.product(dots, (other[0], other[-1]))
         dots = min(pairs, key=lambda pair: abs(math.dist(*pair) - apart))
     image = np.zeros((scene.size, scene.size), np.uint8)
-    period = scene.dash + scene.gap
     for path in paths:
-        for step, pixel in enumerate(path):
-            if step % period < scene.dash:
-                image[pixel] = INK
-    for dot in dots:
-        for pixel in _square(dot):
-            image[pixel] = INK
-    return Drawing(image, label, dots, paths)
+        _mark(image, [pixel for step, pixel in enumerate(path) if step % scene.period < scene.dash], 0)
+    _mark(image, dots, DOT)
+    return Drawing(image * INK, label, dots, paths)
 
 
-@functools.cache
-def _square(centre: Point, reach: int = 1) -> frozenset[Point]:
-    """All pixels within reach of one; a dot reaches as far as 1."""
-    y, x = centre
-    return frozenset((y + dy, x + dx) for dy in range(-reach, reach + 1) for dx in range(-reach, reach + 1))
+def _mark(image: np.ndarray, pixels: Iterable[Point], reach: int) -> None:
+    """Set all that lies within reach of these pixels to 1."""
+    for y, x in pixels:
+        image[max(y - reach, 0) : y + reach + 1, max(x - reach, 0) : x + reach + 1] = 1

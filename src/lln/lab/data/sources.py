@@ -17,8 +17,7 @@ from lln.files import hash_file
 from lln.lab.core.errors import DataError, first_line, need
 from lln.lab.core.seeds import fingerprint, permutation
 from lln.lab.data import embedded
-from lln.lab.data.generated import SPLITS
-from lln.lab.data.made_once import Place
+from lln.lab.data.made_once import SPLITS, Place
 
 # Why files are found and read here and not by Hugging Face's `datasets`; all tried with version 5.2:
 # - A run's identity is the SHA-256 of the files it read. `datasets` makes Arrow copies (189 MB beside 64 MB of parquet,

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lln.lab.core.errors import DataError, Refused
-from lln.lab.data.glue import list_tasks
+from lln.lab.data.labelled import list_tasks
 from lln.lab.data.sources import list_splits
 from lln.lab.paper.experiments import EXPERIMENTS, Asked, Experiment, find_refusal
 from lln.lab.paper.jobs import Job, configure

@@ -11,16 +11,14 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from lln.lab.data.examples import Examples, Pad, Sequences
-from lln.lab.data.glue import list_tasks, load_glue
 from lln.lab.data.images import load_images
+from lln.lab.data.labelled import list_tasks, load_byte_text, load_glue, load_pixels, load_retrieval
 from lln.lab.data.listops import Grammar, load_listops
-from lln.lab.data.lra import load_byte_text, load_pixels, load_retrieval
 from lln.lab.data.made_once import Place
-from lln.lab.data.masking import Masking
 from lln.lab.data.needles import Planting, load_needles
 from lln.lab.data.pathfinder import DIFFICULTY, load_pathfinder
 from lln.lab.data.sources import list_splits, read
-from lln.lab.data.text import load_text
+from lln.lab.data.text import Masking, load_text
 from lln.lab.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from lln.lab.train.config import Config
 from lln.lab.train.models import Sizes, read_start
