@@ -16,8 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from in_readme import run
 from lln import lln_attention
-from lln.lab.bench.attentions import ALPHA, BETA
-from lln.lab.bench.length_times import check_ours
+from lln.lab.bench.attentions import ALPHA, BETA, Case, Shape
+from lln.lab.bench.calls import CHECK_LENGTH, OURS, check_attentions
 from lln.lab.core.provenance import provenance
 from lln.lab.core.tables import markdown_table, show_timing
 from lln.lab.core.timing import Work, peak_memory, time_calls
@@ -43,7 +43,9 @@ def measure(repeats: int, threads: int, seed: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     cpu = torch.device("cpu")
-    check_ours(SHAPE["heads"], SHAPE["dim"], cpu)
+    check = Case(Shape(1, SHAPE["heads"], CHECK_LENGTH, SHAPE["dim"]), False, torch.float32, cpu)
+    with torch.enable_grad():
+        check_attentions(OURS, check, seed=0, most=1e-5)
     times = time_calls(works(SHAPE["length"]), repeats=repeats, device=cpu, warmup=2)
     memory: dict[str, list[int]] = {}
     for length in MEMORY_LENGTHS:

@@ -17,13 +17,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from typer.testing import CliRunner
 
 from lln import LLNAttention
-from lln.lab.bench import replay
-from lln.lab.bench.attentions import ATTENTIONS
-from lln.lab.bench.calls import Case, Shape, describe_failure
+from lln.lab.bench.attentions import ATTENTIONS, Case, Shape
+from lln.lab.bench.calls import describe_failure
 from lln.lab.bench.kernel_plan import Plan, choose_attentions, make_plan
-from lln.lab.bench.kernel_times import build_works, explain_skip, measure
-from lln.lab.bench.ratios import derive
+from lln.lab.bench.kernel_times import build_works, derive, explain_skip, measure
 from lln.lab.cli.app import app
+from lln.lab.core import timing as clock
 
 CPU = torch.device("cpu")
 TINY = ("--heads", "2", "--dim", "8", "--repeats", "2")
@@ -39,7 +38,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 @pytest.fixture(autouse=True)
 def small_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "COPY_BYTES", {"cpu": 2**16})
+    monkeypatch.setattr(clock, "COPY_BYTES", {"cpu": 2**16})
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +46,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     """One small run of everything: its folder, result and what it printed."""
     out = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay, "COPY_BYTES", {"cpu": 2**16})
+        patch.setattr(clock, "COPY_BYTES", {"cpu": 2**16})
         code, stdout, _ = run("--lengths", "32,80", "--batch", "2", *TINY, "--out", str(out))
     assert code == 0
     return out, json.loads((out / "bench.json").read_text()), stdout
@@ -474,7 +473,7 @@ def test_device_time_replays_a_graph_or_says_that_it_could_not(
 ) -> None:
     fake = FakeCuda(capture_fails)
     monkeypatch.setattr(torch, "cuda", fake)
-    timing, graph = replay.time_device(fake.work, repeats=7, device=torch.device("cuda"))
+    timing, graph = clock.time_device(fake.work, repeats=7, device=torch.device("cuda"))
     assert graph is not capture_fails
     assert (timing.low, timing.median, timing.high, timing.repeats) == (ms, ms, ms, 7)
 

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 import lln
 from lln.instruments import entropy, record, softmax_map, spectral_gap
 from lln.lab.bench import comparison as measuring
+from lln.lab.bench.bench_tables import list_columns, write_compare
 from lln.lab.bench.comparison import Plan, build, find_sigma, measure, measure_concentrations, measure_costs
-from lln.lab.bench.comparison_tables import list_columns, write_markdown
 from lln.lab.cli.app import app
 from lln.lab.core.pretrained import load
 from lln.lab.inspect.inspection import TEXTS
@@ -134,7 +134,7 @@ def test_the_command_writes_table_result_and_charts(tmp_path: Path) -> None:
         f"{n}.svg" for n in ("time", "memory", "entropy", "gap", "error")
     }
     assert "| lln |" in (tmp_path / "compare.md").read_text()
-    assert write_markdown(result) == (tmp_path / "compare.md").read_text()
+    assert write_compare(result) == (tmp_path / "compare.md").read_text()
 
 
 @pytest.mark.parametrize(

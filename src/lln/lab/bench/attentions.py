@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,11 +15,38 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout, logsigmoid, scaled_dot_product_attention
 
 from lln.functional import Backend, lln_attention
-from lln.lab.bench.calls import Attend, Build, Case
 from lln.nn.attention import LLNAttention
 
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 ALPHA = BETA = 2.1354772  # eq. (10) of the paper with its constants, for queries and keys of unit variance
 BLOCK_SIZE = 64
+
+
+class Shape(NamedTuple):
+    batch: int
+    heads: int
+    length: int
+    dim: int
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.heads} x {self.length:,} x {self.dim}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What an attention is built for."""
+
+    shape: Shape
+    causal: bool
+    dtype: torch.dtype
+    device: torch.device
+    dropout: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{', causal,' if self.causal else ''} at {self.shape} in {str(self.dtype).removeprefix('torch.')}"
+
+
+Build = Callable[[Case], Attend]
 
 
 @dataclasses.dataclass(frozen=True)

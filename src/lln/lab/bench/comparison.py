@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from torch import Tensor
 
 import lln
 from lln.instruments import dense_map, entropy, spectral_gap
-from lln.lab.bench.calls import Attend, Inputs, describe_plan, is_out_of_memory, make_works
+from lln.lab.bench.attentions import Attend
+from lln.lab.bench.calls import Inputs, describe_plan, is_out_of_memory, make_works
 from lln.lab.core.errors import WrongOption
 from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.provenance import provenance
@@ -145,7 +145,8 @@ def measure_cost(plan: Plan, name: str, length: int) -> dict[str, Any]:
     q, k, v, g = plan.draw_inputs(length)
     inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), g
     works = make_works(build(plan, name, length), inputs)
-    found = {f"{part}_ms": asdict(x) for part, x in time_calls(works, repeats=plan.repeats, device=plan.device).items()}
+    times = time_calls(works, repeats=plan.repeats, device=plan.device)
+    found = {f"{part}_ms": dataclasses.asdict(timing) for part, timing in times.items()}
     return found | {"training_bytes": peak_memory(works["training"], plan.device)}
 
 

@@ -8,8 +8,7 @@ import re
 
 import torch
 
-from lln.lab.bench.attentions import ATTENTIONS
-from lln.lab.bench.calls import Shape
+from lln.lab.bench.attentions import ATTENTIONS, Shape
 from lln.lab.core.errors import WrongOption
 
 LENGTHS = {"cpu": [2**i for i in range(9, 13)], "cuda": [2**i for i in range(9, 17)]}

@@ -1,9 +1,12 @@
-"""`lln bench`: a check, then time and memory of every attention at every shape, one row each."""
+"""`lln bench`: a check, then time and memory of every attention at every shape, one row each, and what follows from
+them: floors, speed-ups, and how time grows with length."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -11,11 +14,11 @@ from typing import Any
 
 import torch
 
-from lln.lab.bench.attentions import ALPHA, ATTENTIONS, BETA, BLOCK_SIZE, Attention
+from lln.lab.bench.attentions import ALPHA, ATTENTIONS, BETA, BLOCK_SIZE, Attention, Case, Shape
 from lln.lab.bench.calls import (
-    Case,
-    Shape,
-    check_call,
+    CHECK_LENGTH,
+    PARTS,
+    check_attentions,
     describe_failure,
     describe_plan,
     draw_inputs,
@@ -23,33 +26,15 @@ from lln.lab.bench.calls import (
     time_in_turns,
 )
 from lln.lab.bench.kernel_plan import Plan
-from lln.lab.bench.ratios import derive
-from lln.lab.bench.replay import HOW, measure_bandwidth, time_device, time_host
 from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.provenance import provenance
-from lln.lab.core.timing import Timing, Work, peak_memory
+from lln.lab.core.timing import HOW, Work, measure_bandwidth, peak_memory, time_device, time_host
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-CHECK_BATCH, CHECK_LENGTH = 2, 257  # odd, so that every block and chunk has an end that is not full
+CHECK_BATCH = 2
 LONGEST_CALL_MS = 20_000.0
+Rows = list[dict[str, Any]]
 Store = Callable[[dict[str, Any]], None]
-
-
-@dataclasses.dataclass
-class Row:
-    """An attention at a shape. Where it could not be measured, `error` says why and the times are None."""
-
-    attention: str
-    causal: bool
-    batch: int
-    heads: int
-    length: int
-    dim: int
-    device_ms: dict[str, Timing] | None = None  # forward, training (forward and backward)
-    host_ms: Timing | None = None  # of training, on CUDA
-    training_bytes: int | None = None
-    graph: bool | None = None  # on CUDA: whether device_ms comes from CUDA graphs
-    error: str | None = None
 
 
 def measure(plan: Plan, *, store: Store = ignore, progress: Progress = ignore) -> dict[str, Any]:
@@ -79,53 +64,49 @@ def measure(plan: Plan, *, store: Store = ignore, progress: Progress = ignore) -
     return result
 
 
-def check_plan(plan: Plan) -> list[dict[str, Any]]:
-    """Outputs and gradients of every LLN variant that will be timed, in the dtype of the run. The relative errors;
-    raises CheckFailed where one is too large."""
+def check_plan(plan: Plan) -> Rows:
+    """Every LLN variant that will be timed, in the dtype of the run. The relative errors; raises CheckFailed where one
+    is too large."""
     found = []
     for heads, dim in sorted({(shape.heads, shape.dim) for shape in plan.shapes}):
-        shape = Shape(CHECK_BATCH, heads, CHECK_LENGTH, dim)
         for causal in plan.causal:
-            case = Case(shape, causal, plan.dtype, plan.device)
-            inputs = draw_inputs(case, plan.seed)
-            for name in plan.choose(causal):
-                one = ATTENTIONS[name]
-                if one.reference is not None:
-                    errors = check_call(name, one.build, one.reference, case, inputs, TOLERANCE[plan.dtype])
-                    found.append({"attention": name, "causal": causal, "shape": list(shape), "errors": errors})
+            case = Case(Shape(CHECK_BATCH, heads, CHECK_LENGTH, dim), causal, plan.dtype, plan.device)
+            found += check_attentions(plan.choose(causal), case, plan.seed, TOLERANCE[plan.dtype])
     return found
 
 
-def measure_shape(
-    plan: Plan, shape: Shape, causal: bool, earlier: list[dict[str, Any]], progress: Progress
-) -> list[dict[str, Any]]:
-    rows: list[Row] = []
+def measure_shape(plan: Plan, shape: Shape, causal: bool, earlier: Rows, progress: Progress) -> Rows:
+    """A row for each attention. Where it could not be measured, `error` says why and the times are None; host_ms (of
+    training) and graph (whether device_ms comes from CUDA graphs) are of CUDA alone."""
+    rows: Rows = []
     turns: dict[str, dict[str, Work]] = {}
     for name in plan.choose(causal):
         progress(f"{name}{', causal' if causal else ''}: {shape}")
-        row, attention = Row(name, causal, *shape), ATTENTIONS[name]
+        attention = ATTENTIONS[name]
+        row = {"attention": name, "causal": causal, **shape._asdict()}
+        row |= dict.fromkeys(("device_ms", "host_ms", "training_bytes", "graph"))
+        row["error"] = explain_skip(name, attention, Case(shape, causal, plan.dtype, plan.device), earlier)
         rows.append(row)
-        row.error = explain_skip(name, attention, Case(shape, causal, plan.dtype, plan.device), earlier)
-        if row.error:
+        if row["error"]:
             continue
         try:
             # torch tells in warnings why a back end does not take the inputs; the row says that it does not.
             with warnings.catch_warnings(), attention.context():
                 warnings.simplefilter("ignore", UserWarning)
                 works = build_works(plan, attention, shape, causal)
-                row.training_bytes = peak_memory(works["training"], plan.device)
+                row["training_bytes"] = peak_memory(works["training"], plan.device)
                 if plan.device.type == "cuda":
-                    measure_on_cuda(row, works, plan)
+                    row |= time_on_cuda(works, plan)
                 else:
-                    turns[name] = {part: within_context(name, work) for part, work in works.items()}
+                    turns[name] = {part: within_context(attention, work) for part, work in works.items()}
         except Exception as error:  # out of memory, no such back end: a result, and no reason to stop
-            row.error = describe_failure(error)
+            row["error"] = describe_failure(error)
     if plan.device.type == "cpu":
         progress(f"{shape}: all in turns")
         times = time_in_turns(turns, repeats=plan.repeats, device=plan.device)
         for row in rows:
-            row.device_ms = times.get(row.attention)
-    return [dataclasses.asdict(row) for row in rows]
+            row["device_ms"] = times.get(row["attention"])
+    return rows
 
 
 def build_works(plan: Plan, attention: Attention, shape: Shape, causal: bool) -> dict[str, Work]:
@@ -134,19 +115,22 @@ def build_works(plan: Plan, attention: Attention, shape: Shape, causal: bool) ->
     return make_works(attention.build(case), inputs)
 
 
-def measure_on_cuda(row: Row, works: dict[str, Work], plan: Plan) -> None:
-    row.host_ms = time_host(works["training"], plan.device)
-    found = {part: time_device(work, repeats=plan.repeats, device=plan.device) for part, work in works.items()}
-    row.device_ms = {part: timing for part, (timing, _) in found.items()}
-    row.graph = all(graph for _, graph in found.values())
-
-
-def within_context(name: str, work: Work) -> Work:
+def within_context(attention: Attention, work: Work) -> Work:
     def call() -> Any:
-        with ATTENTIONS[name].context():
+        with attention.context():
             return work()
 
     return call
+
+
+def time_on_cuda(works: dict[str, Work], plan: Plan) -> dict[str, Any]:
+    host = time_host(works["training"], plan.device)
+    found = {part: time_device(work, repeats=plan.repeats, device=plan.device) for part, work in works.items()}
+    return {
+        "device_ms": {part: dataclasses.asdict(timing) for part, (timing, _) in found.items()},
+        "host_ms": None if host is None else dataclasses.asdict(host),
+        "graph": all(graph for _, graph in found.values()),
+    }
 
 
 def explain_skip(name: str, attention: Attention, case: Case, earlier: list[dict[str, Any]]) -> str | None:
@@ -168,3 +152,51 @@ def explain_skip(name: str, attention: Attention, case: Case, earlier: list[dict
     if estimate > LONGEST_CALL_MS:
         return f"skipped: about {estimate / 1e3:,.0f} s a call, judged by length {last['length']:,}"
     return None
+
+
+def derive(result: dict[str, Any]) -> None:
+    """Adds floor_ms, percent_of_floor and speedup to the rows, and `scaling` to the result. Floor: the time that a copy
+    takes for the bytes which bidirectional LLN must read and write at the least. Speed-up: over the fastest softmax
+    attention at the same shape, for forward and training each."""
+    itemsize = getattr(torch, result["settings"]["dtype"]).itemsize
+    measured = [row for row in result["rows"] if row["device_ms"] is not None]
+    softmax = [row for row in measured if ATTENTIONS[row["attention"]].softmax]
+    for row in result["rows"]:
+        row["floor_ms"] = row["percent_of_floor"] = row["speedup"] = None
+        elements = ATTENTIONS[row["attention"]].floor
+        if elements is not None and not row["causal"]:
+            size, speed = math.prod(row[key] for key in Shape._fields) * itemsize, result["copy_bytes_per_second"]
+            row["floor_ms"] = {part: 1e3 * count * size / speed for part, count in zip(PARTS, elements, strict=True)}
+        if row["device_ms"] is None:
+            continue
+        if row["floor_ms"] is not None:
+            row["percent_of_floor"] = {part: 100 * row["floor_ms"][part] / read_median(row, part) for part in PARTS}
+        if rivals := [other for other in softmax if locate(other) == locate(row)]:
+            fastest = {part: min(read_median(rival, part) for rival in rivals) for part in PARTS}
+            row["speedup"] = {part: fastest[part] / read_median(row, part) for part in PARTS}
+    result["scaling"] = measure_growth(measured)
+
+
+def read_median(row: dict[str, Any], part: str) -> float:
+    return float(row["device_ms"][part]["median"])
+
+
+def locate(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[key] for key in (*Shape._fields, "causal"))
+
+
+def measure_growth(measured: Rows) -> Rows:
+    """The exponent of length in time, between the two greatest lengths at one batch size: 1 linear, 2 quadratic."""
+    keys = "attention", "causal", "batch", "heads", "dim"
+    measured = sorted(measured, key=lambda row: (*(row[key] for key in keys), row["length"]))
+    found = []
+    for values, group in itertools.groupby(measured, lambda row: tuple(row[key] for key in keys)):
+        last = list({row["length"]: row for row in group}.values())[-2:]
+        if len(last) == 2:
+            growth = math.log(last[1]["length"] / last[0]["length"])
+            times = {part: [read_median(row, part) for row in last] for part in PARTS}
+            exponents = {part: math.log(ms[1] / ms[0]) / growth for part, ms in times.items()}
+            lengths = [row["length"] for row in last]
+            found.append(dict(zip(keys, values, strict=True)) | {"lengths": lengths} | exponents)
+    order = {name: position for position, name in enumerate(ATTENTIONS)}
+    return sorted(found, key=lambda entry: (entry["causal"], order[entry["attention"]]))

@@ -22,9 +22,9 @@ from lln.files import write_json
 from lln.kernels.call import FIELDS, Call
 from lln.kernels.triton import plan
 from lln.kernels.triton.plan import Settings
-from lln.lab.bench.replay import time_device
 from lln.lab.core.progress import Progress
 from lln.lab.core.provenance import provenance
+from lln.lab.core.timing import time_device
 
 Shape = tuple[int, int, int, int]
 # By head dim and class: where the settings are measured.

@@ -21,16 +21,8 @@ EPILOG = (
 )
 
 
-class Dtype(enum.StrEnum):
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-
-
-class Causal(enum.StrEnum):
-    no = "no"
-    yes = "yes"
-    both = "both"
+Dtype = enum.StrEnum("Dtype", "bfloat16 float16 float32")
+Causal = enum.StrEnum("Causal", "no yes both")
 
 
 def bench(
@@ -83,9 +75,9 @@ def bench(
     import torch
 
     from lln.files import write_json
+    from lln.lab.bench.bench_tables import describe_growth, make_bench_table, read_result, write_bench
     from lln.lab.bench.calls import CheckFailed
     from lln.lab.bench.kernel_plan import make_plan
-    from lln.lab.bench.kernel_tables import describe_growth, make_table, read_result, write_markdown
     from lln.lab.bench.kernel_times import measure
 
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -113,5 +105,5 @@ def bench(
                     result = measure(plan, store=lambda found: write_json(out / "bench.json", found), progress=step)
             except CheckFailed as error:
                 fail(str(error), 1)
-    shown = [make_table(result), *describe_growth(result)]
-    publish(result, out, "bench", write_markdown(result), "lln.lab.bench.kernel_charts", shown, as_json=as_json)
+    shown = [make_bench_table(result), *describe_growth(result)]
+    publish(result, out, "bench", write_bench(result), shown, as_json=as_json)

@@ -99,14 +99,16 @@ def explain_options() -> Iterator[None]:
 
 
 def publish(
-    result: dict[str, Any], out: Path, name: str, markdown: str, charts: str, shown: Sequence[Any], *, as_json: bool
+    result: dict[str, Any], out: Path, name: str, markdown: str, shown: Sequence[Any], *, as_json: bool
 ) -> None:
-    """Writes OUT/NAME.md and the charts, and prints what is shown of the result or, as JSON, all of it. `charts` is the
-    module that draws them: it is loaded where altair is there."""
+    """Writes OUT/NAME.md and, where altair is there, the charts, and prints what is shown of the result or, as JSON,
+    all of it. NAME is bench or compare."""
     write_text(out / f"{name}.md", markdown)
     said = f"Table and result are in {out}; charts need: pip install 'lln-attention[report]'"
     if not find_missing("report"):
-        drawn = importlib.import_module(charts).draw_charts(result)
+        from lln.lab.bench import bench_charts
+
+        drawn = getattr(bench_charts, f"draw_{name}")(result)
         for chart, text in drawn.items():
             write_text(out / f"{chart}.svg", text)
         said = f"Table, result and {len(drawn)} charts are in {out}."

@@ -52,8 +52,8 @@ def compare(
     import torch
 
     from lln.files import write_json
+    from lln.lab.bench.bench_tables import make_compare_table, write_compare
     from lln.lab.bench.comparison import DEFAULT, Plan, measure, measure_on_model
-    from lln.lab.bench.comparison_tables import make_table, write_markdown
     from lln.peers import mechanisms
 
     need_folder(out)
@@ -83,5 +83,4 @@ def compare(
         if loaded is not None:
             result |= {"model": Path(str(model)).name, "recorded": measure_on_model(plan, *loaded, step)}
             write_json(out / "compare.json", result)
-    shown = [make_table(result)]
-    publish(result, out, "compare", write_markdown(result), "lln.lab.bench.comparison_charts", shown, as_json=as_json)
+    publish(result, out, "compare", write_compare(result), [make_compare_table(result)], as_json=as_json)

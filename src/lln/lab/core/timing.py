@@ -1,9 +1,11 @@
-"""How a call is timed, and how its memory is counted."""
+"""How a call is timed, on a CUDA device by the device and by the host, and how its memory is counted."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import math
 import os
 import statistics
 import time
@@ -14,6 +16,24 @@ from typing import Any
 import torch
 
 Work = Callable[[], Any]
+HOW = {
+    "cuda": (
+        "Device time: after warm-up on a side stream the call is captured in a CUDA graph. Batches of replays, each of "
+        "at least 1 ms, are issued one after another with CUDA events between them; median and quartiles of the time "
+        "a replay over the batches. All replays read the same inputs, so what fits in the device's cache may stay "
+        "there. Where capture fails the same batches consist of plain calls (graph: false). Host time: plain forward "
+        "+ backward calls issued without waiting for the device, wall clock a call. Memory: peak of torch's allocator "
+        "in forward + backward over what it held before."
+    ),
+    "cpu": (
+        "Wall clock of plain calls, all attentions in turns; median and quartiles. Memory: peak of torch's allocator "
+        "in forward + backward over what it held before."
+    ),
+}
+BATCH_MS = 1.0
+LONGEST_MS = 10_000.0  # of all batches together; fewer repeats where they would take longer
+HOST_CALLS, HOST_ROUNDS, HOST_LIMIT_MS = 20, 5, 5.0
+COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 
 
 @contextlib.contextmanager
@@ -103,3 +123,78 @@ def peak_memory(work: Work, device: torch.device) -> int:
             held += event.nbytes()
             peak = max(peak, held)
     return peak
+
+
+def time_device(work: Work, *, repeats: int, device: torch.device) -> tuple[Timing, bool]:
+    """Milliseconds a call on a CUDA device, and whether a CUDA graph was replayed."""
+    graph = capture(work, device)
+    call = work if graph is None else graph.replay
+    estimate = time_batches(call, 1, 3, device)[0]
+    inner = max(1, min(100, math.ceil(BATCH_MS / max(estimate, 1e-3))))
+    repeats = max(3, min(repeats, int(LONGEST_MS / (inner * estimate))))
+    return summarize(time_batches(call, repeats, inner, device)), graph is not None
+
+
+def time_batches(call: Work, count: int, inner: int, device: torch.device) -> list[float]:
+    """Milliseconds a call in each of `count` batches of `inner` calls, after one batch that does not count."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    for event in (None, *events[:-1]):
+        if event is not None:
+            event.record()
+        for _ in range(inner):
+            call()
+    events[-1].record()
+    synchronize(device)
+    return [first.elapsed_time(second) / inner for first, second in itertools.pairwise(events)]
+
+
+def capture(work: Work, device: torch.device) -> torch.cuda.CUDAGraph | None:
+    """The call as a CUDA graph, or None where it cannot be captured."""
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    try:
+        # The outer context brings the stream back also where the capture ends in an error.
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                work()
+            with torch.cuda.graph(graph, stream=side):
+                work()
+    except Exception:  # whatever a back end does that a graph does not allow; the plain call tells if it is more
+        synchronize(device)
+        return None
+    torch.cuda.current_stream(device).wait_stream(side)
+    return graph
+
+
+def time_host(work: Work, device: torch.device) -> Timing | None:
+    """Milliseconds of host time a call. None where a call takes so long that the host is of no concern."""
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    if 1e3 * (time.perf_counter() - start) > HOST_LIMIT_MS:
+        return None
+    values = []
+    for _ in range(HOST_ROUNDS):
+        start = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            work()
+        values.append(1e3 * (time.perf_counter() - start) / HOST_CALLS)
+        synchronize(device)
+    return summarize(values)
+
+
+def measure_bandwidth(device: torch.device) -> float:
+    """Bytes a second, read plus written, of one large copy: what memory gives on this machine today."""
+    size = COPY_BYTES[device.type]
+    if device.type == "cuda":
+        size = min(size, torch.cuda.mem_get_info(device)[0] // 4)
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def copy() -> None:
+        target.copy_(source)
+
+    if device.type == "cuda":
+        timing = summarize(time_batches(copy, 20, 2, device))  # as a plain call: in a graph it is a slower copy engine
+    else:
+        timing = time_calls({"copy": copy}, repeats=5, device=device)["copy"]
+    return 2 * size / (1e-3 * timing.median)

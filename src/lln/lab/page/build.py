@@ -15,9 +15,9 @@ import torch
 
 import lln
 from lln.files import write_json
+from lln.lab.bench.calls import measure_lengths
 from lln.lab.bench.kernel_plan import make_plan
 from lln.lab.bench.kernel_times import measure as measure_kernels
-from lln.lab.bench.length_times import measure as measure_lengths
 from lln.lab.core.page import Section, write_page
 from lln.lab.core.progress import Progress
 from lln.lab.page import distribution_section, explorer_section, kernels_section, lengths_section, moments_section

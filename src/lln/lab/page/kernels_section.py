@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from lln.lab.bench.calls import PARTS, Shape
-from lln.lab.bench.kernel_charts import draw_charts
-from lln.lab.bench.kernel_tables import HEADER, describe_growth
+from lln.lab.bench.attentions import Shape
+from lln.lab.bench.bench_charts import draw_bench
+from lln.lab.bench.bench_tables import HEADER, describe_growth
+from lln.lab.bench.calls import PARTS
 from lln.lab.core.page import Chart, Section
 from lln.lab.page.shared import MIB, Result, Rows
 
@@ -28,7 +29,7 @@ def make_section(result: Result) -> Section:
         sentences=write_sentences(result, rows),
         charts=[
             Chart(name, drawn, CAPTIONS[name.split("-")[0]], rows=[flatten(row) for row in rows])
-            for name, drawn in draw_charts(result).items()
+            for name, drawn in draw_bench(result).items()
         ],
         header=["shape", *HEADER[:-2], HEADER[-1]],  # all but host ms
         table=[list_cells(row) for row in rows],

@@ -1,4 +1,4 @@
-"""The section on time and memory against length, from a result of lln.lab.bench.length_times."""
+"""The section on time and memory against length, from a result of lln.lab.bench.calls.measure_lengths."""
 
 from __future__ import annotations
 

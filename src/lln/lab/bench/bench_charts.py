@@ -1,20 +1,20 @@
-"""Charts of a result of `lln bench`."""
+"""Charts of results of `lln bench` and `lln compare`."""
 
 from __future__ import annotations
 
 import itertools
 from typing import Any
 
-from lln.lab.bench.attentions import ATTENTIONS
-from lln.lab.bench.calls import Shape
-from lln.lab.bench.kernel_tables import name_direction
+from lln.lab.bench.attentions import ATTENTIONS, Shape
+from lln.lab.bench.bench_tables import name_direction
 from lln.lab.core.charts import Axis, choose_ticks, draw_bars, draw_lines, length_axis, time_point
 from lln.lab.core.palette import ATTENTIONS as STYLES
+from lln.lab.core.palette import choose_styles
 
 Rows = list[dict[str, Any]]
 
 
-def draw_charts(result: dict[str, Any]) -> dict[str, str]:
+def draw_bench(result: dict[str, Any]) -> dict[str, str]:
     """SVG texts by the name of their file. Time and speed-up against length where lengths of one size were measured,
     speed-up as bars for other shapes, and the share of the floor as bars."""
     measured = [row for row in result["rows"] if row["device_ms"] is not None]
@@ -79,3 +79,27 @@ def draw_speedups(rows: Rows) -> str:
 
 def make_bar(row: dict[str, Any], value: float) -> dict[str, Any]:
     return {"series": row["attention"], "group": str(Shape(*(row[key] for key in Shape._fields))), "value": value}
+
+
+def draw_compare(result: dict[str, Any]) -> dict[str, str]:
+    """SVG texts by the name of their file."""
+    look = choose_styles(result["settings"]["names"])
+    drawn: dict[str, str] = {}
+    timed = [row for row in result["costs"] if row["training_ms"] is not None]
+    if len({row["length"] for row in timed}) > 1:
+        length = length_axis(timed)
+        values = [time_point(row["mechanism"], row["length"], row["training_ms"]) for row in timed]
+        drawn["time"] = draw_lines(values, look, length, Axis("ms", "forward + backward (ms)", True), points=True)
+        values = [
+            {"series": row["mechanism"], "length": row["length"], "MiB": row["training_bytes"] / 2**20}
+            for row in timed
+            if row["training_bytes"]
+        ]
+        drawn["memory"] = draw_lines(values, look, length, Axis("MiB", "peak extra memory (MiB)", True), points=True)
+    for key, title in (("entropy", "entropy (bits)"), ("gap", "spectral gap"), ("error", "distance from softmax")):
+        known = [row for row in result["concentration"] if row[key] is not None]
+        if len({row["temperature"] for row in known}) > 1:
+            values = [{"series": r["mechanism"], "temperature": r["temperature"], key: r[key]} for r in known]
+            axis = Axis("temperature", "temperature", True, tuple(sorted({r["temperature"] for r in known})))
+            drawn[key] = draw_lines(values, look, axis, Axis(key, title), points=True)
+    return drawn
