@@ -153,9 +153,8 @@ def _grow(draw: np.random.Generator, grammar: Grammar) -> list[np.ndarray]:
         if len(owner) == 0:
             break
     wanted = np.flatnonzero((lengths >= grammar.min_length) & (lengths <= grammar.max_length))
-    return [
-        np.array(_assemble(levels, tree), np.uint8) for tree in wanted
-    ]  # the root of a tree is the node of its number
+    # The root of a tree is the node of its number.
+    return [np.array(_assemble(levels, tree), np.uint8) for tree in wanted.tolist()]
 
 
 def _assemble(levels: list[tuple[np.ndarray, np.ndarray, np.ndarray]], node: int, level: int = 0) -> list[int]:
