@@ -1,29 +1,18 @@
 """Outputs and states equal eq. (8), for every option, in every precision, at every size of the exponents."""
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from helpers.reference import normal, relative_error
+from helpers.tensors import make_inputs, normal, relative_error
 from lln import LLNState, lln_attention
 from lln.naive import State, naive_attention
 
+exact_inputs = functools.partial(make_inputs, exact=True)
 PRECISIONS = [(torch.float64, 1e-12), (torch.float32, 1e-5)]
-
-
-def inputs(
-    batch: int = 2,
-    hq: int = 2,
-    hk: int = 2,
-    nq: int = 70,
-    nk: int | None = None,
-    dim: int = 8,
-    dv: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    nk = nq if nk is None else nk
-    return normal(0, batch, hq, nq, dim), normal(1, batch, hk, nk, dim), normal(2, batch, hk, nk, dv or dim)
 
 
 def cast(x: Any, dtype: torch.dtype) -> Any:
@@ -74,22 +63,22 @@ def key_masks(kind: str, batch: int, length: int) -> Tensor:
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 500])
 def test_attention_is_equation_8_at_every_length_and_dimension(length: int, dim: int, is_causal: bool) -> None:
     heads = 1 if length == 500 else 2  # the reference holds Nq x Nk x D numbers a head
-    check(inputs(1, heads, heads, length, dim=dim), 0.5 + dim / 40, 2.5 - dim / 40, is_causal=is_causal)
+    check(exact_inputs(1, heads, heads, length, dim=dim), 0.5 + dim / 40, 2.5 - dim / 40, is_causal=is_causal)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("block_size", [1, 7, 64, 1000])
 @pytest.mark.parametrize("length", [1, 63, 65, 130])
 def test_block_part_is_softmax_in_blocks_at_every_size(length: int, block_size: int, is_causal: bool) -> None:
-    check(inputs(1, 2, 2, length, dim=16), block_size=block_size, is_causal=is_causal)
-    check(inputs(1, 2, 2, length, dim=3, dv=5), block_size=block_size, is_causal=is_causal, scale=1.5)
+    check(exact_inputs(1, 2, 2, length, dim=16), block_size=block_size, is_causal=is_causal)
+    check(exact_inputs(1, 2, 2, length, dim=3, value_dim=5), block_size=block_size, is_causal=is_causal, scale=1.5)
 
 
 @pytest.mark.parametrize("block_size", [None, 8])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kind", ["holes", "left", "right", "dead sample"])
 def test_masked_keys_are_absent(kind: str, is_causal: bool, block_size: int | None) -> None:
-    check(inputs(3, 2, 1), key_mask=key_masks(kind, 3, 70), is_causal=is_causal, block_size=block_size)
+    check(exact_inputs(3, 2, 1), key_mask=key_masks(kind, 3, 70), is_causal=is_causal, block_size=block_size)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -98,7 +87,7 @@ def test_masked_keys_are_absent(kind: str, is_causal: bool, block_size: int | No
 def test_grouped_heads_and_other_value_dimensions(
     hq: int, hk: int, dv: int, block_size: int | None, is_causal: bool
 ) -> None:
-    check(inputs(2, hq, hk, 66, dim=6, dv=dv), is_causal=is_causal, block_size=block_size)
+    check(exact_inputs(2, hq, hk, 66, dim=6, value_dim=dv), is_causal=is_causal, block_size=block_size)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -108,7 +97,7 @@ def test_grouped_heads_and_other_value_dimensions(
 def test_packed_sequences_do_not_see_each_other(
     ends: list[int], is_causal: bool, block_size: int | None, masked: bool
 ) -> None:
-    qkv = inputs(1, 4, 2, ends[-1], dim=5)
+    qkv = exact_inputs(1, 4, 2, ends[-1], dim=5)
     count = len(ends) - 1
     check(
         qkv,
@@ -123,26 +112,28 @@ def test_packed_sequences_do_not_see_each_other(
 
 def test_packed_cross_attention_reads_its_own_source_only() -> None:
     rows, cols = (torch.tensor(x, dtype=torch.int32) for x in ([0, 5, 5, 70, 75], [0, 66, 70, 70, 100]))
-    qkv = inputs(1, 4, 2, 75, 100, dv=3)
+    qkv = exact_inputs(1, 4, 2, 75, key_length=100, value_dim=3)
     check(qkv, cu_seqlens=(rows, cols))
     check(qkv, cu_seqlens=(rows, cols), key_mask=key_masks("holes", 1, 100))
 
 
 @pytest.mark.parametrize(("nq", "nk"), [(5, 70), (70, 5), (1, 65), (65, 1), (0, 9), (9, 0), (0, 0)])
 def test_cross_attention_at_every_pair_of_lengths(nq: int, nk: int) -> None:
-    check(inputs(2, 4, 2, nq, nk))
-    check(inputs(2, 4, 2, nq, nk), state=past_state(2, 2, 8, 8))
+    check(exact_inputs(2, 4, 2, nq, key_length=nk))
+    check(exact_inputs(2, 4, 2, nq, key_length=nk), state=past_state(2, 2, 8, 8))
 
 
 @pytest.mark.parametrize("block_size", [None, 4])
 def test_an_empty_causal_sequence_gives_an_empty_output(block_size: int | None) -> None:
-    check(inputs(2, 2, 2, 0), is_causal=True, block_size=block_size)
+    check(exact_inputs(2, 2, 2, 0), is_causal=True, block_size=block_size)
 
 
 @pytest.mark.parametrize("block_size", [None, 8])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_memory_layout_is_invisible(is_causal: bool, block_size: int | None) -> None:
-    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(2, 4, 2))  # as projections give them
+    q, k, v = (
+        x.transpose(1, 2).contiguous().transpose(1, 2) for x in exact_inputs(2, 4, 2)
+    )  # as projections give them
     check((q, k, v[:, :1].expand(-1, 2, -1, -1)), is_causal=is_causal, block_size=block_size)
 
 
@@ -160,8 +151,8 @@ def shaped(kind: str, seed: int, batch: int, heads: int, width: int) -> Tensor:
 def test_alpha_and_beta_scale_their_own_sample_head_and_channel(kind: str, is_causal: bool, packed: bool) -> None:
     alpha, beta = shaped(kind, 3, 3, 4, 5), shaped(kind, 4, 3, 2, 5)
     cu_seqlens = torch.tensor([0, 20, 66, 70], dtype=torch.int32) if packed else None
-    check(inputs(1 if packed else 3, 4, 2, dim=5), alpha, beta, is_causal=is_causal, cu_seqlens=cu_seqlens)
-    check(inputs(1 if packed else 3, 4, 2, dim=5), 0.5, beta, is_causal=is_causal, cu_seqlens=cu_seqlens)
+    check(exact_inputs(1 if packed else 3, 4, 2, dim=5), alpha, beta, is_causal=is_causal, cu_seqlens=cu_seqlens)
+    check(exact_inputs(1 if packed else 3, 4, 2, dim=5), 0.5, beta, is_causal=is_causal, cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -171,7 +162,7 @@ def test_mix_weighs_both_parts_per_sample_head_and_channel(kind: str, is_causal:
     r, p = shaped(kind, 5, 3, 4, 6), shaped(kind, 6, 3, 4, 6)
     cu_seqlens = torch.tensor([0, 20, 66, 70], dtype=torch.int32) if packed else None
     for mix in (r, (r, p), (0.25, p), 0.75, (1.0, 0.0), (0.0, 1.0)):
-        qkv = inputs(1 if packed else 3, 4, 2, dim=5, dv=6)
+        qkv = exact_inputs(1 if packed else 3, 4, 2, dim=5, value_dim=6)
         check(qkv, block_size=8, mix=mix, is_causal=is_causal, cu_seqlens=cu_seqlens)
 
 
@@ -186,17 +177,17 @@ def past_state(batch: int, heads: int, dim: int, dv: int) -> State:
 @pytest.mark.parametrize("kind", ["none", "holes", "left", "dead sample"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_state_is_everything_that_came_before(is_causal: bool, kind: str) -> None:
-    check(inputs(2, 4, 2), state=past_state(2, 2, 8, 8), is_causal=is_causal, key_mask=key_masks(kind, 2, 70))
+    check(exact_inputs(2, 4, 2), state=past_state(2, 2, 8, 8), is_causal=is_causal, key_mask=key_masks(kind, 2, 70))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_packed_sequences_each_have_their_state(is_causal: bool) -> None:
     cu_seqlens = torch.tensor([0, 3, 3, 70], dtype=torch.int32)
-    check(inputs(1, 4, 2), state=past_state(3, 2, 8, 8), is_causal=is_causal, cu_seqlens=cu_seqlens)
+    check(exact_inputs(1, 4, 2), state=past_state(3, 2, 8, 8), is_causal=is_causal, cu_seqlens=cu_seqlens)
 
 
 def test_an_empty_state_is_no_state() -> None:
-    q, k, v = inputs(2, 4, 2, 9, dv=3)
+    q, k, v = exact_inputs(2, 4, 2, 9, value_dim=3)
     for block_size in (None, 4):
         empty = LLNState.empty(2, 2, 8, 3, block_size=block_size, dtype=torch.float64)
         options = {"is_causal": True, "block_size": block_size}
@@ -212,7 +203,7 @@ def test_float32_holds_at_large_exponents(
     size: float, large_keys: bool, is_causal: bool, block_size: int | None
 ) -> None:
     """max|alpha q| = size through alpha, so that the block's own logits stay those of ordinary attention."""
-    q, k, v = inputs(1, 2, 2, 200, dim=16)
+    q, k, v = exact_inputs(1, 2, 2, 200, dim=16)
     alpha = (size / q.abs().max()).float().item()
     beta = (size / k.abs().max()).float().item() if large_keys else 1.5
     options = {"is_causal": is_causal, "block_size": block_size}
@@ -231,7 +222,7 @@ def two_softmaxes(q: Tensor, k: Tensor, v: Tensor, alpha: float, beta: float) ->
 @pytest.mark.parametrize("size", [1.0, 20.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_as_good_as_plain_pytorch(dtype: torch.dtype, size: float, is_causal: bool) -> None:
-    q, k, v = cast(inputs(1, 2, 2, 130, dim=16), dtype)
+    q, k, v = cast(exact_inputs(1, 2, 2, 130, dim=16), dtype)
     alpha, beta = 1.5 * size, 1.25 * size
     if is_causal:  # each row: the two softmaxes of its prefix
         rows = [two_softmaxes(q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1], alpha, beta) for i in range(130)]
@@ -245,7 +236,7 @@ def test_half_precision_is_as_good_as_plain_pytorch(dtype: torch.dtype, size: fl
 
 
 def test_autocast_gives_the_type_that_torch_attention_gives() -> None:
-    q, k, v = (x.float().requires_grad_() for x in inputs(2, 2, 2, 66))
+    q, k, v = (x.float().requires_grad_() for x in exact_inputs(2, 2, 2, 66))
     with torch.autocast("cpu", torch.bfloat16):
         theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v)
         outs = [lln_attention(q, k, v, 1.5, 1.5, is_causal=c, block_size=b) for c in (False, True) for b in (None, 8)]
@@ -266,7 +257,7 @@ def test_autocast_gives_the_type_that_torch_attention_gives() -> None:
 def test_nothing_is_ever_nan_or_infinite(length: int, is_causal: bool, size: float, dtype: torch.dtype) -> None:
     for block_size in (None, 8):
         for kind in ("none", "holes", "left", "dead sample"):
-            q, k, v = cast(inputs(2, 2, 1, length), dtype)
+            q, k, v = cast(exact_inputs(2, 2, 1, length), dtype)
             q, k = size * q, size * k
             alpha, beta = torch.full((2,), 1.5), torch.full((1,), 2.5)
             leaves = [x.requires_grad_() for x in (q, k, v, alpha, beta)]

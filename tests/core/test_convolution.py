@@ -13,8 +13,8 @@ from torch.nn import functional
 
 import lln
 import lln.hf
-from helpers.hf_models import build, guesses, inputs, output, tokens
-from helpers.reference import relative_error
+from helpers.hf_models import build_model, guesses, make_batch, output, tokens
+from helpers.tensors import make_inputs, relative_error
 from lln.instruments import entropy, record
 from lln.lab.paper.jobs import configure
 from lln.lab.recipes import recipe
@@ -27,12 +27,6 @@ from lln.nn.weights import dense_weights
 
 WIDE = torch.float64
 OFFSETS = torch.tensor([0, 5, 5, 12, 13], dtype=torch.int32)
-
-
-def tensors(heads: int, key_heads: int, length: int, dim: int, value_dim: int | None = None, *, batch: int = 2) -> Any:
-    draw = torch.Generator().manual_seed(0)
-    shapes = (heads, dim), (key_heads, dim), (key_heads, value_dim or dim)
-    return tuple(torch.randn(batch, h, length, d, generator=draw, dtype=WIDE) for h, d in shapes)
 
 
 def moved(heads: int, key_heads: int, dim: int, width: int, **options: Any) -> lln.LLNAttention:
@@ -70,7 +64,7 @@ def written_out(
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("length", "width"), [(13, 5), (7, 3), (4, 9), (1, 3), (0, 5)])
 def test_it_is_the_formula_written_out(length: int, width: int, is_causal: bool) -> None:
-    x = tensors(3, 3, length, 4)[0]
+    x = make_inputs(2, 3, 3, length, 4)[0]
     kernel = torch.randn(3, 4, width, dtype=WIDE, generator=torch.Generator().manual_seed(2))
     found = convolve(x, kernel, is_causal=is_causal, mask=None)
     assert found.shape == x.shape
@@ -80,7 +74,7 @@ def test_it_is_the_formula_written_out(length: int, width: int, is_causal: bool)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("how", ["masked", "packed", "both"])
 def test_hidden_tokens_and_other_sequences_reach_nobody(how: str, is_causal: bool) -> None:
-    x = tensors(2, 2, 13, 3, batch=1 if how != "masked" else 2)[0]
+    x = make_inputs(1 if how != "masked" else 2, 2, 2, 13, 3)[0]
     kernel = torch.randn(2, 3, 5, dtype=WIDE, generator=torch.Generator().manual_seed(2))
     mask = torch.rand(len(x), 13, generator=torch.Generator().manual_seed(3)) > 0.4 if how != "packed" else None
     offsets = OFFSETS if how != "masked" else None
@@ -91,7 +85,7 @@ def test_hidden_tokens_and_other_sequences_reach_nobody(how: str, is_causal: boo
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients(is_causal: bool, packed: bool) -> None:
-    x, kernel = tensors(2, 2, 7, 3, batch=1)[0], torch.randn(2, 3, 5, dtype=WIDE)
+    x, kernel = make_inputs(1, 2, 2, 7, 3)[0], torch.randn(2, 3, 5, dtype=WIDE)
     offsets = torch.tensor([0, 3, 7], dtype=torch.int32) if packed else None
     mask = torch.arange(7)[None] != 2
 
@@ -130,7 +124,7 @@ def test_it_rounds_as_little_as_torch(dtype: torch.dtype) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 @pytest.mark.parametrize("overlap", [False, True])
 def test_autocast_and_a_compiled_graph_give_the_same(overlap: bool) -> None:
-    q, k, v = (t.float() for t in tensors(4, 2, 24, 8))
+    q, k, v = (t.float() for t in make_inputs(2, 4, 2, 24, 8))
     module = moved(4, 2, 8, 5, block_size=8, overlap=overlap).float()
     mask = torch.arange(24) < torch.tensor([[24], [17]])
     want = module(q, k, v, key_mask=mask)
@@ -152,7 +146,7 @@ def test_attention_is_that_of_the_convolved(
     heads: int, key_heads: int, dim: int, value_dim: int, is_causal: bool
 ) -> None:
     """alpha and beta are those of the convolved queries and keys, and the blocks use them, too."""
-    q, k, v = tensors(heads, key_heads, 13, dim, value_dim)
+    q, k, v = make_inputs(2, heads, key_heads, 13, dim, value_dim)
     mask = torch.arange(13) < torch.tensor([[13], [9]])
     statistics = "fixed" if is_causal else "sample"
     module = moved(
@@ -185,7 +179,7 @@ def test_it_starts_at_nothing_to_the_last_bit(statistics: Any, dtype: torch.dtyp
 @pytest.mark.parametrize("statistics", ["sample", "fixed"])
 def test_padding_packing_and_batch_mates_are_invisible(statistics: Any) -> None:
     module = moved(4, 2, 6, 5, statistics=statistics, block_size=4)
-    q, k, v = tensors(4, 2, 17, 6)
+    q, k, v = make_inputs(2, 4, 2, 17, 6)
     alone = module(q[:1, :, 3:14], k[:1, :, 3:14], v[:1, :, 3:14])
     mask = torch.zeros(2, 17, dtype=torch.bool)
     mask[0, 3:14], mask[1] = True, True
@@ -196,7 +190,7 @@ def test_padding_packing_and_batch_mates_are_invisible(statistics: Any) -> None:
             t[0, :, 14:] *= loud
             t[1] *= loud
         assert relative_error(module(*noisy, key_mask=mask)[:1, :, 3:14], alone) < 1e-13
-    q, k, v = tensors(4, 2, 13, 6, batch=1)
+    q, k, v = make_inputs(1, 4, 2, 13, 6)
     whole = module(q, k, v, cu_seqlens=OFFSETS)
     for start, end in [(0, 5), (5, 12), (12, 13)]:
         part = module(*(t[:, :, start:end] for t in (q, k, v)))
@@ -205,7 +199,7 @@ def test_padding_packing_and_batch_mates_are_invisible(statistics: Any) -> None:
 
 def test_causal_attention_does_not_see_the_future() -> None:
     module = moved(4, 2, 6, 5, statistics="fixed", block_size=4)
-    q, k, v = tensors(4, 2, 12, 6)
+    q, k, v = make_inputs(2, 4, 2, 12, 6)
     whole = module(q, k, v, is_causal=True)
     for length in (1, 3, 7, 11):
         prefix = module(*(t[:, :, :length] for t in (q, k, v)), is_causal=True)
@@ -215,7 +209,7 @@ def test_causal_attention_does_not_see_the_future() -> None:
 def test_running_statistics_are_those_of_the_convolved() -> None:
     module = moved(4, 2, 6, 5, statistics="running")
     module.train()
-    q, k, v = tensors(4, 2, 30, 6)
+    q, k, v = make_inputs(2, 4, 2, 30, 6)
     module(q, k, v)
     module.eval()
     near = written_out(k, module.conv_k.detach(), False)
@@ -225,7 +219,7 @@ def test_running_statistics_are_those_of_the_convolved() -> None:
 
 def test_batches_measure_the_convolved_and_data_matching_refuses_them() -> None:
     batch = {"input_ids": tokens(0)}
-    model = build("llama", "sdpa")
+    model = build_model("llama", "sdpa")
     lln.hf.convert(model, "lln", statistics="running", convolution=5, momentum=1.0, batches=[batch])
     first = next(m.lln for m in model.modules() if hasattr(m, "lln"))
     assert not first.has_moved()
@@ -247,7 +241,7 @@ def test_batches_measure_the_convolved_and_data_matching_refuses_them() -> None:
 
 
 def test_p_and_the_instruments_are_those_of_the_convolved() -> None:
-    q, k, v = tensors(4, 2, 12, 8)
+    q, k, v = make_inputs(2, 4, 2, 12, 8)
     module = moved(4, 2, 8, 5, block_size=4)
     mask = torch.arange(12) < torch.tensor([[12], [9]])
     p, out = dense_weights(module, q, k, key_mask=mask), module(q, k, v, key_mask=mask)
@@ -276,7 +270,7 @@ def test_wrong_widths_are_named(wrong: Any) -> None:
 
 
 def test_calls_without_the_neighbours_are_refused_in_one_sentence() -> None:
-    q, k, v = tensors(2, 2, 6, 4)
+    q, k, v = make_inputs(2, 2, 2, 6, 4)
     module = moved(2, 2, 4, 3, statistics="fixed")
     pair = torch.tensor([0, 6], dtype=torch.int32)
     state = lln.LLNState.empty(2, 2, 4, dtype=WIDE)
@@ -308,7 +302,7 @@ def shaken(model: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["bert", "llama", "bart"])
 def test_models_keep_it_through_saving(kind: str, tmp_path: Path) -> None:
-    model, given = build(kind), inputs(kind, 0)
+    model, given = build_model(kind), make_batch(kind, 0)
     before = output(model, **given)
     with guesses():
         lln.hf.convert(model, convolution=5)
@@ -332,7 +326,7 @@ def test_models_keep_it_through_saving(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_softmax_checkpoint_begins_with_zeros(tmp_path: Path) -> None:
-    build("bert", "sdpa").save_pretrained(tmp_path)
+    build_model("bert", "sdpa").save_pretrained(tmp_path)
     held = tf.AutoConfig.from_pretrained(tmp_path)
     held.lln = {"implementation": "lln", "convolution": 3}
     model = tf.AutoModel.from_pretrained(tmp_path, config=held)
@@ -342,7 +336,7 @@ def test_a_softmax_checkpoint_begins_with_zeros(tmp_path: Path) -> None:
 
 
 def test_a_decoder_writes_without_a_cache_and_refuses_one() -> None:
-    model = build("llama")
+    model = build_model("llama")
     lln.hf.convert(model, convolution=3, statistics="fixed")
     shaken(model)
     ids = tokens(0, 2, 9)
@@ -358,7 +352,7 @@ def test_a_decoder_writes_without_a_cache_and_refuses_one() -> None:
 
 
 def test_softmax_with_the_same_convolution() -> None:
-    q, k, v = tensors(4, 2, 13, 6)
+    q, k, v = make_inputs(2, 4, 2, 13, 6)
     mask = torch.arange(13) < torch.tensor([[13], [9]])
     module: Any = lln.mechanism(
         "convolved_softmax", num_heads=4, num_key_heads=2, head_dim=6, convolution=3, dtype=WIDE
@@ -382,7 +376,7 @@ def test_softmax_with_the_same_convolution() -> None:
 
 
 def test_a_model_runs_softmax_with_it_and_keeps_it(tmp_path: Path) -> None:
-    model, given = build("bert", "sdpa"), inputs("bert")
+    model, given = build_model("bert", "sdpa"), make_batch("bert")
     before = output(model, **given)
     lln.hf.convert(model, "convolved_softmax", convolution=3)
     assert relative_error(output(model, **given), before) < 1e-12
@@ -393,9 +387,9 @@ def test_a_model_runs_softmax_with_it_and_keeps_it(tmp_path: Path) -> None:
     assert again.config.lln["mechanisms"] == {"convolved_softmax": {"convolution": 3}}
     assert torch.equal(output(again, **given), after)
     with pytest.raises(TypeError, match="elu has no option 'convolution'"):
-        lln.hf.convert(build("bert"), "elu", convolution=3)
+        lln.hf.convert(build_model("bert"), "elu", convolution=3)
     with pytest.raises(ValueError, match="convolved_softmax does not support causal attention in models"):
-        output(build("gpt2", "convolved_softmax"), **inputs("gpt2"))
+        output(build_model("gpt2", "convolved_softmax"), **make_batch("gpt2"))
 
 
 # In training

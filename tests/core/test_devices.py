@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lln
-from helpers.reference import relative_error
+from helpers.tensors import relative_error
 from lln import LLNAttention, lln_attention
 from lln.peers import draws
 

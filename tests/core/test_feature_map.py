@@ -8,17 +8,12 @@ import torch
 from torch import Tensor
 
 import lln
-from helpers.reference import relative_error
+from helpers.tensors import make_inputs, relative_error
 from lln.instruments import entropy, record
 from lln.nn.feature_map import map_features
 from lln.nn.weights import dense_weights
 
 WIDE = torch.float64
-
-
-def tensors(heads: int, key_heads: int, length: int, dim: int, *, seed: int = 0) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(2, h, length, dim, generator=generator, dtype=WIDE) for h in (heads, key_heads, key_heads))
 
 
 def moved(heads: int, key_heads: int, dim: int, **options: Any) -> lln.LLNAttention:
@@ -37,7 +32,7 @@ def moved(heads: int, key_heads: int, dim: int, **options: Any) -> lln.LLNAttent
 @pytest.mark.parametrize(("heads", "key_heads", "dim"), [(3, 3, 5), (4, 2, 8), (6, 1, 7)])
 def test_attention_is_that_of_the_formula_written_out(heads: int, key_heads: int, dim: int) -> None:
     """P_ij ~ sum_c exp(alpha q'_ic + beta k'_jc), and softmax of q' . k' inside blocks."""
-    q, k, v = tensors(heads, key_heads, 13, dim)
+    q, k, v = make_inputs(2, heads, key_heads, 13, dim)
     module = moved(heads, key_heads, dim, block_size=4, mix=0.3)
     out, group = module(q, k, v), heads // key_heads
     block = torch.arange(13) // 4
@@ -56,7 +51,7 @@ def test_attention_is_that_of_the_formula_written_out(heads: int, key_heads: int
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_it_starts_at_the_identity_to_the_last_bit(dtype: torch.dtype) -> None:
-    q, k, v = (t.to(dtype) for t in tensors(4, 2, 9, 8))
+    q, k, v = (t.to(dtype) for t in make_inputs(2, 4, 2, 9, 8))
     options: dict[str, Any] = {"num_key_heads": 2, "statistics": "fixed", "block_size": 4, "dtype": dtype}
     mapped, plain = (lln.LLNAttention(4, 8, **options, feature_map=name) for name in ("linear", None))
     for one, other in zip(mapped.features(q, k), (q, k), strict=True):
@@ -67,7 +62,7 @@ def test_it_starts_at_the_identity_to_the_last_bit(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradients(is_causal: bool) -> None:
-    q, k, v = (t[:1] for t in tensors(2, 1, 5, 3))
+    q, k, v = (t[:1] for t in make_inputs(2, 2, 1, 5, 3))
     draw = torch.Generator().manual_seed(3)
     maps = [0.3 * torch.randn(shape, dtype=WIDE, generator=draw) for shape in ((2, 3, 3), (1, 3, 3), (1, 3))]
 
@@ -81,7 +76,7 @@ def test_gradients(is_causal: bool) -> None:
 
 
 def test_a_split_sequence_is_the_whole_one_and_a_batch_mate_is_invisible() -> None:
-    q, k, v = tensors(4, 2, 20, 8)
+    q, k, v = make_inputs(2, 4, 2, 20, 8)
     module = moved(4, 2, 8, block_size=4)
     whole = module(q, k, v, is_causal=True)
     first, state = module(q[:, :, :7], k[:, :, :7], v[:, :, :7], is_causal=True, return_state=True)
@@ -91,7 +86,7 @@ def test_a_split_sequence_is_the_whole_one_and_a_batch_mate_is_invisible() -> No
 
 
 def test_p_and_the_instruments_are_those_of_the_mapped_queries_and_keys() -> None:
-    q, k, v = tensors(4, 2, 12, 8)
+    q, k, v = make_inputs(2, 4, 2, 12, 8)
     module = moved(4, 2, 8, block_size=4)
     p = dense_weights(module, q, k)
     out = module(q, k, v)

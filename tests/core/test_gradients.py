@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from helpers.reference import normal, relative_error
+from helpers.tensors import normal, relative_error
 from lln import LLNState, lln_attention
 from lln.naive import State, naive_attention
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from helpers.memory import LargestTensor
-from helpers.reference import normal
+from helpers.tensors import normal
 from lln import lln_attention
 
 DIM = 16

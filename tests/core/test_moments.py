@@ -4,12 +4,14 @@ Statistical facts are means over seeds; tolerances are 5 seed standard deviation
 errors of the stored mean.
 """
 
+import functools
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
+from helpers.tensors import normal
 from lln import lln_attention, match_data, match_moments
 from lln.kernels.common import PAPER_A, PAPER_B
 from lln.lab.calibration import Plan, entropy_curve, lln_entropy, measure, softmax_entropy, within_row_variance
@@ -19,11 +21,7 @@ from lln.matching.moments import moments, sigma
 
 CPU = torch.device("cpu")
 N, D, SEEDS = 1024, 64, 8
-
-
-def normal(seed: int, *shape: int) -> Tensor:
-    """Standard normal numbers with all digits of float64."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+wide_normal = functools.partial(normal, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +50,7 @@ def test_the_target_is_the_variance_of_the_softmax_scores() -> None:
 
 def maps(kind: str, seed: int, alpha: float = 1.0) -> Tensor:
     """P [N, N] of Gaussian q, k of unit variance, in float64."""
-    q, k = normal(2 * seed, N, D), normal(2 * seed + 1, N, D)
+    q, k = wide_normal(2 * seed, N, D), wide_normal(2 * seed + 1, N, D)
     if kind == "softmax":
         return (q @ k.T / math.sqrt(D)).softmax(-1)
     eye = torch.eye(N, dtype=torch.float64)
@@ -98,7 +96,7 @@ def test_the_shipped_curves_are_what_calibrate_measures(dim: int) -> None:
     """A few points again, with other seeds, within five standard errors of the difference."""
     runs = [
         torch.stack([
-            within_row_variance(normal(900 + run, 256, dim), normal(950 + run, 2048, dim), s2)
+            within_row_variance(wide_normal(900 + run, 256, dim), wide_normal(950 + run, 2048, dim), s2)
             for s2 in read_curves()["s2"][8:40:8]
         ])
         for run in range(10)
@@ -157,7 +155,7 @@ def test_after_variance_matching_the_variance_is_that_of_softmax(dim: int, sprea
     alpha, _ = match_moments(spread, spread, dim, "variance")
     s2 = 2 * (alpha * spread) ** 2
     seeds = range(12)
-    found = [within_row_variance(normal(s, 192, dim), normal(s + 50, 2048, dim), s2) for s in seeds]
+    found = [within_row_variance(wide_normal(s, 192, dim), wide_normal(s + 50, 2048, dim), s2) for s in seeds]
     assert torch.stack(found).mean().item() == pytest.approx(spread**4, rel=0.03)
 
 
@@ -168,7 +166,7 @@ def test_after_entropy_matching_the_entropy_is_that_of_softmax(dim: int, length:
         alpha, _ = match_moments(spread, spread, dim, "entropy", length=length)
         differences = []
         for seed in range(24 if spread < 1.2 else 200):
-            z_q, z_k = (normal(10 * seed + i, rows, dim) for i, rows in ((0, 8), (1, length)))
+            z_q, z_k = (wide_normal(10 * seed + i, rows, dim) for i, rows in ((0, 8), (1, length)))
             lln = lln_entropy(z_q, z_k, 2 * (alpha * spread) ** 2)
             differences.append((lln - softmax_entropy(z_q, z_k, spread**4)).item())
         found = torch.tensor(differences)
@@ -238,13 +236,13 @@ def entropies(q: Tensor, k: Tensor, alpha: Tensor, beta: Tensor) -> tuple[float,
 
 @pytest.mark.parametrize("kind", ["gaussian", "laplace", "outlier channel", "means"])
 def test_data_matching_gives_the_entropy_of_softmax_on_real_inputs(kind: str) -> None:
-    q, k = normal(1, 1, 1, 512, 32), normal(2, 1, 1, 512, 32)
+    q, k = wide_normal(1, 1, 1, 512, 32), wide_normal(2, 1, 1, 512, 32)
     if kind == "laplace":
         q, k = (t.sign() * t.abs().square() for t in (q, k))
     if kind == "outlier channel":
         q, k = (t * torch.tensor([6.0] + [1.0] * 31, dtype=t.dtype) for t in (q, k))
     if kind == "means":
-        k = k + 2 * normal(3, 32)
+        k = k + 2 * wide_normal(3, 32)
     lln, softmax = entropies(q, k, *match_data(q, k))
     assert abs(lln - softmax) < 0.15
     paper, _ = entropies(q, k, *match_moments(q.std().view(1, 1), k.std().view(1, 1), 32))
@@ -252,7 +250,7 @@ def test_data_matching_gives_the_entropy_of_softmax_on_real_inputs(kind: str) ->
 
 
 def test_data_matching_for_variance_meets_the_exact_score_variance() -> None:
-    q, k = normal(1, 1, 4, 300, 16), normal(2, 1, 2, 300, 16) * torch.linspace(0.2, 2, 16)
+    q, k = wide_normal(1, 1, 4, 300, 16), wide_normal(2, 1, 2, 300, 16) * torch.linspace(0.2, 2, 16)
     alpha, beta = match_data(q, k, target="variance", rows=300)
     assert (alpha.shape, beta.shape) == ((1, 4), (1, 2))
     scores = q @ k.repeat_interleave(2, 1).transpose(-1, -2) / 4
@@ -265,10 +263,10 @@ def test_data_matching_for_variance_meets_the_exact_score_variance() -> None:
 
 
 def test_data_matching_does_not_see_padding() -> None:
-    q, k = normal(1, 1, 2, 60, 8), normal(2, 1, 2, 60, 8)
+    q, k = wide_normal(1, 1, 2, 60, 8), wide_normal(2, 1, 2, 60, 8)
     mask = torch.ones(1, 80, dtype=torch.bool)
     mask[:, 60:] = False
-    padded = [torch.cat([t, 100 * normal(9, 1, 2, 20, 8)], 2) for t in (q, k)]
+    padded = [torch.cat([t, 100 * wide_normal(9, 1, 2, 20, 8)], 2) for t in (q, k)]
     for options in ({}, {"target": "variance"}, {"is_causal": True}):
         whole = match_data(q, k, rows=1000, **options)
         for got, wanted in zip(match_data(*padded, key_mask=mask, rows=1000, **options), whole, strict=True):
@@ -276,7 +274,7 @@ def test_data_matching_does_not_see_padding() -> None:
 
 
 def test_data_matching_does_not_see_batch_mates() -> None:
-    q, k = normal(1, 3, 2, 60, 8), normal(2, 3, 2, 60, 8)
+    q, k = wide_normal(1, 3, 2, 60, 8), wide_normal(2, 3, 2, 60, 8)
     whole = match_data(q, k, rows=20)
     for sample in range(3):
         alone = match_data(q[sample : sample + 1], k[sample : sample + 1], rows=20)
@@ -285,7 +283,7 @@ def test_data_matching_does_not_see_batch_mates() -> None:
 
 
 def test_data_matching_follows_causality_and_scale() -> None:
-    q, k = normal(1, 1, 1, 300, 16), normal(2, 1, 1, 300, 16)
+    q, k = wide_normal(1, 1, 1, 300, 16), wide_normal(2, 1, 1, 300, 16)
     alpha, beta = match_data(q, k, is_causal=True, scale=0.4, rows=300)
     eye, later = torch.eye(300, dtype=q.dtype)[None, None], torch.ones(300, 300, dtype=torch.bool).triu(1)
     lln = lln_attention(q, k, eye, alpha, beta, is_causal=True)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.reference import normal, relative_error
+from helpers.tensors import assert_norm_close, normal, relative_error
 from lln import lln_attention
 from lln.nn.multihead import MultiheadAttention
 
@@ -48,11 +48,6 @@ def joined(mha: MultiheadAttention, out: Tensor) -> Tensor:
     return out.transpose(1, 2).flatten(2) @ mha.out_proj.weight.T + mha.out_proj.bias
 
 
-def close(actual: Tensor, expected: Tensor, tolerance: float = EXACT) -> None:
-    assert actual.shape == expected.shape
-    assert relative_error(actual, expected) <= tolerance
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"bias": False}, {"kdim": 5, "vdim": 9}, {"kdim": 5, "add_bias_kv": True}, {"add_zero_attn": True}]
 )
@@ -87,13 +82,13 @@ def test_it_is_lln_attention_between_projections(block_size: int | None, masked:
     expected = lln_attention(q, k, v, 1.5, 1.25, is_causal=is_causal, key_mask=key_mask, **blocks)
     padding = PADDING if masked else None
     out, weights = mha(x, x, x, padding, is_causal=is_causal, average_attn_weights=False)
-    close(out, joined(mha, expected))
-    close(weights @ v, expected)  # the weights are the P that made the output
+    assert_norm_close(out, joined(mha, expected))
+    assert_norm_close(weights @ v, expected)  # the weights are the P that made the output
     rows = weights.sum(-1)[~PADDING[:, None].expand(-1, H, -1)]  # a block of padding alone has nothing to give
-    close(rows, torch.ones_like(rows))
+    assert_norm_close(rows, torch.ones_like(rows))
     assert not masked or not weights[PADDING[:, None, None].expand(-1, H, L, -1)].any()
     assert not is_causal or not weights.triu(1).any()
-    close(mha(x, x, x, padding, is_causal=is_causal)[1], weights.mean(1))
+    assert_norm_close(mha(x, x, x, padding, is_causal=is_causal)[1], weights.mean(1))
     assert mha(x, x, x, padding, is_causal=is_causal, need_weights=False)[1] is None
 
 
@@ -103,7 +98,7 @@ def test_weights_follow_the_coefficients_of_their_own_step(statistics: str) -> N
     for step in range(3):  # running statistics move from step to step
         x = (1 + step) * normal(step, B, L, E)
         out, weights = mha(x, x, x, PADDING, average_attn_weights=False)
-        close(out, joined(mha, weights @ projected(mha, x, x, x)[2]))
+        assert_norm_close(out, joined(mha, weights @ projected(mha, x, x, x)[2]))
 
 
 def test_keys_and_values_of_other_sizes_and_long_keys_of_few_queries() -> None:
@@ -111,8 +106,8 @@ def test_keys_and_values_of_other_sizes_and_long_keys_of_few_queries() -> None:
     query, key, value = normal(1, B, 1, E), normal(2, B, 150, 5), normal(3, B, 150, 9)
     q, k, v = projected(mha, query, key, value)
     out, weights = mha(query, key, value, average_attn_weights=False)
-    close(weights @ v, lln_attention(q, k, v, 1.5, 1.25))
-    close(out, joined(mha, weights @ v))
+    assert_norm_close(weights @ v, lln_attention(q, k, v, 1.5, 1.25))
+    assert_norm_close(out, joined(mha, weights @ v))
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -125,12 +120,12 @@ def test_layouts_agree(average: bool) -> None:
     expected = nn.MultiheadAttention(E, H, batch_first=True).double()(query, key, value, padding, **options)
     assert [out.shape, weights.shape] == [t.shape for t in expected]
     turned = last(*(t.transpose(0, 1) for t in (query, key, value)), padding, **options)
-    close(turned[0].transpose(0, 1), out)
-    close(turned[1], weights)
+    assert_norm_close(turned[0].transpose(0, 1), out)
+    assert_norm_close(turned[1], weights)
     for b in range(B):
         single = last(query[b], key[b], value[b], padding[b], **options)
-        close(single[0], out[b])
-        close(single[1], weights[b])
+        assert_norm_close(single[0], out[b])
+        assert_norm_close(single[1], weights[b])
 
 
 @pytest.mark.parametrize("options", [{}, {"block_size": 3}, {"add_bias_kv": True, "add_zero_attn": True}])
@@ -140,12 +135,12 @@ def test_padding_is_invisible(options: dict[str, Any]) -> None:
     out, weights = mha(x, x, x, PADDING)
     for inputs, mask in ((other, PADDING), (x, additive(PADDING)), (x, additive(PADDING).float())):
         again, _ = mha(inputs, inputs, inputs, mask)
-        close(again[~PADDING], out[~PADDING])
+        assert_norm_close(again[~PADDING], out[~PADDING])
     for b, n in enumerate((~PADDING).sum(1).tolist()):
         alone, p = mha(x[b, :n], x[b, :n], x[b, :n])
-        close(alone, out[b, :n])
+        assert_norm_close(alone, out[b, :n])
         kept = torch.cat([weights[b, :n, :n], weights[b, :n, L:]], -1)
-        close(kept, p)
+        assert_norm_close(kept, p)
 
 
 def test_a_sample_of_padding_alone_is_finite() -> None:
@@ -167,8 +162,8 @@ def test_appended_keys_are_keys() -> None:
     key_mask = torch.cat([~PADDING, torch.ones(B, 2, dtype=torch.bool)], 1)
     expected = lln_attention(q, k, v, 1.5, 1.25, key_mask=key_mask)
     out, weights = mha(x, x, x, PADDING, average_attn_weights=False)
-    close(weights @ v, expected)
-    close(out, joined(mha, expected))
+    assert_norm_close(weights @ v, expected)
+    assert_norm_close(out, joined(mha, expected))
 
 
 @pytest.mark.parametrize("hint", [False, True])
@@ -185,7 +180,7 @@ def test_a_causal_mask_is_found(kind: str, hint: bool) -> None:
     }[kind]
     expected = mha(x, x, x, PADDING if kind == "with padding" else None, is_causal=True)
     for got, wanted in zip(mha(x, x, x, attn_mask=mask, is_causal=hint), expected, strict=True):
-        close(got, wanted)
+        assert_norm_close(got, wanted)
 
 
 def test_a_mask_that_hides_the_same_keys_from_all_is_padding() -> None:
@@ -193,9 +188,11 @@ def test_a_mask_that_hides_the_same_keys_from_all_is_padding() -> None:
     expected, _ = mha(x, x, x, PADDING)
     each = PADDING[:, None].expand(B, L, L).repeat_interleave(H, 0)
     for mask in (each, additive(each)):
-        close(mha(x, x, x, attn_mask=mask)[0], expected)
-    close(mha(x, x, x, PADDING, attn_mask=PADDING[2].expand(L, L))[0], mha(x, x, x, PADDING | PADDING[2])[0])
-    close(mha(x, x, x, attn_mask=torch.zeros(L, L))[0], mha(x, x, x)[0])
+        assert_norm_close(mha(x, x, x, attn_mask=mask)[0], expected)
+    assert_norm_close(
+        mha(x, x, x, PADDING, attn_mask=PADDING[2].expand(L, L))[0], mha(x, x, x, PADDING | PADDING[2])[0]
+    )
+    assert_norm_close(mha(x, x, x, attn_mask=torch.zeros(L, L))[0], mha(x, x, x)[0])
 
 
 def encoder_layer(**options: Any) -> nn.TransformerEncoderLayer:
@@ -226,9 +223,9 @@ def test_encoders_run_it_in_eval_as_in_training(build: Any, padding: Tensor | No
     model = build(layer).requires_grad_(False)
     visible = ~PADDING if padding is not None else torch.ones(B, L, dtype=torch.bool)
     expected = model.train()(x, src_key_padding_mask=padding)[visible]
-    close(model.eval()(x, src_key_padding_mask=padding)[visible], expected)
+    assert_norm_close(model.eval()(x, src_key_padding_mask=padding)[visible], expected)
     with torch.no_grad():
-        close(model.eval()(x, src_key_padding_mask=padding)[visible], expected)
+        assert_norm_close(model.eval()(x, src_key_padding_mask=padding)[visible], expected)
     softmax = nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64)
     softmax.load_state_dict(layer.self_attn.state_dict())
     for part in model.modules():
@@ -248,7 +245,7 @@ def test_a_decoder_does_not_see_the_future(statistics: str) -> None:
     out = nn.TransformerDecoder(layer, 2).eval()(x, memory, mask)
     changed = torch.cat([x[:, :4], normal(3, B, L - 4, E)], 1)
     again = nn.TransformerDecoder(layer, 2).eval()(changed, memory, mask)
-    close(again[:, :4], out[:, :4])
+    assert_norm_close(again[:, :4], out[:, :4])
     assert relative_error(again[:, 4:], out[:, 4:]) > 1e-2
 
 
@@ -277,10 +274,10 @@ def test_dropout_acts_in_training_only_and_not_on_the_weights() -> None:
     kept = module()
     (dropped, weights), (out, expected) = mha(x, x, x), kept(x, x, x)
     assert relative_error(dropped, out) > 1e-2
-    close(weights, expected)
-    close(mha.eval()(x, x, x)[0], out)
+    assert_norm_close(weights, expected)
+    assert_norm_close(mha.eval()(x, x, x)[0], out)
     mha.train().dropout = 0.0
-    close(mha(x, x, x)[0], out)
+    assert_norm_close(mha(x, x, x)[0], out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -294,7 +291,7 @@ def test_narrow_dtypes_come_out_as_they_went_in(dtype: torch.dtype, autocast: bo
     assert out.dtype == weights.dtype == dtype
     tolerance = 16 * torch.finfo(dtype).eps
     for got, wanted in zip((out, weights), exact(x, x, x, PADDING), strict=True):
-        close(got.double(), wanted, tolerance)
+        assert_norm_close(got.double(), wanted, tolerance)
 
 
 X, KEYS = normal(1, B, L, E), normal(2, B, S, E)

@@ -1,23 +1,19 @@
 """LLNAttention: who may be seen by the statistics, what is stored and when, what is learned."""
 
 import copy
+import functools
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from helpers.tensors import make_inputs
 from lln import LLNAttention, lln_attention, match_moments
 
-SHAPES = [(2, 4, 30, 8), (2, 2, 30, 8), (2, 2, 30, 6)]
-
-
-def inputs(seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in SHAPES]
+draw_inputs = functools.partial(make_inputs, 2, 4, 2, 30, 8, 6)
 
 
 def module(**options: Any) -> LLNAttention:
@@ -26,7 +22,7 @@ def module(**options: Any) -> LLNAttention:
 
 @pytest.mark.parametrize("matching", ["paper", "variance", "entropy"])
 def test_sample_statistics_are_those_of_each_sample_and_head_group(matching: str) -> None:
-    q, k, v = inputs()
+    q, k, v = draw_inputs()
     out = module(matching=matching)(q, k, v)
     sigma_q = q.unflatten(1, (2, 2)).flatten(2).std(-1)
     alpha, beta = match_moments(sigma_q, k.flatten(2).std(-1), 8, matching, length=30)
@@ -35,7 +31,7 @@ def test_sample_statistics_are_those_of_each_sample_and_head_group(matching: str
 
 
 def test_batch_statistics_are_one_number_over_everything_as_in_the_released_code() -> None:
-    q, k, v = inputs()
+    q, k, v = draw_inputs()
     out = module(statistics="batch").eval()(q, k, v)
     alpha, beta = match_moments(q.std().item(), k.std().item(), 8)
     torch.testing.assert_close(out, lln_attention(q, k, v, alpha, beta), rtol=1e-10, atol=1e-10)
@@ -45,8 +41,8 @@ def test_batch_statistics_are_one_number_over_everything_as_in_the_released_code
 @pytest.mark.parametrize("matching", ["paper", "variance", "entropy"])
 def test_batch_mates_are_invisible_exactly(matching: str, block_size: int | None) -> None:
     attention = module(matching=matching, block_size=block_size)
-    q, k, v = inputs()
-    mate = [torch.cat([t[:1], 50 * u[1:]]) for t, u in zip((q, k, v), inputs(1), strict=True)]
+    q, k, v = draw_inputs()
+    mate = [torch.cat([t[:1], 50 * u[1:]]) for t, u in zip((q, k, v), draw_inputs(seed=1), strict=True)]
     assert torch.equal(attention(*mate)[0], attention(q, k, v)[0])
     packed = [t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in (q, k, v)]
     other = [torch.cat([t[:, :, :30], 50 * t[:, :, 30:]], 2) for t in packed]
@@ -60,8 +56,8 @@ def test_batch_mates_are_invisible_exactly(matching: str, block_size: int | None
 @pytest.mark.parametrize("matching", ["paper", "entropy"])
 def test_padding_is_invisible_to_the_statistics(left: bool, matching: str) -> None:
     attention = module(matching=matching, block_size=7)
-    q, k, v = inputs()
-    noise = [100 * t[:, :, :5] for t in inputs(2)]
+    q, k, v = draw_inputs()
+    noise = [100 * t[:, :, :5] for t in draw_inputs(seed=2)]
     padded = [torch.cat([n, t] if left else [t, n], 2) for t, n in zip((q, k, v), noise, strict=True)]
     mask = torch.ones(2, 35, dtype=torch.bool)
     mask[:, :5] = not left
@@ -75,20 +71,20 @@ def test_padding_is_invisible_to_the_statistics(left: bool, matching: str) -> No
 @pytest.mark.parametrize("statistics", ["sample", "batch"])
 def test_a_factor_moved_from_keys_to_queries_changes_nothing(matching: str, statistics: str) -> None:
     attention = module(matching=matching, statistics=statistics)
-    q, k, v = inputs()
+    q, k, v = draw_inputs()
     torch.testing.assert_close(attention(3 * q, k / 3, v), attention(q, k, v), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("statistics", ["sample", "batch"])
 def test_statistics_over_all_tokens_are_refused_where_they_would_show_the_future(statistics: str) -> None:
     with pytest.raises(ValueError, match=f"statistics='{statistics}' looks at all tokens.*'running' or 'fixed'"):
-        module(statistics=statistics)(*inputs(), is_causal=True)
+        module(statistics=statistics)(*draw_inputs(), is_causal=True)
     with pytest.raises(ValueError, match="in decoders"):
-        module(statistics=statistics, decoder=True)(*inputs())
+        module(statistics=statistics, decoder=True)(*draw_inputs())
 
 
 def test_statistics_carry_no_gradient() -> None:
-    q, k, _ = (t.requires_grad_() for t in inputs())
+    q, k, _ = (t.requires_grad_() for t in draw_inputs())
     alpha, beta = module().coefficients(q, k)
     assert not alpha.requires_grad
     assert not beta.requires_grad
@@ -96,7 +92,7 @@ def test_statistics_carry_no_gradient() -> None:
 
 def test_running_statistics_lag_one_step_and_freeze_in_eval() -> None:
     attention = module(statistics="running", momentum=0.25)
-    first, second = inputs(1), [2 * t for t in inputs(2)]
+    first, second = draw_inputs(seed=1), [2 * t for t in draw_inputs(seed=2)]
     variances = [[t[1].transpose(0, 1).flatten(1).var(-1) for t in (first, second)]]
     out = attention(*first)
     usual = match_moments(1.0, 1.0, 8)
@@ -115,10 +111,10 @@ def test_running_statistics_lag_one_step_and_freeze_in_eval() -> None:
 
 def test_saving_commits_and_loading_discards_what_is_pending() -> None:
     attention, other = module(statistics="running"), module(statistics="running")
-    attention(*inputs(1))
+    attention(*draw_inputs(seed=1))
     saved = attention.state_dict()
     assert saved["running_count"] == 1
-    other(*inputs(2))
+    other(*draw_inputs(seed=2))
     other.load_state_dict(saved)
     other.eval()
     assert torch.equal(other.running_variance_q, attention.running_variance_q)
@@ -131,7 +127,7 @@ def test_checkpointing_with_running_statistics_is_bit_equal_and_updates_once_a_s
     for checkpointed in (False, True):
         attention = module(statistics="running", block_size=7, mix="scales")
         for step in range(3):
-            q, k, v = (t.requires_grad_() for t in inputs(step))
+            q, k, v = (t.requires_grad_() for t in draw_inputs(seed=step))
             attention.zero_grad()
             call = lambda q, k, v: attention(q, k, v, is_causal=True)  # noqa: B023, E731
             out = checkpoint(call, q, k, v, use_reentrant=use_reentrant) if checkpointed else call(q, k, v)
@@ -147,7 +143,7 @@ def train_on_one_rank(rank: int, folder: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     attention = module(statistics="running")
     for step in range(3):
-        attention(*(t[rank : rank + 1] * (step + 1) for t in inputs(step)))
+        attention(*(t[rank : rank + 1] * (step + 1) for t in draw_inputs(seed=step)))
     if rank == 0:  # saving on one rank alone must not wait for the other
         attention.state_dict()
     attention.eval()
@@ -162,7 +158,7 @@ def test_two_processes_hold_the_buffers_of_one_with_both_batches(monkeypatch: py
         first, second = (torch.load(Path(folder) / f"rank{rank}.pt") for rank in range(2))
     whole = module(statistics="running")
     for step in range(3):
-        whole(*(t * (step + 1) for t in inputs(step)))
+        whole(*(t * (step + 1) for t in draw_inputs(seed=step)))
     for name, expected in whole.eval().state_dict().items():
         assert torch.equal(first[name], second[name])
         torch.testing.assert_close(first[name], expected)
@@ -180,7 +176,7 @@ def test_nothing_is_stored_unless_it_is_learned_or_running() -> None:
 
 @pytest.mark.parametrize("learnable", ["head", "channel"])
 def test_learned_alpha_and_beta_start_where_they_are_told_and_learn(learnable: str) -> None:
-    q, k, v = inputs()
+    q, k, v = draw_inputs()
     attention = module(statistics="fixed", alpha=1.5, beta=torch.tensor([1.2, 0.7]), learnable=learnable)
     beta = torch.tensor([1.2, 0.7]).double()
     torch.testing.assert_close(attention(q, k, v), lln_attention(q, k, v, 1.5, beta), rtol=1e-6, atol=1e-6)
@@ -193,7 +189,7 @@ def test_learned_alpha_and_beta_start_where_they_are_told_and_learn(learnable: s
 
 @pytest.mark.parametrize("mix", ["ratio", "scales"])
 def test_learned_mixes_start_at_the_average_and_learn(mix: str) -> None:
-    q, k, v = inputs()
+    q, k, v = draw_inputs()
     attention, plain = module(block_size=7, mix=mix), module(block_size=7)
     torch.testing.assert_close(attention(q, k, v), plain(q, k, v))
     attention(q, k, v).square().sum().backward()
@@ -202,14 +198,14 @@ def test_learned_mixes_start_at_the_average_and_learn(mix: str) -> None:
 
 def test_dropout_is_for_training_only() -> None:
     attention = module(dropout=0.5)
-    assert not torch.equal(attention(*inputs()), attention(*inputs()))
+    assert not torch.equal(attention(*draw_inputs()), attention(*draw_inputs()))
     attention.eval()
-    assert torch.equal(attention(*inputs()), attention(*inputs()))
+    assert torch.equal(attention(*draw_inputs()), attention(*draw_inputs()))
 
 
 def test_a_causal_sequence_goes_on_from_its_state() -> None:
     attention = module(statistics="running", block_size=7).eval()
-    q, k, v = inputs()
+    q, k, v = draw_inputs()
     whole = attention(q, k, v, is_causal=True)
     cut = [t.split([11, 19], 2) for t in (q, k, v)]
     first, state = attention(*(t[0] for t in cut), is_causal=True, return_state=True)
@@ -220,7 +216,7 @@ def test_a_causal_sequence_goes_on_from_its_state() -> None:
 def test_constant_inputs_and_half_precision_stay_finite() -> None:
     attention = LLNAttention(4, 8, num_key_heads=2, block_size=4)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        ones = [torch.ones(shape, dtype=dtype, requires_grad=True) for shape in SHAPES]
+        ones = [torch.ones_like(t, dtype=dtype, requires_grad=True) for t in draw_inputs()]
         out = attention(*ones)
         assert out.dtype == dtype
         grads = torch.autograd.grad(out.sum(), ones)

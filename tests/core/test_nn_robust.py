@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.tensors import make_inputs
 from lln import LLNAttention, MultiheadAttention, lln_attention, match_moments
 from lln.matching import curves
 
 
-def inputs(seed: int = 0, spread: float = 1.0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [spread * torch.randn(2, 2, 30, 8, generator=generator) for _ in range(3)]
+def draw_inputs(seed: int = 0, spread: float = 1.0) -> list[Tensor]:
+    return [spread * t for t in make_inputs(2, 2, 2, 30, 8, seed=seed, dtype=torch.float32)]
 
 
 def running(**options: Any) -> LLNAttention:
@@ -27,8 +27,8 @@ def variance(t: Tensor) -> Tensor:
 
 def test_a_batch_without_tokens_changes_nothing() -> None:
     attention = running()
-    attention(*inputs(0), key_mask=torch.zeros(2, 30, dtype=torch.bool))
-    q, k, v = inputs(1, spread=3.0)
+    attention(*draw_inputs(0), key_mask=torch.zeros(2, 30, dtype=torch.bool))
+    q, k, v = draw_inputs(1, spread=3.0)
     attention(q, k, v)
     attention.eval()
     assert attention.running_count == 1
@@ -37,7 +37,7 @@ def test_a_batch_without_tokens_changes_nothing() -> None:
 
 def test_one_overflowing_batch_does_not_spoil_the_averages() -> None:
     attention = running()
-    first, second = inputs(0), inputs(1)
+    first, second = draw_inputs(0), draw_inputs(1)
     attention(*first)
     second[1][0, 0, 0, 0] = torch.inf
     attention(*second)
@@ -47,7 +47,7 @@ def test_one_overflowing_batch_does_not_spoil_the_averages() -> None:
 
 def test_a_call_that_fails_is_not_counted() -> None:
     attention = running()
-    q, k, v = inputs(spread=100.0)
+    q, k, v = draw_inputs(spread=100.0)
     with pytest.raises(TypeError, match="state must be"):
         attention(q, k, v, state="nothing")  # type: ignore[arg-type]
     assert attention.eval().running_count == 0
@@ -55,7 +55,7 @@ def test_a_call_that_fails_is_not_counted() -> None:
 
 def test_copies_and_pickles_keep_what_is_pending() -> None:
     attention = running()
-    attention(*inputs(0))
+    attention(*draw_inputs(0))
     copies = [copy.deepcopy(attention), pickle.loads(pickle.dumps(attention))]
     attention.eval()
     for other in copies:
@@ -68,7 +68,7 @@ def test_casting_a_module_leaves_its_statistics_alone(dtype: torch.dtype) -> Non
     attention(*(torch.ones(2, 2, 30, 8, dtype=dtype) for _ in range(3)))
     attention.eval()
     assert attention.running_variance_q.dtype == torch.float32
-    alpha, beta = attention.coefficients(*inputs()[:2])
+    alpha, beta = attention.coefficients(*draw_inputs()[:2])
     assert alpha.isfinite().all()
     assert beta.isfinite().all()
     fixed = LLNAttention(2, 8, statistics="fixed").to(dtype)
@@ -91,7 +91,7 @@ def test_given_tensors_are_saved_and_given_numbers_are_not() -> None:
     assert list(first.state_dict()) == ["fixed_alpha"]
     second = LLNAttention(2, 8, statistics="fixed", alpha=torch.ones(2), beta=1.1)
     second.load_state_dict(first.state_dict())
-    q, k, v = inputs()
+    q, k, v = draw_inputs()
     assert torch.equal(second(q, k, v), lln_attention(q, k, v, alpha, 1.1))
 
 
@@ -114,7 +114,7 @@ def test_the_padding_of_a_memory_is_not_that_of_the_queries() -> None:
 
 
 def test_scale_and_length_reach_the_matching() -> None:
-    q, k, _ = inputs()
+    q, k, _ = draw_inputs()
     for scale in (None, 0.7):
         alpha, beta = LLNAttention(2, 8, scale=scale).coefficients(q, k)
         expected = match_moments(q.flatten(2).std(-1), k.flatten(2).std(-1), 8, scale=scale)
@@ -129,7 +129,7 @@ def test_scale_and_length_reach_the_matching() -> None:
 
 
 def test_packed_cross_attention_takes_a_pair_of_offsets() -> None:
-    q, k, v = (t[:1] for t in inputs())
+    q, k, v = (t[:1] for t in draw_inputs())
     offsets = torch.tensor([0, 10, 30]), torch.tensor([0, 25, 30])
     attention = LLNAttention(2, 8)
     first = attention(q[:, :, :10], k[:, :, :25], v[:, :, :25])
@@ -159,7 +159,7 @@ def test_matching_carries_no_gradient() -> None:
     ],
 )
 def test_wrong_input_is_named_before_statistics_stumble_over_it(changed: dict[str, Any], message: str) -> None:
-    given = dict(zip(("query", "key", "value"), inputs(), strict=True)) | changed
+    given = dict(zip(("query", "key", "value"), draw_inputs(), strict=True)) | changed
     with pytest.raises((ValueError, TypeError), match=message):
         LLNAttention(2, 8)(**given)
 
@@ -196,5 +196,5 @@ def test_a_module_compiles_as_one_graph(matching: str, statistics: str, monkeypa
     # With the decompositions of inductor: some of them read a value on the host.
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager_decomp_partition")
     for step in range(2):  # in training: running averages move from the first step to the second
-        tensors = inputs(step, spread=1.5)
+        tensors = draw_inputs(step, spread=1.5)
         torch.testing.assert_close(compiled(*tensors), other(*tensors), rtol=1e-4, atol=1e-5)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import lln
 import lln.hf
-from helpers.hf_models import build, inputs, output, tokens
+from helpers.hf_models import build_model, make_batch, output, tokens
 from helpers.memory import LargestTensor
-from helpers.reference import relative_error
+from helpers.tensors import make_inputs, relative_error
 from lln.instruments import lln_map, record, spectral_gap
 from lln.lab.recipes import recipe
 from lln.lab.train.config import change
@@ -24,12 +24,6 @@ from lln.nn.weights import dense_weights
 
 WIDE = torch.float64
 OFFSETS = torch.tensor([0, 9, 9, 24, 25, 31], dtype=torch.int32)
-
-
-def tensors(heads: int, key_heads: int, length: int, dim: int, value_dim: int | None = None, *, batch: int = 2) -> Any:
-    draw = torch.Generator().manual_seed(0)
-    shapes = (heads, dim), (key_heads, dim), (key_heads, value_dim or dim)
-    return tuple(torch.randn(batch, h, length, d, generator=draw, dtype=WIDE) for h, d in shapes)
 
 
 def windows(
@@ -81,7 +75,7 @@ def hidden(how: str) -> tuple[Tensor | None, Tensor | None, int]:
 @pytest.mark.parametrize(("heads", "key_heads", "size"), [(3, 3, 8), (4, 2, 12)])
 def test_it_is_the_windows_written_out(heads: int, key_heads: int, size: int, how: str, is_causal: bool) -> None:
     mask, offsets, batch = hidden(how)
-    q, k, v = tensors(heads, key_heads, 31, 5, 3, batch=batch)
+    q, k, v = make_inputs(batch, heads, key_heads, 31, 5, 3)
     module = made(heads, 5, size, num_key_heads=key_heads, mix=0.3)
     where: dict[str, Any] = {"is_causal": is_causal, "key_mask": mask, "cu_seqlens": offsets}
     linear = naive_attention(q, k, v, 1.3, 0.8, **where).out
@@ -96,7 +90,7 @@ def test_it_is_the_windows_written_out(heads: int, key_heads: int, size: int, ho
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 8, 16, 17])
 def test_every_length(length: int, is_causal: bool) -> None:
-    q, k, v = tensors(2, 1, length, 4)
+    q, k, v = make_inputs(2, 2, 1, length, 4)
     found = made(2, 4, 8, num_key_heads=1)(q, k, v, is_causal=is_causal)
     linear = naive_attention(q, k, v, 1.3, 0.8, is_causal=is_causal).out if length else q
     assert found.shape == q.shape
@@ -104,7 +98,7 @@ def test_every_length(length: int, is_causal: bool) -> None:
 
 
 def test_a_query_sees_as_many_keys_as_in_a_block_and_none_sits_at_the_edge() -> None:
-    q, k, _ = tensors(1, 1, 64, 4)
+    q, k, _ = make_inputs(2, 1, 1, 64, 4)
     p = dense_weights(made(1, 4, 16, mix=0.0), q, k)[0, 0]
     counts = (p > 0).sum(-1)
     assert (counts[8:-8] == 16).all()
@@ -117,7 +111,7 @@ def test_a_query_sees_as_many_keys_as_in_a_block_and_none_sits_at_the_edge() -> 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("how", ["plain", "masked", "packed"])
 def test_gradients(how: str, is_causal: bool) -> None:
-    q, k, v = tensors(2, 1, 9, 3, 2, batch=1)
+    q, k, v = make_inputs(1, 2, 1, 9, 3, 2)
     mask = torch.arange(9)[None] % 4 != 1 if how == "masked" else None
     offsets = torch.tensor([0, 3, 9], dtype=torch.int32) if how == "packed" else None
     module = made(2, 3, 4, num_key_heads=1, value_dim=2, mix="scales")
@@ -134,7 +128,7 @@ def test_gradients(how: str, is_causal: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("masked", [False, True])
 def test_narrow_dtypes_are_as_near_as_those_of_blocks(dtype: torch.dtype, masked: bool) -> None:
-    q, k, v = (t.to(dtype) for t in tensors(4, 2, 50, 8))
+    q, k, v = (t.to(dtype) for t in make_inputs(2, 4, 2, 50, 8))
     where: dict[str, Any] = {"key_mask": hidden("left")[0] if masked else None}
     if masked:
         q, k, v = (t[:, :, :31] for t in (q, k, v))
@@ -155,7 +149,7 @@ def test_narrow_dtypes_are_as_near_as_those_of_blocks(dtype: torch.dtype, masked
 
 def test_padding_packing_batch_mates_and_the_future_are_invisible() -> None:
     module = made(4, 6, 8, num_key_heads=2, statistics="sample", alpha=None, beta=None)
-    q, k, v = tensors(4, 2, 31, 6)
+    q, k, v = make_inputs(2, 4, 2, 31, 6)
     mask = hidden("left")[0]
     assert mask is not None
     alone = module(*(t[1:, :, 11:] for t in (q, k, v)))
@@ -163,7 +157,7 @@ def test_padding_packing_batch_mates_and_the_future_are_invisible() -> None:
         noisy = [torch.where(mask[:, None, :, None] & torch.tensor([False, True])[:, None, None, None], t, loud * t)
                  for t in (q, k, v)]  # fmt: skip
         assert relative_error(module(*noisy, key_mask=mask)[1:, :, 11:], alone) < 1e-13
-    q, k, v = tensors(4, 2, 31, 6, batch=1)
+    q, k, v = make_inputs(1, 4, 2, 31, 6)
     packed = module(q, k, v, cu_seqlens=OFFSETS)
     for start, end in [(0, 9), (9, 24), (24, 25), (25, 31)]:
         part = module(*(t[:, :, start:end] for t in (q, k, v)))
@@ -178,7 +172,7 @@ def test_padding_packing_batch_mates_and_the_future_are_invisible() -> None:
 @pytest.mark.parametrize("how", ["plain", "masked", "causal", "packed"])
 def test_no_tensor_grows_faster_than_the_length(how: str) -> None:
     def largest(length: int) -> int:
-        q, k, v = (t.float().requires_grad_() for t in tensors(2, 1, length, 8, batch=1))
+        q, k, v = (t.float().requires_grad_() for t in make_inputs(1, 2, 1, length, 8))
         where: dict[str, Any] = {"is_causal": how == "causal"}
         if how == "masked":
             where["key_mask"] = torch.arange(length)[None] % 7 != 0
@@ -194,7 +188,7 @@ def test_no_tensor_grows_faster_than_the_length(how: str) -> None:
 
 
 def test_the_mix_is_learned() -> None:
-    q, k, v = tensors(4, 2, 20, 6)
+    q, k, v = make_inputs(2, 4, 2, 20, 6)
     module = made(4, 6, 8, num_key_heads=2, mix="ratio")
     with torch.no_grad():
         module.mix_logit.copy_(torch.tensor([-1.0, 0.0, 1.0, 3.0]))
@@ -204,7 +198,7 @@ def test_the_mix_is_learned() -> None:
 
 
 def test_dropout_acts_in_training_alone_and_keeps_the_mean() -> None:
-    q, k, v = tensors(2, 2, 24, 6)
+    q, k, v = make_inputs(2, 2, 2, 24, 6)
     module = made(2, 6, 8, dropout=0.3, mix=0.0)
     still = module(q, k, v)
     module.train()
@@ -218,7 +212,7 @@ def test_dropout_acts_in_training_alone_and_keeps_the_mean() -> None:
 @pytest.mark.parametrize("how", ["plain", "left", "right", "holes"])
 def test_p_and_the_instruments_are_those_of_the_windows(how: str, is_causal: bool) -> None:
     mask, _, _ = hidden(how)
-    q, k, v = tensors(4, 2, 31, 6)
+    q, k, v = make_inputs(2, 4, 2, 31, 6)
     module = made(4, 6, 8, num_key_heads=2, mix=0.4)
     where: dict[str, Any] = {"is_causal": is_causal, "key_mask": mask}
     p, out = dense_weights(module, q, k, **where), module(q, k, v, **where)
@@ -254,23 +248,23 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
 
 
 def test_what_has_no_windows_is_refused_in_one_sentence() -> None:
-    q, k, v = tensors(2, 2, 8, 4)
+    q, k, v = make_inputs(2, 2, 2, 8, 4)
     module = made(2, 4, 4)
     with pytest.raises(ValueError, match="overlap: a state keeps one open block, and overlapping windows reach"):
         module(q, k, v, is_causal=True, return_state=True)
     with pytest.raises(ValueError, match="block_size: blocks along the diagonal need query and key of one sequence"):
         module(q[:, :, :5], k, v)
     with pytest.raises(ValueError, match="overlap goes with implementation='lln_diag'; got True"):
-        lln.hf.convert(build("bert"), "lln", overlap=True)
+        lln.hf.convert(build_model("bert"), "lln", overlap=True)
     with pytest.raises(ValueError, match="overlap goes with 'lln' and 'lln_diag'; got implementation='elu'"):
-        lln.hf.convert(build("bert"), "elu", overlap=True)
+        lln.hf.convert(build_model("bert"), "elu", overlap=True)
     with pytest.raises(ValueError, match="overlap needs a block_size that is a multiple of 4; got block_size=6"):
-        lln.hf.convert(build("bert"), overlap=True, block_size=6)
+        lln.hf.convert(build_model("bert"), overlap=True, block_size=6)
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama", "bart"])
 def test_models_keep_it_through_saving(kind: str, tmp_path: Path) -> None:
-    model, given = build(kind), inputs(kind, 0)
+    model, given = build_model(kind), make_batch(kind, 0)
     statistics = {"encoder": "sample", "decoder": "fixed"}
     lln.hf.convert(model, block_size=8, statistics=statistics)
     before = output(model, **given)
@@ -286,7 +280,7 @@ def test_models_keep_it_through_saving(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_decoder_writes_with_all_its_keys() -> None:
-    model = build("llama")
+    model = build_model("llama")
     lln.hf.convert(model, block_size=8, overlap=True, statistics="fixed")
     ids = tokens(0, 2, 11)
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}

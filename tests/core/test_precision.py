@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.reference import relative_error
+from helpers.tensors import normal, relative_error
 from lln import lln_attention
 
 
@@ -21,11 +21,6 @@ def plain(q: Tensor, k: Tensor, v: Tensor, alpha: float, beta: float, is_causal:
     return torch.cat(prefixes, 2)
 
 
-def inputs(seed: int, length: int, dim: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(1, 2, length, dim, generator=generator, dtype=torch.float64) for _ in range(4)]
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("size", [10.0, 60.0, 200.0, 400.0])
 @pytest.mark.parametrize("shift", [0.0, 300.0])
@@ -34,7 +29,7 @@ def test_float32_outputs_and_gradients_are_as_good_as_plain_pytorch(size: float,
     ours: list[list[float]] = []
     others: list[list[float]] = []
     for seed in range(3):
-        *qkv, g = inputs(seed, 200, 16)
+        *qkv, g = normal(seed, 4, 1, 2, 200, 16, dtype=torch.float64)
         alpha, beta = (size / t.abs().max().item() for t in qkv[:2])
         qkv[1] = qkv[1] + shift / beta
         exact = results(lambda *t: plain(*t, alpha, beta, is_causal), qkv, g)  # noqa: B023
@@ -57,7 +52,7 @@ def results(call, tensors: list[Tensor], g: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_largest_finite_queries_and_keys_give_finite_results(dtype: torch.dtype, is_causal: bool) -> None:
-    *qkv, g = (t.to(dtype) for t in inputs(0, 40, 8))
+    *qkv, g = (t.to(dtype) for t in normal(0, 4, 1, 2, 40, 8, dtype=torch.float64))
     for scaled in ([0], [1], [0, 1]):
         tensors = [t / t.abs().max() * torch.finfo(dtype).max if i in scaled else t for i, t in enumerate(qkv)]
         for found in results(lambda *t: lln_attention(*t, 8.0, 8.0, is_causal=is_causal), tensors, g):
@@ -66,7 +61,7 @@ def test_the_largest_finite_queries_and_keys_give_finite_results(dtype: torch.dt
 
 def test_the_usual_form_shrinks_to_zero_where_the_two_softmaxes_hold() -> None:
     """Subtract the maxima of q and of k, add an epsilon: what linear attention code usually does."""
-    q, k, v, _ = inputs(0, 200, 16)
+    q, k, v, _ = normal(0, 4, 1, 2, 200, 16, dtype=torch.float64)
     alpha, beta = (400.0 / t.abs().max().item() for t in (q, k))
     exact = plain(q, k, v, alpha, beta, is_causal=False)
     a, b = ((factor * t.float()) for factor, t in ((alpha, q), (beta, k)))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helpers.reference import normal, relative_error
+from helpers.tensors import make_inputs, normal, relative_error
 from lln import LLNState, lln_attention
 
 SEEDS = st.integers(0, 10**6)
@@ -28,9 +28,8 @@ def holds_for(*strategies: Any) -> Callable[[Callable], Callable]:
     return lambda test: rules(given(*strategies)(test))
 
 
-def inputs(seed: int, length: int, batch: int = 1, groups: int = 2, dim: int = 4, dv: int = 3) -> list[Tensor]:
-    shapes = [(batch, 2 * groups, length, dim), (batch, 2, length, dim), (batch, 2, length, dv)]
-    return [normal(3 * seed + s, *shape) for s, shape in enumerate(shapes)]
+def draw_inputs(seed: int, length: int, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    return make_inputs(batch, 4, 2, length, 4, 3, seed=3 * seed, exact=True)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
@@ -41,7 +40,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
 def test_each_row_is_a_distribution_over_keys(
     seed: int, length: int, block_size: int | None, is_causal: bool, size: float
 ) -> None:
-    q, k, _ = inputs(seed, length)
+    q, k, _ = draw_inputs(seed, length)
     identity = torch.eye(length, dtype=torch.float64).expand(1, 2, -1, -1)  # then the output is P itself
     p = attend(size * q, size * k, identity, block_size=block_size, is_causal=is_causal)
     assert p.min() >= 0
@@ -54,7 +53,7 @@ def test_each_row_is_a_distribution_over_keys(
 
 @holds_for(SEEDS, LENGTHS)
 def test_the_order_of_keys_is_invisible(seed: int, length: int) -> None:
-    q, k, v = inputs(seed, length)
+    q, k, v = draw_inputs(seed, length)
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
     assert relative_error(attend(q, k[:, :, order], v[:, :, order]), attend(q, k, v)) <= EXACT
 
@@ -63,7 +62,7 @@ def test_the_order_of_keys_is_invisible(seed: int, length: int) -> None:
 def test_padding_is_invisible(
     seed: int, length: int, block_size: int | None, is_causal: bool, left: int, right: int
 ) -> None:
-    plain = [x.requires_grad_() for x in inputs(seed, length)]
+    plain = [x.requires_grad_() for x in draw_inputs(seed, length)]
     rows = slice(left, left + length)
     padded = [100 * normal(seed + s, *x.shape[:2], left + length + right, x.shape[3]) for s, x in enumerate(plain)]
     for x, y in zip(padded, plain, strict=True):
@@ -87,7 +86,7 @@ def test_padding_is_invisible(
 @holds_for(SEEDS, LENGTHS, BLOCKS, st.booleans())
 def test_batch_mates_are_invisible(seed: int, length: int, block_size: int | None, is_causal: bool) -> None:
     options = {"block_size": block_size, "is_causal": is_causal}
-    batch = inputs(seed, length, batch=3)
+    batch = draw_inputs(seed, length, batch=3)
     for x in batch:
         x[1:] *= 1e3
     key_mask = normal(seed, 3, length) > 0
@@ -99,7 +98,7 @@ def test_batch_mates_are_invisible(seed: int, length: int, block_size: int | Non
 @holds_for(SEEDS, st.integers(2, 140), st.data(), BLOCKS)
 def test_prefixes_do_not_see_the_future(seed: int, length: int, data: st.DataObject, block_size: int | None) -> None:
     now = data.draw(st.integers(1, length - 1))
-    q, k, v = (x.float() for x in inputs(seed, length))
+    q, k, v = (x.float() for x in draw_inputs(seed, length))
     before = attend(q, k, v, is_causal=True, block_size=block_size)
     for x in (q, k, v):
         x[:, :, now:] *= 1e3
@@ -113,7 +112,7 @@ def test_prefixes_do_not_see_the_future(seed: int, length: int, data: st.DataObj
 def test_only_the_products_alpha_q_and_beta_k_matter(
     seed: int, length: int, c: float, block_size: int | None, is_causal: bool
 ) -> None:
-    q, k, v = inputs(seed, length)
+    q, k, v = draw_inputs(seed, length)
     options = {"block_size": block_size, "is_causal": is_causal}
     rescaled = lln_attention(c * q, k / c, v, 1.25 / c, 1.75 * c, **options)
     assert relative_error(rescaled, attend(q, k, v, **options)) <= EXACT
@@ -130,7 +129,7 @@ def cuts_of(data: st.DataObject, length: int) -> list[int]:
 
 @holds_for(SEEDS, LENGTHS, st.data())
 def test_merged_parts_are_the_whole(seed: int, length: int, data: st.DataObject) -> None:
-    q, k, v = inputs(seed, length, batch=2)
+    q, k, v = draw_inputs(seed, length, batch=2)
     key_mask = normal(seed, 2, length) > -0.5
     cuts = cuts_of(data, length)
     state = LLNState.empty(2, 2, 4, 3, dtype=torch.float64)
@@ -145,7 +144,7 @@ def test_a_causal_sequence_may_be_cut_anywhere(
     seed: int, length: int, block_size: int | None, left: int, data: st.DataObject
 ) -> None:
     """Outputs and all gradients through the carried state; one sample left padded, with a hole further on."""
-    q, k, v = leaves = [x.requires_grad_() for x in inputs(seed, length, batch=2)]
+    q, k, v = leaves = [x.requires_grad_() for x in draw_inputs(seed, length, batch=2)]
     key_mask = torch.ones(2, length, dtype=torch.bool)
     key_mask[1, : min(left, length - 1)] = False
     key_mask[1, length // 2 : length // 2 + 2] = False
@@ -173,7 +172,7 @@ def test_a_causal_sequence_may_be_cut_anywhere(
 def test_packed_causal_sequences_may_be_cut_anywhere(
     seed: int, lengths: list[int], block_size: int | None, data: st.DataObject
 ) -> None:
-    samples = [inputs(seed + s, n) for s, n in enumerate(lengths)]
+    samples = [draw_inputs(seed + s, n) for s, n in enumerate(lengths)]
     cuts = [data.draw(st.integers(0, n)) for n in lengths]
 
     def pack(parts: list[list[Tensor]], state: LLNState | None) -> tuple[list[Tensor], LLNState]:
@@ -197,7 +196,7 @@ def test_packed_causal_sequences_may_be_cut_anywhere(
         assert relative_error(torch.cat([head, tail], 2), expected) <= EXACT
 
 
-def same(a: LLNState, b: LLNState) -> bool:
+def agree(a: LLNState, b: LLNState) -> bool:
     close = torch.allclose(a.log_sum, b.log_sum, rtol=EXACT, atol=EXACT)
     return close and relative_error(a.mean_value, b.mean_value) <= EXACT
 
@@ -207,14 +206,14 @@ def test_merge_is_associative_commutative_and_has_an_identity(seed: int, lengths
     a, b, c = (
         fold(size * k, v, key_mask=normal(seed + s, 2, n) > 0)  # some samples end up empty
         for s, n in enumerate(lengths)
-        for _, k, v in [inputs(seed + s, n, batch=2)]
+        for _, k, v in [draw_inputs(seed + s, n, batch=2)]
     )
     empty = LLNState.empty(2, 2, 4, 3, dtype=torch.float64)
-    assert same(a.merge(b).merge(c), a.merge(b.merge(c)))
-    assert same(a.merge(b), b.merge(a))
-    assert same(a.merge(empty), a)
-    assert same(empty.merge(a), a)
-    assert same(empty.merge(empty), empty)
+    assert agree(a.merge(b).merge(c), a.merge(b.merge(c)))
+    assert agree(a.merge(b), b.merge(a))
+    assert agree(a.merge(empty), a)
+    assert agree(empty.merge(a), a)
+    assert agree(empty.merge(empty), empty)
 
 
 def test_a_hundred_thousand_single_tokens_merge_to_one_pass() -> None:
@@ -234,20 +233,20 @@ def test_a_hundred_thousand_single_tokens_merge_to_one_pass() -> None:
 
 
 def test_open_blocks_do_not_merge() -> None:
-    q, k, v = inputs(0, 6)
+    q, k, v = draw_inputs(0, 6)
     _, state = attend(q, k, v, is_causal=True, block_size=4, return_state=True)
     with pytest.raises(ValueError, match="block"):
         state.merge(state)
     with pytest.raises(ValueError, match="block"):
         state.merge(fold(k, v))
     with pytest.raises(ValueError, match="causal"):
-        attend(*inputs(1, 6), block_size=4, state=state)  # bidirectional
+        attend(*draw_inputs(1, 6), block_size=4, state=state)  # bidirectional
 
 
 def test_a_detached_state_stops_the_gradient() -> None:
-    q, k, v = (x.requires_grad_() for x in inputs(0, 6))
+    q, k, v = (x.requires_grad_() for x in draw_inputs(0, 6))
     for block_size in (None, 4):
         _, state = attend(q, k, v, is_causal=True, block_size=block_size, return_state=True)
-        later = attend(*inputs(1, 6), is_causal=True, block_size=block_size, state=state)
+        later = attend(*draw_inputs(1, 6), is_causal=True, block_size=block_size, state=state)
         assert all(g.any() for g in torch.autograd.grad(later.sum(), (k, v)))
-        assert not attend(*inputs(1, 6), is_causal=True, block_size=block_size, state=state.detach()).requires_grad
+        assert not attend(*draw_inputs(1, 6), is_causal=True, block_size=block_size, state=state.detach()).requires_grad

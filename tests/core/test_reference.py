@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from helpers.reference import normal, relative_error
+from helpers.tensors import normal, relative_error
 from lln.naive import State, log_similarity, masked_softmax, naive_attention, raw_map
 
 

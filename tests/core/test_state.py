@@ -3,20 +3,16 @@
 import pytest
 import torch
 
+from helpers.tensors import make_inputs
 from lln import LLNState, lln_attention
 
 
-def inputs(length: int, batch: int = 3, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
-    torch.manual_seed(length)
-    return (
-        torch.randn(batch, 4, length, 6, dtype=dtype),
-        torch.randn(batch, 2, length, 6, dtype=dtype),
-        torch.randn(batch, 2, length, 5, dtype=dtype),
-    )
+def draw_inputs(length: int, batch: int = 3, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    return make_inputs(batch, 4, 2, length, 6, 5, seed=length, dtype=dtype)
 
 
 def state_after(length: int, block_size: int | None, **options) -> LLNState:
-    q, k, v = inputs(length, **options)
+    q, k, v = draw_inputs(length, **options)
     return lln_attention(q, k, v, 1.3, 0.8, is_causal=True, block_size=block_size, return_state=True)[1]
 
 
@@ -27,7 +23,7 @@ def test_a_state_has_the_same_size_after_one_token_and_after_a_thousand(block_si
 
 @pytest.mark.parametrize("block_size", [None, 8])
 def test_the_empty_state_changes_nothing(block_size: int | None) -> None:
-    q, k, v = inputs(21)
+    q, k, v = draw_inputs(21)
     options = {"is_causal": True, "block_size": block_size}
     empty = LLNState.empty(3, 2, 6, 5, block_size=block_size, dtype=torch.float64)
     out = lln_attention(q, k, v, 1.3, 0.8, state=empty, **options)
@@ -67,9 +63,9 @@ def test_an_empty_state_that_meets_no_tokens_has_zero_gradient() -> None:
 def test_reordering_a_state_is_reordering_the_batch() -> None:
     order = torch.tensor([2, 0, 0])
     state = state_after(13, 8)
-    q, k, v = (t[order] for t in inputs(5))
+    q, k, v = (t[order] for t in draw_inputs(5))
     out = lln_attention(q, k, v, 1.3, 0.8, is_causal=True, block_size=8, state=state.index_select(order))
-    q0, k0, v0 = (torch.cat([a[order], b], 2) for a, b in zip(inputs(13), (q, k, v), strict=True))
+    q0, k0, v0 = (torch.cat([a[order], b], 2) for a, b in zip(draw_inputs(13), (q, k, v), strict=True))
     whole = lln_attention(q0, k0, v0, 1.3, 0.8, is_causal=True, block_size=8)
     torch.testing.assert_close(out, whole[:, :, 13:], rtol=1e-12, atol=1e-12)
 
@@ -84,7 +80,7 @@ def test_a_state_moves_to_other_dtypes_but_keeps_its_precision() -> None:
 
 
 def test_detaching_a_state_cuts_the_graph() -> None:
-    q, k, v = inputs(9)
+    q, k, v = draw_inputs(9)
     _, state = lln_attention(q, k.requires_grad_(), v, 1.3, 0.8, return_state=True)
     assert state.mean_value.requires_grad
     assert not state.detach().mean_value.requires_grad
@@ -92,7 +88,7 @@ def test_detaching_a_state_cuts_the_graph() -> None:
 
 
 def test_the_open_block_holds_the_last_tokens_and_nothing_else() -> None:
-    _, k, v = inputs(13)
+    _, k, v = draw_inputs(13)
     state = state_after(13, 8)
     assert state.count.tolist() == [13, 13, 13]
     assert state.block_mask.tolist() == [[True] * 5 + [False] * 3] * 3
@@ -104,7 +100,7 @@ def test_the_open_block_holds_the_last_tokens_and_nothing_else() -> None:
 
 def test_a_learned_beta_in_a_state_is_a_copy() -> None:
     beta = torch.full((2,), 0.8, dtype=torch.float64, requires_grad=True)
-    q, k, v = inputs(9)
+    q, k, v = draw_inputs(9)
     _, state = lln_attention(q, k, v, 1.3, beta, return_state=True)
     with torch.no_grad():
         beta += 1.0  # as an optimiser does

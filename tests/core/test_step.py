@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.reference import relative_error
+from helpers.tensors import relative_error
 from lln import LLNState, lln_attention
 from lln.naive import naive_attention
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from helpers.tensors import make_inputs, weighted_gradients
 from lln import LLNState, lln_attention
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -20,34 +21,28 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def inputs(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    return [torch.randn(2, 2, 20, 4, dtype=dtype, requires_grad=True) for _ in range(3)]
-
-
-def gradients(out: torch.Tensor, leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-    return torch.autograd.grad(out, leaves, weights)
+def make_leaves(dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    return [t.requires_grad_() for t in make_inputs(2, 2, 2, 20, 4, dtype=dtype)]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 @pytest.mark.parametrize("name", CALLS)
 def test_compiled_as_one_graph_it_gives_the_same(name: str) -> None:
     torch.compiler.reset()
-    leaves = inputs()
+    leaves = make_leaves()
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return lln_attention(q, k, v, 1.5, 1.5, **CALLS[name])
 
     out, expected = torch.compile(call, fullgraph=True, backend="aot_eager")(*leaves), call(*leaves)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    for got, wanted in zip(gradients(out, leaves), gradients(expected, leaves), strict=True):
+    for got, wanted in zip(weighted_gradients(out, leaves), weighted_gradients(expected, leaves), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing_repeats_dropout_and_gradients_exactly(use_reentrant: bool) -> None:
-    leaves = inputs()
+    leaves = make_leaves()
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return lln_attention(q, k, v, 1.5, 1.5, block_size=8, dropout_p=0.3)
@@ -65,7 +60,7 @@ def test_activation_checkpointing_repeats_dropout_and_gradients_exactly(use_reen
 
 @pytest.mark.parametrize("name", CALLS)
 def test_functional_gradients_are_the_gradients(name: str) -> None:
-    leaves = inputs()
+    leaves = make_leaves()
 
     def loss(*tensors: torch.Tensor) -> torch.Tensor:
         return lln_attention(*tensors, 1.5, 1.5, **CALLS[name]).square().sum()
@@ -77,21 +72,21 @@ def test_functional_gradients_are_the_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_autocast_narrows_the_inputs_and_nothing_inside(name: str) -> None:
-    leaves = inputs(torch.float32)
+    leaves = make_leaves(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         out = lln_attention(*leaves, 1.5, 1.5, **CALLS[name])
-        grads = gradients(out, leaves)  # the backward pass, too, may run under autocast
+        grads = weighted_gradients(out, leaves)  # the backward pass, too, may run under autocast
     narrow = [leaf.detach().bfloat16().requires_grad_() for leaf in leaves]
     expected = lln_attention(*narrow, 1.5, 1.5, **CALLS[name])
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, expected)
-    for got, wanted in zip(grads, gradients(expected, narrow), strict=True):
+    for got, wanted in zip(grads, weighted_gradients(expected, narrow), strict=True):
         assert got.dtype == torch.float32
         assert torch.equal(got, wanted.float())
 
 
 def test_float64_is_left_alone_by_autocast() -> None:
-    leaves = inputs()
+    leaves = make_leaves()
     with torch.autocast("cpu", torch.bfloat16):
         out = lln_attention(*leaves, 1.5, 1.5, is_causal=True)
     assert torch.equal(out, lln_attention(*leaves, 1.5, 1.5, is_causal=True))
@@ -99,7 +94,7 @@ def test_float64_is_left_alone_by_autocast() -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_transposed_views_as_models_pass_them_give_the_same(name: str) -> None:
-    leaves = inputs()
+    leaves = make_leaves()
     views = [leaf.transpose(1, 2).contiguous().transpose(1, 2) for leaf in leaves]
     assert not views[0].is_contiguous()
     out, expected = (lln_attention(*t, 1.5, 1.5, **CALLS[name]) for t in (views, leaves))
@@ -108,16 +103,18 @@ def test_transposed_views_as_models_pass_them_give_the_same(name: str) -> None:
 
 def test_inputs_are_not_written_to() -> None:
     for options in CALLS.values():
-        leaves = inputs()
+        leaves = make_leaves()
         copies = [leaf.detach().clone() for leaf in leaves]
-        gradients(lln_attention(*leaves, 1.5, 1.5, **options), leaves)
+        weighted_gradients(lln_attention(*leaves, 1.5, 1.5, **options), leaves)
         for leaf, before in zip(leaves, copies, strict=True):
             assert torch.equal(leaf, before)
 
 
 def test_repeated_runs_are_bit_equal() -> None:
-    leaves = inputs(torch.float32)
-    runs = [gradients(lln_attention(*leaves, 1.5, 1.5, block_size=8, is_causal=True), leaves) for _ in range(2)]
+    leaves = make_leaves(torch.float32)
+    runs = [
+        weighted_gradients(lln_attention(*leaves, 1.5, 1.5, block_size=8, is_causal=True), leaves) for _ in range(2)
+    ]
     for first, second in zip(*runs, strict=True):
         assert torch.equal(first, second)
 
@@ -127,7 +124,7 @@ def test_repeated_runs_are_bit_equal() -> None:
 def test_a_compiled_step_takes_and_gives_a_state(block_size: int | None) -> None:
     torch.compiler.reset()
     options = {"is_causal": True, "block_size": block_size, "return_state": True}
-    first, second = inputs(), inputs()
+    first, second = make_leaves(), make_leaves()
     state = lln_attention(*first, 1.5, 1.5, **options)[1].detach()
     expected, after = lln_attention(*second, 1.5, 1.5, state=state, **options)
 
@@ -140,7 +137,7 @@ def test_a_compiled_step_takes_and_gives_a_state(block_size: int | None) -> None
 
 
 def test_a_state_survives_copying_pickling_and_saving() -> None:
-    leaves = [leaf.detach() for leaf in inputs()]
+    leaves = [leaf.detach() for leaf in make_leaves()]
     _, state = lln_attention(*leaves, 1.5, 1.5, is_causal=True, block_size=8, return_state=True)
     file = io.BytesIO()
     torch.save(state, file)
@@ -153,7 +150,7 @@ def test_a_state_survives_copying_pickling_and_saving() -> None:
 
 
 def test_inference_mode_gives_the_same() -> None:
-    leaves = inputs()
+    leaves = make_leaves()
     with torch.inference_mode():
         out, state = lln_attention(*leaves, 1.5, 1.5, is_causal=True, return_state=True)
         again = lln_attention(*leaves, 1.5, 1.5, is_causal=True, state=state)
@@ -171,14 +168,14 @@ def test_shapes_can_be_worked_out_without_data(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"block_size": 8}])
 def test_an_empty_batch_gives_an_empty_output(options: dict[str, Any]) -> None:
-    leaves = [leaf[:0].detach().requires_grad_() for leaf in inputs()]
+    leaves = [leaf[:0].detach().requires_grad_() for leaf in make_leaves()]
     out = lln_attention(*leaves, 1.5, 1.5, **options)
     assert out.shape == (0, 2, 20, 4)
     assert [g.shape for g in torch.autograd.grad(out.sum(), leaves)] == [leaf.shape for leaf in leaves]
 
 
 def test_offsets_may_be_int64_and_numbers_numpy_ones() -> None:
-    q, k, v = (leaf[:1].detach() for leaf in inputs())
+    q, k, v = (leaf[:1].detach() for leaf in make_leaves())
     for block_size in (4, np.int64(4)):
         outs = [
             lln_attention(

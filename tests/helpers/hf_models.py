@@ -23,7 +23,7 @@ VISION = {
 }  # fmt: skip
 
 
-def config(kind: str, **changes: Any) -> Any:
+def make_config(kind: str, **changes: Any) -> Any:
     makers: dict[str, Callable[[], Any]] = {
         "bert": lambda: tf.BertConfig(**BERT),
         "roberta": lambda: tf.RobertaConfig(**BERT),
@@ -62,11 +62,13 @@ def guesses() -> Iterator[None]:
         yield
 
 
-def build(kind: str, implementation: str = "lln_diag", head: Any = None, *, spread: float = 8.0, **changes: Any) -> Any:
+def build_model(
+    kind: str, implementation: str = "lln_diag", head: Any = None, *, spread: float = 8.0, **changes: Any
+) -> Any:
     """In float64 and eval. `spread`: of the query and key weights against their usual start, at which all attention is
     so flat that softmax and LLN look alike."""
     torch.manual_seed(0)
-    made = config(kind, **changes)
+    made = make_config(kind, **changes)
     maker = head or (tf.AutoModelForCausalLM if kind in CAUSAL else tf.AutoModel)
     with guesses():
         model = maker.from_config(made, attn_implementation=implementation, dtype=torch.float64)
@@ -85,7 +87,7 @@ def images(seed: int, batch: int = 3) -> Tensor:
     return torch.randn(batch, 3, 20, 20, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def inputs(kind: str, seed: int = 0, batch: int = 3) -> dict[str, Tensor]:
+def make_batch(kind: str, seed: int = 0, batch: int = 3) -> dict[str, Tensor]:
     if kind in IMAGES:
         return {"pixel_values": images(seed, batch)}
     x = tokens(seed, batch)
@@ -98,6 +100,13 @@ def inputs(kind: str, seed: int = 0, batch: int = 3) -> dict[str, Tensor]:
 def output(model: Any, **arguments: Any) -> Tensor:
     found: Tensor = model(**arguments)[0]
     return found
+
+
+def parameter_gradients(model: Any, out: Tensor) -> dict[str, Tensor]:
+    """By the names of parameters, of a sum in which every element of `out` has a weight of its own."""
+    model.zero_grad()
+    torch.autograd.backward(out, torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out))
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 class Call:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import lln
+from helpers.tensors import make_inputs
 
 HEADS, KEY_HEADS, DIM, VALUE_DIM, LENGTH = 4, 2, 6, 5, 37
 ON_QKV = [name for name, m in lln.mechanisms().items() if m.kind != "mixer"]
@@ -32,7 +33,7 @@ def supporting(*features: str, names: list[str] = ON_QKV) -> list[str]:
     return [name for name in names if all(lln.mechanisms()[name].supports(f) for f in features)]
 
 
-def attend(name: str, key_heads: int = HEADS, **options: Any) -> Callable[..., Tensor]:
+def make_attention(name: str, key_heads: int = HEADS, **options: Any) -> Callable[..., Tensor]:
     """The mechanism with its small options, as a function of q, k, v and the arguments of a call."""
     entry = lln.mechanisms()[name]
     options = {**OPTIONS.get(name, {}), **options}
@@ -57,7 +58,7 @@ def attend(name: str, key_heads: int = HEADS, **options: Any) -> Callable[..., T
     return module.eval()
 
 
-def inputs(
+def draw_inputs(
     seed: int,
     batch: int = 2,
     length: int = LENGTH,
@@ -65,13 +66,19 @@ def inputs(
     key_heads: int = HEADS,
     name: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    m = length if key_length is None else key_length
     # transformer_ls normalises keys and values alike, and a convolution is built for the channels of the queries.
     value_dim = DIM if name in ("transformer_ls", "convolved_softmax") else VALUE_DIM
-    shapes = (batch, HEADS, length, DIM), (batch, key_heads, m, DIM), (batch, key_heads, m, value_dim)
-    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    return q, k, v
+    return make_inputs(batch, HEADS, key_heads, length, DIM, value_dim, key_length=key_length, seed=seed)
+
+
+def split_heads(projected: Tensor, heads: int) -> Tensor:
+    """[B, N, H * D] -> [B, H, N, D]"""
+    return projected.reshape(*projected.shape[:-1], heads, -1).transpose(1, 2)
+
+
+def merge_heads(out: Tensor) -> Tensor:
+    """[B, H, N, D] -> [B, N, H * D]"""
+    return out.transpose(1, 2).flatten(2)
 
 
 def slope(counts: list[int], error: Callable[[int, int], float], seeds: int = 6) -> float:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.reference import normal, relative_error
+from helpers.tensors import normal, relative_error
 from lln import LLNState, lln_attention
 
 GPU = torch.cuda.is_available()
@@ -152,7 +152,7 @@ def free_state(case: Case, batch: int, dim: int, dv: int) -> dict[str, Tensor]:
     return {f"state {name}": x for name, x in fields.items()}
 
 
-def build(case: Case) -> dict[str, Any]:
+def build_arguments(case: Case) -> dict[str, Any]:
     """Everything that goes into the call, by name; what has two parts (mix, state) under two words."""
     batch, heads = len(case.lengths), case.key_heads * case.group
     key_lengths = case.key_lengths or case.lengths
@@ -207,7 +207,7 @@ def evaluate(
             return x
         return x.to("cpu" if wide else DEVICE, torch.float64 if wide and x.is_floating_point() else x.dtype)
 
-    given = {name: place(x) for name, x in build(case).items()}
+    given = {name: place(x) for name, x in build_arguments(case).items()}
     leaves = {n: x.requires_grad_() for n, x in given.items() if isinstance(x, Tensor) and x.is_floating_point()}
     result = lln_attention(**assemble(layout(given)), return_state=case.return_state, backend=backend)
     out, state = result if case.return_state else (result, None)

@@ -10,8 +10,8 @@ import torch
 import transformers as tf
 
 import lln.hf
-from helpers.hf_models import CAUSAL, build, inputs, output, sentence, tokens
-from helpers.reference import relative_error
+from helpers.hf_models import CAUSAL, build_model, make_batch, output, sentence, tokens
+from helpers.tensors import relative_error
 from lln.hf.distillation import NotFinite, choose, distillation, fine_tuning
 from lln.hf.find import attention_modules
 from lln.hf.watch import WATCHERS
@@ -23,11 +23,11 @@ BLOCK = 8
 
 
 def batches(kind: str, count: int = 3) -> list[dict[str, Any]]:
-    return [inputs(kind, seed) for seed in range(count)]
+    return [make_batch(kind, seed) for seed in range(count)]
 
 
 def matched(kind: str, implementation: str = "lln_diag", **learned: Any) -> Any:
-    model = build(kind, "sdpa")
+    model = build_model(kind, "sdpa")
     blocks = {"block_size": BLOCK} if implementation == "lln_diag" else {}
     return lln.hf.convert(model, implementation, matching="data", batches=batches(kind), **blocks, **learned)
 
@@ -41,7 +41,7 @@ def losses_of(model: Any, given: list[dict[str, Any]], **options: Any) -> list[f
 @pytest.mark.parametrize("kind", KINDS)
 def test_before_the_first_step_it_is_the_matched_model(kind: str) -> None:
     plain, learnable = matched(kind), matched(kind, **ALL_OF_IT)
-    given = inputs(kind, 7)
+    given = make_batch(kind, 7)
     # log and exp of alpha, and 0.5 a + 0.5 b in place of a number, round.
     assert relative_error(output(learnable, **given), output(plain, **given)) < 1e-12
     mapped, unmapped = (matched(kind, **{**ALL_OF_IT, "feature_map": name}) for name in ("linear", None))
@@ -99,7 +99,7 @@ def test_layers_learn_independently_of_each_other() -> None:
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_the_loss_is_the_relative_error_of_what_softmax_gives(kind: str) -> None:
     """Once more from what reaches the model's own output projection."""
-    model, given = build(kind, "sdpa", num_hidden_layers=1), inputs(kind)
+    model, given = build_model(kind, "sdpa", num_hidden_layers=1), make_batch(kind)
     lln.hf.convert(model, "lln_diag", matching="data", batches=[given], block_size=BLOCK, **ALL_OF_IT)
     ((name, module),) = attention_modules(model)
     (row,) = compare_layers(model, [given])
@@ -127,7 +127,7 @@ def test_padding_does_not_change_what_is_learned(kind: str) -> None:
     padded = {"input_ids": torch.cat([short, tokens(2, 2, 8)], 1), "attention_mask": mask}
     models = []
     for given in ({"input_ids": short, "attention_mask": torch.ones_like(short)}, padded):
-        model = build(kind, "sdpa")
+        model = build_model(kind, "sdpa")
         lln.hf.convert(model, "lln_diag", matching="data", batches=[given], block_size=4, **ALL_OF_IT)
         losses_of(model, [given], steps=5)
         models.append((model, compare_layers(model, [given])))
@@ -187,7 +187,7 @@ def test_a_learner_goes_on_from_its_state_to_the_last_bit() -> None:
 
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_fine_tuning_brings_the_last_hidden_states_nearer(kind: str) -> None:
-    teacher, given = build(kind, "sdpa"), batches(kind)
+    teacher, given = build_model(kind, "sdpa"), batches(kind)
     with torch.no_grad():
         for name, parameter in teacher.named_parameters():
             if "value" in name or "v_proj" in name:
@@ -212,7 +212,7 @@ def test_learned_values_survive_saving_and_generation_goes_on_in_constant_memory
         losses_of(model, batches(kind), steps=3)
         model.save_pretrained(tmp_path / kind)
         again = maker.from_pretrained(tmp_path / kind)
-        assert torch.equal(output(again, **inputs(kind, 5)), output(model, **inputs(kind, 5)))
+        assert torch.equal(output(again, **make_batch(kind, 5)), output(model, **make_batch(kind, 5)))
         if kind in CAUSAL:
             prompt = tokens(3, 2, 11)
             whole = model.generate(prompt, max_new_tokens=12, use_cache=False, eos_token_id=None, do_sample=False)
@@ -262,7 +262,7 @@ def test_what_cannot_be_distilled_is_named() -> None:
     with pytest.raises(ValueError, match="the model's attention has nothing to learn"):
         lln.hf.distill(matched("llama"), given)
     with pytest.raises(ValueError, match=re.escape("first lln.hf.convert(model, 'lln_diag')")):
-        lln.hf.distill(build("llama", "sdpa"), given)
+        lln.hf.distill(build_model("llama", "sdpa"), given)
     with pytest.raises(ValueError, match="steps must be a positive int; got 0"):
         lln.hf.distill(matched("llama", **ALL_OF_IT), given, steps=0)
     packed = {"input_ids": tokens(0, 1), "position_ids": torch.cat([torch.arange(15), torch.arange(8)])[None]}

@@ -10,8 +10,8 @@ import torch
 import transformers as tf
 
 import lln.hf
-from helpers.hf_models import CAUSAL, ENCODERS, build, inputs, output, recorded, sentence, tokens
-from helpers.reference import relative_error
+from helpers.hf_models import CAUSAL, ENCODERS, build_model, make_batch, output, recorded, sentence, tokens
+from helpers.tensors import relative_error
 from lln.hf.find import attention_modules
 from lln.hf.watch import WATCHERS
 
@@ -50,7 +50,7 @@ from lln.hf.watch import WATCHERS
 )
 def test_a_wrong_conversion_is_named_and_leaves_the_model_alone(arguments: dict[str, Any], message: str) -> None:
     for start in ("sdpa", "lln"):
-        model, given = build("bert", start), inputs("bert")
+        model, given = build_model("bert", start), make_batch("bert")
         want, held = output(model, **given), getattr(model.config, "lln", None)
         with pytest.raises((ValueError, TypeError), match=re.escape(message)) as problem:
             lln.hf.convert(model, **arguments)
@@ -63,7 +63,7 @@ def test_a_wrong_conversion_is_named_and_leaves_the_model_alone(arguments: dict[
 
 
 def test_causal_models_refuse_statistics_that_look_ahead() -> None:
-    model = build("llama")
+    model = build_model("llama")
     for statistics in ("sample", "batch"):
         with pytest.raises(ValueError, match="would depend on later ones") as problem:
             lln.hf.convert(model, statistics=statistics)
@@ -92,10 +92,10 @@ def test_a_model_that_brings_scaled_queries_gets_the_same_attention() -> None:
 
 
 def test_every_kind_of_matching_reaches_the_attention() -> None:
-    given = inputs("bert")
+    given = make_batch("bert")
     seen = {}
     for matching in ("paper", "variance", "entropy", "data"):
-        model = build("bert")
+        model = build_model("bert")
         lln.hf.convert(model, "lln", matching=matching, batches=[given] if matching == "data" else None)
         with recorded() as calls:
             output(model, **given)
@@ -109,11 +109,11 @@ def test_every_kind_of_matching_reaches_the_attention() -> None:
 
 @pytest.mark.parametrize("kind", [*ENCODERS, *CAUSAL, "bart", "vit"])
 def test_batches_measure_the_softmax_model(kind: str) -> None:
-    model, batches = build(kind), [inputs(kind, s) for s in range(2)]
+    model, batches = build_model(kind), [make_batch(kind, s) for s in range(2)]
     before = dict(model.named_buffers())
     lln.hf.convert(model, statistics="running", batches=batches)
     # Once more by hand: the same queries and keys from softmax's own run.
-    softmax = build(kind, "sdpa")
+    softmax = build_model(kind, "sdpa")
     found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for name, module in attention_modules(softmax):
         found[name] = []
@@ -144,7 +144,7 @@ def test_batches_measure_the_softmax_model(kind: str) -> None:
 
 
 def test_data_matching_brings_the_entropy_to_that_of_softmax() -> None:
-    model, batches = build("gpt2", "sdpa"), [inputs("gpt2", s) for s in range(2)]
+    model, batches = build_model("gpt2", "sdpa"), [make_batch("gpt2", s) for s in range(2)]
 
     def entropy(implementation: str | None = None, **options: Any) -> torch.Tensor:
         if implementation is None:
@@ -162,7 +162,7 @@ def test_data_matching_brings_the_entropy_to_that_of_softmax() -> None:
 
 
 def test_given_numbers_are_those_used() -> None:
-    model, given = build("bert"), inputs("bert")
+    model, given = build_model("bert"), make_batch("bert")
     names = [name for name, _ in attention_modules(model)]
     alpha = {name: torch.linspace(1, 2, 4) + i for i, name in enumerate(names)}
     beta = {name: torch.linspace(1, 2, 32).view(4, 8) for name in names}
@@ -183,7 +183,7 @@ def test_given_numbers_are_those_used() -> None:
 
 
 def test_what_was_measured_stays_when_other_options_change() -> None:
-    model, given = build("bert"), inputs("bert")
+    model, given = build_model("bert"), make_batch("bert")
     lln.hf.convert(model, statistics="running", batches=[given])
     layer = model.encoder.layer[0].attention.self
     measured = layer.lln.running_variance_q.clone()
@@ -197,7 +197,7 @@ def test_what_was_measured_stays_when_other_options_change() -> None:
 
 
 def test_options_that_replace_each_other() -> None:
-    model, given = build("bert"), inputs("bert")
+    model, given = build_model("bert"), make_batch("bert")
     start = output(model, **given)
     lln.hf.convert(model, matching="data", batches=[given])
     assert (model.config.lln["statistics"], model.config.lln["coefficients"]) == ("fixed", "head")
@@ -215,7 +215,7 @@ def test_options_that_replace_each_other() -> None:
 
 
 def test_a_learned_mix_is_not_lost_by_a_switch() -> None:
-    model = build("bert")
+    model = build_model("bert")
     lln.hf.convert(model, mix="ratio")
     with pytest.raises(ValueError, match="would be lost") as problem:
         model.set_attn_implementation("lln")
@@ -227,8 +227,8 @@ def test_a_learned_mix_is_not_lost_by_a_switch() -> None:
 
 def test_coefficients_go_to_the_part_whose_statistics_are_fixed() -> None:
     parts = {"encoder": "sample", "decoder": "fixed"}
-    for options in ({"alpha": 1.5, "beta": 1.5}, {"matching": "data", "batches": [inputs("bart")]}):
-        model = build("bart")
+    for options in ({"alpha": 1.5, "beta": 1.5}, {"matching": "data", "batches": [make_batch("bart")]}):
+        model = build_model("bart")
         lln.hf.convert(model, statistics=parts, **options)
         for name, module in attention_modules(model):
             decoder = name.startswith("decoder")
@@ -239,7 +239,7 @@ def test_coefficients_go_to_the_part_whose_statistics_are_fixed() -> None:
 
 
 def test_packed_sequences_are_measured_whole() -> None:
-    model = build("llama")
+    model = build_model("llama")
     x, positions = tokens(0, 1), torch.cat([torch.arange(15), torch.arange(8)])[None]
     with recorded_projection(model.model.layers[0].self_attn.k_proj) as seen:
         lln.hf.convert(
@@ -253,7 +253,7 @@ def test_packed_sequences_are_measured_whole() -> None:
 
 
 def test_padding_of_the_encoder_says_nothing_about_the_queries_of_a_decoder() -> None:
-    model, given = build("bart"), inputs("bart")
+    model, given = build_model("bart"), make_batch("bart")
     given["decoder_input_ids"] = tokens(1)  # of the encoder's length, by chance
     cross = model.decoder.layers[0].encoder_attn
     with recorded_projection(cross.q_proj) as seen:
@@ -272,7 +272,7 @@ def recorded_projection(layer: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 def test_packed_cross_attention_has_offsets_of_its_own() -> None:
-    module = build("bart", "lln").decoder.layers[0].encoder_attn
+    module = build_model("bart", "lln").decoder.layers[0].encoder_attn
     q, k, v = torch.randn(3, 1, 4, 12, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     cu_q, cu_k = (torch.tensor(o, dtype=torch.int32) for o in ([0, 4, 12], [0, 9, 12]))
     out = lln.hf.interface.attend("lln", module, q, k, v, None, cu_seq_lens_q=cu_q, cu_seq_lens_k=cu_k)[0]

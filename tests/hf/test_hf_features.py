@@ -10,17 +10,22 @@ import torch
 import transformers as tf
 
 import lln.hf
-from helpers.hf_models import ALL, CAUSAL, VOCABULARY, build, config, guesses, inputs, output, recorded, tokens
-from helpers.reference import relative_error
+from helpers.hf_models import (
+    ALL,
+    CAUSAL,
+    VOCABULARY,
+    build_model,
+    guesses,
+    make_batch,
+    make_config,
+    output,
+    parameter_gradients,
+    recorded,
+    tokens,
+)
+from helpers.tensors import relative_error
 from lln.hf.find import attention_modules
 from lln.hf.interface import nothing_collected
-
-
-def gradients(model: Any, given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    out = output(model, **given)
-    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ALL if kind != "albert"])  # it has no checkpointing at all
@@ -28,7 +33,7 @@ def gradients(model: Any, given: dict[str, Any]) -> dict[str, torch.Tensor]:
 def test_gradient_checkpointing_changes_nothing(kind: str, reentrant: bool) -> None:
     models = []
     for checkpointing in (False, True):
-        model = build(kind)
+        model = build_model(kind)
         lln.hf.convert(model, block_size=8, statistics="running", mix="ratio")
         model.train()
         if checkpointing:
@@ -39,10 +44,11 @@ def test_gradient_checkpointing_changes_nothing(kind: str, reentrant: bool) -> N
             for name in ("dropout", "attention_dropout", "activation_dropout"):
                 if isinstance(getattr(module, name, None), float):
                     setattr(module, name, 0.0)
-        given = inputs(kind) | ({"use_cache": False} if kind in (*CAUSAL, "bart") else {})
+        given = make_batch(kind) | ({"use_cache": False} if kind in (*CAUSAL, "bart") else {})
         if kind in ("vit", "deit"):
             given["pixel_values"].requires_grad_()
-        models.append((gradients(model, given), gradients(model, given), model))
+        first, second = (parameter_gradients(model, output(model, **given)) for _ in range(2))
+        models.append((first, second, model))
     (first, second, plain), (saved, again, other) = models
     assert any("mix_logit" in name for name in first)
     for want, found in ((first, saved), (second, again)):
@@ -58,7 +64,7 @@ def test_gradient_checkpointing_changes_nothing(kind: str, reentrant: bool) -> N
 def test_compiled_in_one_graph(kind: str) -> None:
     torch._dynamo.reset()
     one = {"encoder_layers": 1, "decoder_layers": 1} if kind == "bart" else {"num_hidden_layers": 1}
-    model, given = build(kind, **one), inputs(kind)
+    model, given = build_model(kind, **one), make_batch(kind)
     lln.hf.convert(model, block_size=8, statistics="running", mix="ratio")
     if kind in (*CAUSAL, "bart"):
         given["use_cache"] = False
@@ -73,10 +79,11 @@ def test_compiled_in_one_graph(kind: str) -> None:
 def test_sample_statistics_compile_and_train() -> None:
     torch._dynamo.reset()
     still = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "num_hidden_layers": 1}
-    model, given = build("bert", **still), inputs("bert")
+    model, given = build_model("bert", **still), make_batch("bert")
     model.train()
-    want = gradients(model, given)
-    found = gradients(torch.compile(model, backend="aot_eager", fullgraph=True), given)
+    want = parameter_gradients(model, output(model, **given))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    found = parameter_gradients(compiled, output(compiled, **given))
     assert all(f"_orig_mod.{name}" in found for name in want)
     assert max(relative_error(found[f"_orig_mod.{name}"], want[name], 1e-12) for name in want) < 1e-9
 
@@ -84,7 +91,7 @@ def test_sample_statistics_compile_and_train() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 def test_packing_inside_a_compiled_graph_stops_instead_of_leaking() -> None:
     torch._dynamo.reset()
-    model = build("llama", "lln")
+    model = build_model("llama", "lln")
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     x, positions = tokens(0, 1, 12), torch.cat([torch.arange(5), torch.arange(7)])[None]
     with torch.no_grad(), pytest.raises(RuntimeError, match="cu_seq_lens_q"):
@@ -92,13 +99,13 @@ def test_packing_inside_a_compiled_graph_stops_instead_of_leaking() -> None:
 
 
 def test_copies_are_independent() -> None:
-    model, given = build("bert"), inputs("bert")
+    model, given = build_model("bert"), make_batch("bert")
     lln.hf.convert(model, statistics="running")
     other = copy.deepcopy(model)
     want = output(model, **given)
     other.train()
     output(other, **given)
-    output(other, **inputs("bert", 3))
+    output(other, **make_batch("bert", 3))
     other.eval()
     assert not torch.equal(output(other, **given), want)
     assert torch.equal(output(model, **given), want)
@@ -109,16 +116,16 @@ def test_models_with_different_options_live_side_by_side() -> None:
         {"implementation": "lln"}, {"block_size": 4}, {"block_size": 8}, {"matching": "entropy"}, {"mix": 0.9},
         {"statistics": "batch"},
     ]  # fmt: skip
-    models = [build("bert") for _ in options]
+    models = [build_model("bert") for _ in options]
     for model, each in zip(models, options, strict=True):
         lln.hf.convert(model, **each)
-    outputs = [output(model, **inputs("bert")) for model in models]
+    outputs = [output(model, **make_batch("bert")) for model in models]
     for i, one in enumerate(outputs):
         for other in outputs[:i]:
             assert relative_error(one, other) > 1e-6
-        alone = build("bert")
+        alone = build_model("bert")
         lln.hf.convert(alone, **options[i])
-        assert torch.equal(output(alone, **inputs("bert")), one)
+        assert torch.equal(output(alone, **make_batch("bert")), one)
 
 
 def test_wrapped_projections_are_used() -> None:
@@ -133,14 +140,14 @@ def test_wrapped_projections_are_used() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.base(x) * (1 + self.shift)
 
-    model, given = build("bert"), inputs("bert")
+    model, given = build_model("bert"), make_batch("bert")
     want = output(model, **given)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     for layer in model.encoder.layer:
         layer.attention.self.query = Around(layer.attention.self.query)
     assert relative_error(output(model, **given), want) > 1e-4
-    assert {name.split(".")[-1] for name in gradients(model, given)} == {"shift"}
+    assert {name.split(".")[-1] for name in parameter_gradients(model, output(model, **given))} == {"shift"}
 
 
 @pytest.mark.parametrize("name", ["lln", "lln_diag"])
@@ -148,9 +155,9 @@ def test_wrapped_projections_are_used() -> None:
 def test_generation_with_a_growing_cache_equals_full_recomputation(kind: str, name: str) -> None:
     head = tf.BartForConditionalGeneration._from_config if kind == "bart" else None
     maker = type("Maker", (), {"from_config": staticmethod(head)}) if head else None
-    model = build(kind, name, head=maker)
+    model = build_model(kind, name, head=maker)
     options = {"block_size": 4} if name == "lln_diag" else {}
-    batch = inputs(kind)
+    batch = make_batch(kind)
     lln.hf.convert(model, statistics={"encoder": "sample", "decoder": "running"}, batches=[batch], **options)
     x = tokens(5)
     mask = torch.ones_like(x)
@@ -166,7 +173,7 @@ def test_generation_with_a_growing_cache_equals_full_recomputation(kind: str, na
 
 
 def test_logits_with_a_cache_are_those_without() -> None:
-    model = build("llama")
+    model = build_model("llama")
     lln.hf.convert(model, statistics="fixed", block_size=4)
     x = tokens(0)
     want = output(model, input_ids=x, use_cache=False)
@@ -177,7 +184,7 @@ def test_logits_with_a_cache_are_those_without() -> None:
 
 
 def test_a_static_cache_is_refused() -> None:
-    model = build("llama")
+    model = build_model("llama")
     cache = tf.StaticCache(config=model.config, max_cache_len=40)
     with pytest.raises(ValueError, match="StaticCache"):
         model(input_ids=tokens(0), past_key_values=cache)
@@ -186,7 +193,7 @@ def test_a_static_cache_is_refused() -> None:
 def test_training_learns_with_every_kind_of_option() -> None:
     x = tokens(0, 8, 12)
     for options in ({"mix": "ratio"}, {"mix": "scales"}, {"learnable": "head"}, {"statistics": "running"}):
-        model = build("bert", head=tf.AutoModelForMaskedLM, spread=1.0).float()
+        model = build_model("bert", head=tf.AutoModelForMaskedLM, spread=1.0).float()
         lln.hf.convert(model, **options)
         model.train()
         optimiser = torch.optim.AdamW(model.parameters(), lr=5e-3)
@@ -205,7 +212,7 @@ def test_a_decoder_that_nobody_converted_warns_once_and_names_the_remedy() -> No
         torch.manual_seed(0)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
-            model = tf.AutoModel.from_config(config(kind), attn_implementation="lln_diag")
+            model = tf.AutoModel.from_config(make_config(kind), attn_implementation="lln_diag")
             for name in ("lln", "sdpa", "lln_diag"):
                 model.set_attn_implementation(name)
         assert [w.category for w in seen] == [UserWarning]
@@ -214,12 +221,12 @@ def test_a_decoder_that_nobody_converted_warns_once_and_names_the_remedy() -> No
 
 
 def test_shared_modules_of_albert_are_one() -> None:
-    model = build("albert", num_hidden_layers=4)
+    model = build_model("albert", num_hidden_layers=4)
     lln.hf.convert(model, statistics="running")
     found = [module for module in model.modules() if isinstance(module, lln.LLNAttention)]
     assert len(found) == 1
     with recorded() as calls:
-        output(model, **inputs("albert"))
+        output(model, **make_batch("albert"))
     assert len(calls) == 4
 
 
@@ -244,8 +251,10 @@ def test_switching_a_part_of_a_model_switches_that_part() -> None:
 def test_a_model_of_two_models_switches_both(start: str, tmp_path: Path) -> None:
     """EncoderDecoderModel gives the models inside it new configs, of which their attention knows nothing."""
     decoding = {"is_decoder": True, "add_cross_attention": True, "decoder_start_token_id": 1}
-    encoder = build("bert", start)
-    decoder = build("bert", start, head=type("Head", (), {"from_config": tf.BertLMHeadModel._from_config}), **decoding)
+    encoder = build_model("bert", start)
+    decoder = build_model(
+        "bert", start, head=type("Head", (), {"from_config": tf.BertLMHeadModel._from_config}), **decoding
+    )
     model = tf.EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
     given = {"input_ids": tokens(0), "decoder_input_ids": tokens(1, 3, 9)}
     for name, count in (("sdpa", 0), ("lln", 6), ("eager", 0), ("lln_diag", 6)):
@@ -265,7 +274,7 @@ def test_a_model_of_two_models_switches_both(start: str, tmp_path: Path) -> None
 
 
 def test_a_model_that_collects_nothing_leaves_others_alone() -> None:
-    one, two, x = build("bert", "lln"), build("bert", "lln"), inputs("bert")
+    one, two, x = build_model("bert", "lln"), build_model("bert", "lln"), make_batch("bert")
     with nothing_collected(one):
         assert not any(module.lln.collects for _, module in attention_modules(one))
         assert all(module.lln.collects for _, module in attention_modules(two))

@@ -9,8 +9,18 @@ import transformers as tf
 from torch import Tensor
 
 import lln.hf
-from helpers.hf_models import CAUSAL, build, config, guesses, inputs, output, recorded, tokens
-from helpers.reference import relative_error
+from helpers.hf_models import (
+    CAUSAL,
+    build_model,
+    guesses,
+    make_batch,
+    make_config,
+    output,
+    parameter_gradients,
+    recorded,
+    tokens,
+)
+from helpers.tensors import relative_error
 
 KINDS = (*CAUSAL, "bart")
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -22,10 +32,10 @@ class Bart:
 
 
 def writer(kind: str, name: str = "lln_diag", **changes: Any) -> Any:
-    model = build(kind, name, head=Bart if kind == "bart" else None, **changes)
+    model = build_model(kind, name, head=Bart if kind == "bart" else None, **changes)
     options = {"block_size": BLOCK} if name == "lln_diag" else {}
     statistics = {"encoder": "sample", "decoder": "running"}
-    return lln.hf.convert(model, statistics=statistics, batches=[inputs(kind)], **options)
+    return lln.hf.convert(model, statistics=statistics, batches=[make_batch(kind)], **options)
 
 
 def padded(lengths: list[int]) -> tuple[Tensor, Tensor]:
@@ -167,7 +177,9 @@ def test_size_does_not_depend_on_length(kind: str, name: str) -> None:
 def test_an_encoder_is_folded_once() -> None:
     model = writer("bart")
     with recorded() as calls:
-        model.generate(**{k: v for k, v in inputs("bart").items() if "decoder" not in k}, max_new_tokens=5, **GREEDY)
+        model.generate(
+            **{k: v for k, v in make_batch("bart").items() if "decoder" not in k}, max_new_tokens=5, **GREEDY
+        )
     lengths = [call.k.shape[2] for call in calls if call.module.lln.cross]
     assert lengths == [23, 23] + [0] * 8
 
@@ -196,15 +208,12 @@ def test_gradients_go_through_the_state() -> None:
     x = tokens(0, 2, 13)
 
     def gradients(cuts: tuple[int, ...]) -> dict[str, Tensor]:
-        model.zero_grad()
         cache = lln.hf.LLNCache()
         ends = (*cuts, 13)
         parts = [
             output(model, input_ids=x[:, a:b], past_key_values=cache) for a, b in zip((0, *cuts), ends, strict=True)
         ]
-        out = torch.cat(parts, 1)
-        (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
-        return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        return parameter_gradients(model, torch.cat(parts, 1))
 
     whole, cut = gradients(()), gradients((6, 7))
     assert max(relative_error(cut[n], whole[n], 1e-12) for n in whole) < 1e-9
@@ -322,26 +331,26 @@ def test_what_a_state_cannot_know_is_refused_in_one_sentence() -> None:
     cu = torch.tensor([0, 24], dtype=torch.int32)
     refused("packed sequences cannot go into a cache",
             lambda: model(input_ids=x, past_key_values=lln.hf.LLNCache(), cu_seq_lens_q=cu))  # fmt: skip
-    softmax, elu = build("llama", "sdpa"), build("llama", "elu")
+    softmax, elu = build_model("llama", "sdpa"), build_model("llama", "elu")
     wrong = lln.hf.LLNCache()
     output(softmax, input_ids=x[:, :7], past_key_values=wrong)
     refused("did not take the state", lambda: softmax(input_ids=x[:, 7:], past_key_values=wrong))
     refused("LlamaAttention runs 'elu'", lambda: elu(input_ids=x, past_key_values=lln.hf.LLNCache()))
-    both = build("llama", "lln", is_causal=False)
+    both = build_model("llama", "lln", is_causal=False)
     refused("is not causal here", lambda: both(input_ids=x, past_key_values=lln.hf.LLNCache()))
     bart = writer("bart")
     refused(r"EncoderDecoderCache\(LLNCache\(\), LLNCache\(\)\)",
-            lambda: bart(**inputs("bart"), past_key_values=lln.hf.LLNCache()))  # fmt: skip
+            lambda: bart(**make_batch("bart"), past_key_values=lln.hf.LLNCache()))  # fmt: skip
 
 
 def test_other_models_keep_their_own_cache() -> None:
     for name in ("sdpa", "elu"):
-        found = build("llama", name).generate(tokens(0), max_new_tokens=2, return_dict_in_generate=True, **GREEDY)
+        found = build_model("llama", name).generate(tokens(0), max_new_tokens=2, return_dict_in_generate=True, **GREEDY)
         assert type(found.past_key_values) is tf.DynamicCache
-    made = config("llama")
+    made = make_config("llama")
     made.layer_types = ["full_attention", "linear_attention"]
     with guesses():
-        hybrid = tf.AutoModelForCausalLM.from_config(config("llama"), attn_implementation="lln")
+        hybrid = tf.AutoModelForCausalLM.from_config(make_config("llama"), attn_implementation="lln")
     assert lln.hf.hooks.decodes_with_lln(hybrid)
     hybrid.config.layer_types = made.layer_types
     assert not lln.hf.hooks.decodes_with_lln(hybrid)

@@ -14,8 +14,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lln.hf
-from helpers.hf_models import build, config, inputs, output, recorded, tokens
-from helpers.reference import relative_error
+from helpers.hf_models import build_model, make_batch, make_config, output, recorded, tokens
+from helpers.tensors import relative_error
 from lln.hf.masks import lln_mask
 
 PEERS = [name for name in lln.hf.IMPLEMENTATIONS if name not in ("lln", "lln_diag")]
@@ -34,7 +34,7 @@ CAUSAL = ["elu", "performer", "cosformer", "block_diagonal", "rfa", "based", "lo
 
 
 def peer(kind: str, name: str, **options: Any) -> Any:
-    return lln.hf.convert(build(kind, "sdpa"), name, **(options or OPTIONS.get(name, {})))
+    return lln.hf.convert(build_model(kind, "sdpa"), name, **(options or OPTIONS.get(name, {})))
 
 
 def test_all_on_queries_and_keys_are_registered_and_nothing_else() -> None:
@@ -68,7 +68,7 @@ except ValueError as problem:
 
 @pytest.mark.parametrize("name", PEERS)
 def test_bert_computes_what_lln_attention_computes(name: str) -> None:
-    model, given = peer("bert", name), inputs("bert")
+    model, given = peer("bert", name), make_batch("bert")
     with recorded() as calls:
         ours = output(model, **given)
     assert len(calls) == 2
@@ -79,9 +79,9 @@ def test_bert_computes_what_lln_attention_computes(name: str) -> None:
         else:
             want = lln.attention(name, call.q, call.k, call.v, key_mask=mask, **OPTIONS.get(name, {}))
         assert relative_error(call.out.transpose(1, 2), want) < 1e-12
-    apart = relative_error(ours, output(build("bert", "sdpa"), **given))
+    apart = relative_error(ours, output(build_model("bert", "sdpa"), **given))
     assert apart == 0 if name == "convolved_softmax" else apart > 3e-4  # it starts at softmax; Based comes near
-    assert relative_error(ours, output(build("bert", "lln"), **given)) > 1e-3
+    assert relative_error(ours, output(build_model("bert", "lln"), **given)) > 1e-3
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -124,7 +124,7 @@ def test_causal_models_do_not_look_ahead_and_generate(kind: str, name: str) -> N
     ("bart", "cosformer", "cross attention in models"),
 ])  # fmt: skip
 def test_what_a_mechanism_cannot_do_is_refused_in_its_own_sentence(kind: str, name: str, feature: str) -> None:
-    model, given = peer(kind, name), inputs(kind)
+    model, given = peer(kind, name), make_batch(kind)
     for lengths in (9, 23):  # also where queries and keys happen to be equally many
         if kind == "bart":
             given["decoder_input_ids"] = tokens(1, 3, lengths)
@@ -134,13 +134,13 @@ def test_what_a_mechanism_cannot_do_is_refused_in_its_own_sentence(kind: str, na
 
 
 def test_cosformer_needs_a_length_in_causal_models() -> None:
-    model = lln.hf.convert(build("llama", "sdpa"), "cosformer")
+    model = lln.hf.convert(build_model("llama", "sdpa"), "cosformer")
     with pytest.raises(ValueError, match="unless max_length is given"):
         model(input_ids=tokens(0))
 
 
 def test_encoder_decoder_with_blocks_in_self_attention_only() -> None:
-    model, given = peer("bart", "elu"), inputs("bart")
+    model, given = peer("bart", "elu"), make_batch("bart")
     with recorded() as calls:
         output(model, **given)
     for call in calls:
@@ -155,7 +155,7 @@ def test_encoder_decoder_with_blocks_in_self_attention_only() -> None:
 
 @pytest.mark.parametrize("name", ["performer", "elu", "nystromformer"])
 def test_saved_and_reloaded_with_options(name: str, tmp_path: Path) -> None:
-    model, given = peer("bert", name), inputs("bert")
+    model, given = peer("bert", name), make_batch("bert")
     model.save_pretrained(tmp_path)
     held = json.loads((tmp_path / "config.json").read_text())["lln"]
     assert (held["implementation"], held["mechanisms"]) == (name, {name: OPTIONS[name]})
@@ -168,7 +168,7 @@ def test_saved_and_reloaded_with_options(name: str, tmp_path: Path) -> None:
 
 
 def test_options_stay_while_another_attention_runs(tmp_path: Path) -> None:
-    model, given = build("bert"), inputs("bert")
+    model, given = build_model("bert"), make_batch("bert")
     lln.hf.convert(model, mix="ratio", block_size=8)
     with torch.no_grad():
         model.encoder.layer[0].attention.self.lln.mix_logit.fill_(0.7)
@@ -184,7 +184,7 @@ def test_options_stay_while_another_attention_runs(tmp_path: Path) -> None:
     assert torch.equal(output(again, **given), performer)
     again.set_attn_implementation("lln_diag")
     assert torch.equal(output(again, **given), want)
-    plain = tf.AutoModel.from_config(config("bert"), attn_implementation="relu", dtype=torch.float64)
+    plain = tf.AutoModel.from_config(make_config("bert"), attn_implementation="relu", dtype=torch.float64)
     assert plain.config.lln["implementation"] == "relu"
 
 
@@ -206,7 +206,7 @@ def test_options_stay_while_another_attention_runs(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_wrong_options_are_named_and_leave_the_model_alone(arguments: dict[str, Any], message: str) -> None:
     for start in ("sdpa", "lln", "relu"):
-        model, given = build("bert", start), inputs("bert")
+        model, given = build_model("bert", start), make_batch("bert")
         want, held = output(model, **given), getattr(model.config, "lln", None)
         with pytest.raises((ValueError, TypeError), match=re.escape(message)):
             lln.hf.convert(model, **arguments)
@@ -216,7 +216,7 @@ def test_wrong_options_are_named_and_leave_the_model_alone(arguments: dict[str, 
 
 
 def test_attention_maps_dropout_and_training() -> None:
-    model, given = peer("bert", "elu"), inputs("bert")
+    model, given = peer("bert", "elu"), make_batch("bert")
     with recorded() as calls:
         maps = model(**given, output_attentions=True).attentions
     for call, p in zip(calls, maps, strict=True):
@@ -248,7 +248,7 @@ def test_packed_sequences_are_sequences_apart() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 def test_compiled_in_one_graph() -> None:
     torch._dynamo.reset()
-    model, given = peer("bert", "elu"), inputs("bert")
+    model, given = peer("bert", "elu"), make_batch("bert")
     want = output(model, **given)
     with torch.no_grad():
         found = output(torch.compile(model, backend="aot_eager", fullgraph=True), **given)
@@ -257,8 +257,8 @@ def test_compiled_in_one_graph() -> None:
 
 @pytest.mark.parametrize("name", LEARNED)
 def test_what_a_mechanism_learns_is_part_of_the_model(name: str, tmp_path: Path) -> None:
-    model, given = peer("bert", name), inputs("bert")
-    plain = build("bert", "sdpa")
+    model, given = peer("bert", name), make_batch("bert")
+    plain = build_model("bert", "sdpa")
     own = {n: p for n, p in model.named_parameters() if "lln_peer" in n}
     assert own.keys() == set(dict(model.named_parameters())) - set(dict(plain.named_parameters()))
     output(model, **given)
@@ -285,7 +285,7 @@ def test_what_a_mechanism_learns_is_part_of_the_model(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize("name", LEARNED)
 def test_a_model_without_what_is_learned_gets_its_first_values(name: str, tmp_path: Path) -> None:
-    plain = build("bert", "sdpa")
+    plain = build_model("bert", "sdpa")
     plain.save_pretrained(tmp_path)
     loaded = type(plain).from_pretrained(tmp_path, attn_implementation=name, dtype=torch.float64).eval()
     own = {n: p for n, p in loaded.named_parameters() if "lln_peer" in n}
@@ -296,7 +296,7 @@ def test_a_model_without_what_is_learned_gets_its_first_values(name: str, tmp_pa
             found = own[f"encoder.layer.{layer}.attention.self.lln_peer.attention.{n}"]
             assert found.shape == p.shape
             assert float(found.detach().std()) == pytest.approx(float(p.detach().std()), rel=0.3)
-    assert output(loaded, **inputs("bert")).isfinite().all()
+    assert output(loaded, **make_batch("bert")).isfinite().all()
 
 
 def test_a_vision_model_knows_how_many_tokens_linformer_gets() -> None:

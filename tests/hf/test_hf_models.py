@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import lln.hf
-from helpers.hf_models import ALL, CAUSAL, ENCODERS, IMAGES, build, inputs, output, recorded, tokens
-from helpers.reference import relative_error
+from helpers.hf_models import ALL, CAUSAL, ENCODERS, IMAGES, build_model, make_batch, output, recorded, tokens
+from helpers.tensors import relative_error
 from lln.kernels.common import PAPER_A, PAPER_B
 from lln.naive import naive_attention
 
@@ -45,7 +45,7 @@ def expected(call, causal: bool, statistics: str, block_size: int | None) -> Ten
 @pytest.mark.parametrize("name", ["lln", "lln_diag"])
 @pytest.mark.parametrize("kind", ALL)
 def test_every_layer_computes_equation_8_and_not_softmax(kind: str, name: str) -> None:
-    model, given = build(kind, name), inputs(kind)
+    model, given = build_model(kind, name), make_batch(kind)
     if name == "lln_diag":
         lln.hf.convert(model, block_size=8, statistics="fixed" if kind in (*CAUSAL,) else None)
     with recorded() as calls:
@@ -69,7 +69,7 @@ def test_every_layer_computes_equation_8_and_not_softmax(kind: str, name: str) -
 @pytest.mark.parametrize("kind", ENCODERS)
 @pytest.mark.parametrize("name", ["lln", "lln_diag"])
 def test_padding_and_batch_mates_are_invisible_to_encoders(kind: str, name: str) -> None:
-    model = build(kind, name)
+    model = build_model(kind, name)
     lln.hf.convert(model, **({"block_size": 4} if name == "lln_diag" else {}))
     lengths = [23, 14, 9]
     whole = [tokens(s, 1, n) for s, n in enumerate(lengths)]
@@ -108,7 +108,7 @@ def test_padding_and_batch_mates_are_invisible_to_encoders(kind: str, name: str)
 
 @pytest.mark.parametrize("kind", IMAGES)
 def test_images_do_not_see_their_batch_mates(kind: str) -> None:
-    model, given = build(kind), inputs(kind)
+    model, given = build_model(kind), make_batch(kind)
     together = output(model, **given)
     for row in range(3):
         alone = output(model, pixel_values=given["pixel_values"][row : row + 1])
@@ -118,7 +118,7 @@ def test_images_do_not_see_their_batch_mates(kind: str) -> None:
 @pytest.mark.parametrize("kind", CAUSAL)
 @pytest.mark.parametrize("name", ["lln", "lln_diag"])
 def test_causal_models_see_neither_the_future_nor_left_padding(kind: str, name: str) -> None:
-    model = build(kind, name)
+    model = build_model(kind, name)
     lln.hf.convert(model, statistics="fixed", **({"block_size": 4} if name == "lln_diag" else {}))
     x = tokens(0)
     changed = x.clone()
@@ -132,7 +132,7 @@ def test_causal_models_see_neither_the_future_nor_left_padding(kind: str, name: 
 
 
 def test_bart_sees_no_padding_of_its_encoder() -> None:
-    model = build("bart")
+    model = build_model("bart")
     x, d = tokens(0), tokens(1, 3, 9)
     ids = torch.nn.functional.pad(x, (0, 5))
     mask = torch.nn.functional.pad(torch.ones_like(x), (0, 5))
@@ -142,7 +142,7 @@ def test_bart_sees_no_padding_of_its_encoder() -> None:
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "electra", "llama", "gpt2"])
 def test_packed_sequences_are_sequences_apart(kind: str) -> None:
-    model = build(kind)
+    model = build_model(kind)
     lln.hf.convert(model, block_size=4, statistics="fixed" if kind in CAUSAL else "auto")
     lengths = [7, 1, 11]
     apart = [tokens(s, 1, n) for s, n in enumerate(lengths)]
@@ -170,7 +170,7 @@ def test_packed_sequences_are_sequences_apart(kind: str) -> None:
 
 
 def test_a_causal_model_that_is_told_to_look_both_ways_does() -> None:
-    model = build("llama", is_causal=False)
+    model = build_model("llama", is_causal=False)
     lln.hf.convert(model, "lln", statistics="fixed")
     x = tokens(0)
     changed = x.clone()
@@ -180,7 +180,7 @@ def test_a_causal_model_that_is_told_to_look_both_ways_does() -> None:
 
 @pytest.mark.parametrize("kind", ALL)
 def test_output_attentions_is_the_p_that_was_used(kind: str) -> None:
-    model, given = build(kind), inputs(kind)
+    model, given = build_model(kind), make_batch(kind)
     lln.hf.convert(model, block_size=8)
     with recorded() as calls:
         result = model(**given, output_attentions=True)
@@ -202,8 +202,8 @@ def test_attention_dropout_acts_in_training_only(kind: str) -> None:
         "attention_probs_dropout_prob": 0.2, "hidden_dropout_prob": 0.0, "attention_dropout": 0.2, "dropout": 0.0,
         "attn_pdrop": 0.2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "activation_dropout": 0.0,
     }  # fmt: skip
-    present = {k: v for k, v in rates.items() if hasattr(build(kind).config, k)}
-    model, given = build(kind, **present), inputs(kind)
+    present = {k: v for k, v in rates.items() if hasattr(build_model(kind).config, k)}
+    model, given = build_model(kind, **present), make_batch(kind)
     calm = output(model, **given)
     assert torch.equal(output(model, **given), calm)
     model.train()
@@ -227,14 +227,14 @@ def test_attention_dropout_acts_in_training_only(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_half_precision_stays_near_float64(kind: str, dtype: torch.dtype) -> None:
-    model, given = build(kind, spread=2.0), inputs(kind)
+    model, given = build_model(kind, spread=2.0), make_batch(kind)
     want = output(model, **given)
     lln_error = relative_error(output(model.to(dtype), **given), want)
-    model = build(kind, "sdpa", spread=2.0)
+    model = build_model(kind, "sdpa", spread=2.0)
     softmax_error = relative_error(output(model.to(dtype), **given), output(model.double(), **given))
     assert lln_error < 2 * softmax_error + 1e-3
 
 
 def test_grouped_heads_are_counted() -> None:
-    layer = build("llama").model.layers[0].self_attn.lln
+    layer = build_model("llama").model.layers[0].self_attn.lln
     assert (layer.num_heads, layer.num_key_heads, layer.head_dim) == (4, 2, 8)

@@ -12,8 +12,8 @@ import torch
 import transformers as tf
 
 import lln.hf
-from helpers.hf_models import BERT, CAUSAL, build, config, guesses, output, recorded, sentence, tokens
-from helpers.reference import relative_error
+from helpers.hf_models import BERT, CAUSAL, build_model, guesses, make_config, output, recorded, sentence, tokens
+from helpers.tensors import relative_error
 from lln.hf.find import attention_modules
 from lln.hf.masks import lln_mask
 
@@ -41,7 +41,7 @@ from lln.hf.masks import lln_mask
     ],
 )
 def test_wrong_options_in_a_config_are_named(held: Any, message: str) -> None:
-    made = config("bert")
+    made = make_config("bert")
     made.lln = {"implementation": "lln_diag", **held} if isinstance(held, dict) else held
     if held == {"learnable": "head"}:
         made.lln["statistics"] = "sample"
@@ -98,7 +98,7 @@ def test_what_needs_pairs_is_refused_in_one_sentence(name: str) -> None:
         tf.T5EncoderModel._from_config(sizes, attn_implementation=name)(input_ids=x)
     sentence(problem)
     for kind in ("bert", "distilbert", "llama"):
-        model = build(kind, name)
+        model = build_model(kind, name)
         for mask in (torch.ones(3, 1, 23, 23), torch.ones(3, 1, 1, 23, dtype=torch.bool)):
             with pytest.raises(ValueError, match=r"attention_mask must be a padding mask \[batch, length\]") as problem:
                 model(input_ids=x, attention_mask=mask)
@@ -106,7 +106,7 @@ def test_what_needs_pairs_is_refused_in_one_sentence(name: str) -> None:
 
 
 def test_an_attention_that_was_not_set_up_says_so() -> None:
-    model = build("bert", "sdpa")
+    model = build_model("bert", "sdpa")
     model.config._attn_implementation = "lln"  # behind the back of everyone
     with pytest.raises(RuntimeError, match=r"model\.set_attn_implementation\('lln'\)") as problem:
         model(input_ids=tokens(0))
@@ -114,7 +114,7 @@ def test_an_attention_that_was_not_set_up_says_so() -> None:
 
 
 def test_scales_have_no_single_p() -> None:
-    model = build("bert")
+    model = build_model("bert")
     lln.hf.convert(model, mix="scales")
     with pytest.raises(ValueError, match="output_attentions: every value channel has its own P"):
         model(input_ids=tokens(0), output_attentions=True)
@@ -174,14 +174,14 @@ def test_minilm_embeds_sentences_saves_and_reloads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [20, 30])
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_a_mask_of_another_length_is_named(kind: str, length: int) -> None:
-    model = build(kind)
+    model = build_model(kind)
     more = {"use_cache": False} if kind in CAUSAL else {}
     with pytest.raises(ValueError, match="mask must have .*23.*; got .*" + str(length)):
         model(input_ids=tokens(0), attention_mask=torch.ones(3, length), **more)
 
 
 def test_a_mask_shorter_than_what_the_cache_holds_is_named() -> None:
-    model = build("llama")
+    model = build_model("llama")
     first = model(input_ids=tokens(0), use_cache=True)
     with pytest.raises(ValueError, match="each of the 46 tokens, those in the cache included") as problem:
         model(input_ids=tokens(1), past_key_values=first.past_key_values, attention_mask=torch.ones(3, 23))
@@ -220,7 +220,7 @@ def test_a_decoder_whose_self_attention_is_not_called_causal_has_blocks() -> Non
 
 def test_a_mask_that_is_made_twice_is_the_mask() -> None:
     """As PaliGemma does it: for the model inside, which does it again."""
-    model = build("llama")
+    model = build_model("llama")
     want = output(model, input_ids=tokens(0))
     for given in (None, torch.ones(3, 23, dtype=torch.bool)):
         once = lln_mask(3, 23, attention_mask=given, q_length=23, q_offset=0, device="cpu")

@@ -13,8 +13,8 @@ import torch
 import transformers as tf
 
 import lln.hf
-from helpers.hf_models import ALL, CAUSAL, IMAGES, build, config, guesses, inputs, output, recorded
-from helpers.reference import relative_error
+from helpers.hf_models import ALL, CAUSAL, IMAGES, build_model, guesses, make_batch, make_config, output, recorded
+from helpers.tensors import relative_error
 from lln.hf.hooks import upload
 
 HEADS = {
@@ -48,11 +48,11 @@ CASES: dict[str, dict[str, Any]] = {
 
 def trained(kind: str, **options: Any) -> Any:
     """A model whose statistics and mix have moved away from where they begin."""
-    model = build(kind)
+    model = build_model(kind)
     lln.hf.convert(model, "lln_diag", block_size=8, **options)
     model.train()
     for step in range(3):
-        output(model, **inputs(kind, step))
+        output(model, **make_batch(kind, step))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lln." in name:
@@ -63,7 +63,7 @@ def trained(kind: str, **options: Any) -> Any:
 def test_two_rounds_through_fresh_processes_are_bit_equal(tmp_path: Path) -> None:
     wanted = {}
     for kind, options in CASES.items():
-        model, given = trained(kind, **options), inputs(kind, 7)
+        model, given = trained(kind, **options), make_batch(kind, 7)
         with torch.no_grad():
             wanted[kind] = output(model, **given)
             forgetful = output(copy.deepcopy(model).apply(reset), **given)
@@ -88,7 +88,7 @@ def reset(module: Any) -> None:
 
 @pytest.mark.parametrize("kind", ALL)
 def test_a_plain_reload_runs_the_same_attention(kind: str, tmp_path: Path) -> None:
-    model, given = build(kind, "lln"), inputs(kind)
+    model, given = build_model(kind, "lln"), make_batch(kind)
     model.save_pretrained(tmp_path)
     with guesses():
         again, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
@@ -101,7 +101,7 @@ def test_a_plain_reload_runs_the_same_attention(kind: str, tmp_path: Path) -> No
 
 
 def test_without_lln_hf_transformers_runs_softmax_and_the_card_says_what_is_needed(tmp_path: Path) -> None:
-    model, given = trained("bert", statistics="running"), inputs("bert")
+    model, given = trained("bert", statistics="running"), make_batch("bert")
     model.save_pretrained(tmp_path / "a" / "bert")
     torch.save(("BertModel", given), tmp_path / "a" / "bert" / "inputs.pt")
     places = [str(tmp_path / name) for name in "ab"]
@@ -115,13 +115,13 @@ def test_without_lln_hf_transformers_runs_softmax_and_the_card_says_what_is_need
 
 def test_a_card_that_is_there_is_kept(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# Mine\n")
-    model = build("bert")
+    model = build_model("bert")
     for _ in range(2):
         model.save_pretrained(tmp_path)
     card = (tmp_path / "README.md").read_text()
     assert card.startswith("# Mine\n")
     assert card.count("import lln.hf") == 1
-    build("bert", "sdpa").save_pretrained(tmp_path / "softmax")
+    build_model("bert", "sdpa").save_pretrained(tmp_path / "softmax")
     assert not (tmp_path / "softmax" / "README.md").exists()
 
 
@@ -135,7 +135,7 @@ def test_a_head_on_a_converted_body_finds_its_values(kind: str, tmp_path: Path) 
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     with_head.save_pretrained(tmp_path / "head")
     back = type(body).from_pretrained(tmp_path / "head").to(torch.float64)
-    assert torch.equal(output(back, **inputs(kind)), output(body, **inputs(kind)))
+    assert torch.equal(output(back, **make_batch(kind)), output(body, **make_batch(kind)))
 
 
 @pytest.mark.parametrize("mix", ["ratio", "scales"])
@@ -143,7 +143,7 @@ def test_a_head_on_a_converted_body_finds_its_values(kind: str, tmp_path: Path) 
 def test_what_a_softmax_checkpoint_does_not_bring_is_initialised(
     mix: str, dtype: torch.dtype, tmp_path: Path, poisoned_memory: None
 ) -> None:
-    build("bert", "sdpa").save_pretrained(tmp_path)
+    build_model("bert", "sdpa").save_pretrained(tmp_path)
     wanted = tf.AutoConfig.from_pretrained(tmp_path)
     wanted.lln = {"implementation": "lln_diag", "statistics": "running", "mix": mix, "block_size": 8}
     model = tf.AutoModel.from_pretrained(tmp_path, config=wanted, dtype=dtype)
@@ -154,11 +154,11 @@ def test_what_a_softmax_checkpoint_does_not_bring_is_initialised(
     assert (layer.pending == 0).all()
     weights = layer.mix_weights()
     assert all((w == 0.5).all() for w in (weights if mix == "scales" else [weights]))
-    assert output(model, **inputs("bert")).isfinite().all()
+    assert output(model, **make_batch("bert")).isfinite().all()
 
 
 def test_measured_values_survive_loading_in_half_precision(tmp_path: Path) -> None:
-    model = trained("llama", matching="data", batches=[inputs("llama")])
+    model = trained("llama", matching="data", batches=[make_batch("llama")])
     model.save_pretrained(tmp_path)
     half = tf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     mine, theirs = (m.model.layers[0].self_attn.lln for m in (model, half))
@@ -168,7 +168,7 @@ def test_measured_values_survive_loading_in_half_precision(tmp_path: Path) -> No
 
 
 def test_options_go_through_a_config_and_back() -> None:
-    wanted = config("bert")
+    wanted = make_config("bert")
     wanted.lln = {"implementation": "lln_diag", "matching": "entropy", "block_size": 16, "mix": 0.25}
     again = type(wanted).from_dict(wanted.to_dict())
     assert again.lln == wanted.lln
@@ -180,7 +180,7 @@ def test_options_go_through_a_config_and_back() -> None:
 
 
 def test_an_implementation_that_is_asked_for_wins_over_the_saved_one(tmp_path: Path) -> None:
-    model, given = build("bert", "lln"), inputs("bert")
+    model, given = build_model("bert", "lln"), make_batch("bert")
     model.save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="config.lln names 'lln'") as seen:
         softmax = tf.AutoModel.from_pretrained(tmp_path, attn_implementation="sdpa")
@@ -195,7 +195,7 @@ def test_an_implementation_that_is_asked_for_wins_over_the_saved_one(tmp_path: P
 
 
 def test_values_stay_while_softmax_runs(tmp_path: Path) -> None:
-    model, given = trained("bert", statistics="running", mix="ratio"), inputs("bert")
+    model, given = trained("bert", statistics="running", mix="ratio"), make_batch("bert")
     want = output(model, **given)
     model.set_attn_implementation("sdpa")
     model.save_pretrained(tmp_path)
@@ -228,33 +228,33 @@ except ValueError as problem:
 
 
 def test_resized_embeddings_and_sharded_files(tmp_path: Path) -> None:
-    model, given = build("bert"), inputs("bert")
+    model, given = build_model("bert"), make_batch("bert")
     model.resize_token_embeddings(80)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     again = tf.AutoModel.from_pretrained(tmp_path)
     assert again.config.vocab_size == 80
     assert torch.equal(output(again, **given), output(model, **given))
-    assert relative_error(output(again, **given), output(build("bert", "sdpa"), **given)) > 1e-3
+    assert relative_error(output(again, **given), output(build_model("bert", "sdpa"), **given)) > 1e-3
 
 
 def test_a_state_dict_is_enough(tmp_path: Path) -> None:
     kinds = [kind for kind in ALL if kind not in (*IMAGES, *CAUSAL)]
     for kind in kinds:
-        model = build(kind)
+        model = build_model(kind)
         lln.hf.convert(model, statistics="running")
-        other = build(kind)
+        other = build_model(kind)
         lln.hf.convert(other, statistics="running")
         model.train()
-        output(model, **inputs(kind))
+        output(model, **make_batch(kind))
         other.load_state_dict(model.state_dict())
-        assert torch.equal(output(other, **inputs(kind)), output(model.eval(), **inputs(kind)))
+        assert torch.equal(output(other, **make_batch(kind)), output(model.eval(), **make_batch(kind)))
 
 
 def test_a_model_built_around_a_converted_one_keeps_its_values() -> None:
-    body, given = trained("bert", statistics="running", mix="ratio"), inputs("bert")
+    body, given = trained("bert", statistics="running", mix="ratio"), make_batch("bert")
     want, values = output(body, **given), {name: t.clone() for name, t in body.state_dict().items() if ".lln." in name}
-    decoder = tf.BertLMHeadModel(config("bert", is_decoder=True, add_cross_attention=True)).to(torch.float64)
+    decoder = tf.BertLMHeadModel(make_config("bert", is_decoder=True, add_cross_attention=True)).to(torch.float64)
 
     class Around(tf.BertPreTrainedModel):
         def __init__(self) -> None:
@@ -274,7 +274,9 @@ def test_the_card_on_the_hub_says_what_is_needed(tmp_path: Path) -> None:
     card = tmp_path / "README.md"
     card.write_text("# Made by transformers, over ours\n")
     sent = []
-    upload(lambda model, folder, *more: sent.append((card.read_text(), *more)), build("bert"), tmp_path, "me/mine")
+    upload(
+        lambda model, folder, *more: sent.append((card.read_text(), *more)), build_model("bert"), tmp_path, "me/mine"
+    )
     ((text, *more),) = sent
     assert text.startswith("# Made by transformers")
     assert text.count("import lln.hf") == 1
@@ -282,7 +284,7 @@ def test_the_card_on_the_hub_says_what_is_needed(tmp_path: Path) -> None:
 
 
 def test_a_config_that_is_not_what_runs_is_not_saved(tmp_path: Path) -> None:
-    model, given = build("bert"), inputs("bert")
+    model, given = build_model("bert"), make_batch("bert")
     model.config.lln["block_size"] = 2
     with pytest.raises(ValueError, match=r"config\.lln was changed by hand.*lln\.hf\.convert"):
         model.save_pretrained(tmp_path)

@@ -1,18 +1,11 @@
 """Import paths of the last release work, warn once, and give the modules themselves."""
 
 import importlib
-import subprocess
-import sys
 
 import pytest
 
+from helpers.command import run_python
 from lln._moved import MOVED, find_new
-
-
-def run(code: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True
-    ).stdout
 
 
 @pytest.mark.parametrize("old", sorted(MOVED))
@@ -33,7 +26,7 @@ with warnings.catch_warnings(record=True) as caught:
 print(*[f"{w.category.__name__}: {w.message}" for w in caught], sep="\\n")
 """
     end = "the old name works in this release and not in the next."
-    assert run(code).splitlines() == [
+    assert run_python(code, "-W", "error").splitlines() == [
         f"DeprecationWarning: lln.training is now lln.lab.train; {end}",
         f"DeprecationWarning: lln.recipes is now lln.lab.recipes; {end}",
     ]
@@ -52,7 +45,7 @@ assert lln_attention is lln.lln_attention and Mechanism is registry.Mechanism
 q = torch.randn(1, 1, 4, 8)
 print(tuple(lln.attention("elu", q, q, q).shape))
 """
-    assert run(code) == "(1, 1, 4, 8)\n"
+    assert run_python(code, "-W", "error") == "(1, 1, 4, 8)\n"
 
 
 def test_what_never_was_is_not_found() -> None:

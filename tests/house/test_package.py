@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import lln
+from helpers.command import run_command, run_python
 from helpers.pages import Page, fake
 from lln.lab.cli.app import app
 from lln.lab.core.page import write_page
@@ -27,7 +27,7 @@ HEAVY = ("triton", "transformers", "datasets", "scipy", "pandas", "altair", "jin
 def list_new_modules(code: str, before: str = "torch") -> list[str]:
     """What a process has loaded after the code and not before: torch may load some of it itself."""
     code = f"import sys, {before}; before = set(sys.modules); {code}; print(*sorted(set(sys.modules) - before))"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    return run_python(code).split()
 
 
 def test_importing_lln_loads_nothing_heavy_but_torch() -> None:
@@ -75,26 +75,20 @@ def test_every_public_name_is_there_and_documented() -> None:
         assert getattr(lln, name).__doc__
 
 
-def run(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", "NO_COLOR": "1"})
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.output
-
-
 COMMANDS = [command.callback.__name__ for command in app.registered_commands if command.callback is not None]
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_teaches(command: str) -> None:
-    code, output = run(*command.split(), "--help")
-    assert code == 0
-    assert "Usage" in output
-    assert f"Example: lln {command}" in output
+    answer = run_command(*command.split(), "--help")
+    assert answer.code == 0
+    assert "Usage" in answer.output
+    assert f"Example: lln {command}" in answer.output
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_options_that_several_commands_have_mean_the_same(command: str) -> None:
-    output = run(command, "--help")[1]
+    output = run_command(command, "--help").output
     files = {"calibrate"}  # its result is one JSON file
     if command != "info":
         assert "--out" in output or command == "convert"  # whose folder is an argument
@@ -123,14 +117,14 @@ def test_an_error_nobody_foresaw_is_one_line_unless_debugging() -> None:
 
 
 def test_version_and_info_answer() -> None:
-    assert run("--version") == (0, f"lln-attention {lln.__version__}\n")
-    told = json.loads(run("info", "--json")[1])
+    assert run_command("--version") == (0, f"lln-attention {lln.__version__}\n", "")
+    told = json.loads(run_command("info", "--json").stdout)
     assert told["torch"] == torch.__version__
     assert set(told["missing"]) == {"report", "instruments", "hf", "train"}
-    code, output = run("info")
-    assert code == 0
+    answer = run_command("info")
+    assert answer.code == 0
     for line in ("lln-attention", "python", "torch", "devices", "back ends", "extra report"):
-        assert line in output
+        assert line in answer.output
 
 
 @pytest.mark.parametrize(
@@ -148,27 +142,27 @@ def test_a_wrong_option_is_one_sentence_and_exit_code_2(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    code, output = run(*arguments)
-    assert code == 2
-    assert message in output
-    assert "Traceback" not in output
+    answer = run_command(*arguments)
+    assert answer.code == 2
+    assert message in answer.output
+    assert "Traceback" not in answer.output
 
 
 def test_a_missing_extra_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lln.lab.cli.common.EXTRAS", {"report": ("altair", "no_such_module")})
-    code, output = run("report")
-    assert code == 2
-    assert "needs no_such_module" in output
-    assert "pip install 'lln-attention[report]'" in output
-    assert "missing no_such_module: pip install 'lln-attention[report]'" in run("info")[1]
+    answer = run_command("report")
+    assert answer.code == 2
+    assert "needs no_such_module" in answer.output
+    assert "pip install 'lln-attention[report]'" in answer.output
+    assert "missing no_such_module: pip install 'lln-attention[report]'" in run_command("info").output
 
 
 def test_the_report_is_a_page_that_stands_alone(tmp_path: Path) -> None:
     out = tmp_path / "page"
     sections = "moments,lengths"
-    code, output = run("report", "--lengths", "32,64", "--repeats", "2", "--sections", sections, "--out", str(out))
-    assert code == 0
-    assert str(out / "index.html") in output.replace("\n", "")
+    answer = run_command("report", "--lengths", "32,64", "--repeats", "2", "--sections", sections, "--out", str(out))
+    assert answer.code == 0
+    assert str(out / "index.html") in answer.output.replace("\n", "")
     text = (out / "index.html").read_text()
     page = Page(text)
     assert page.open == []

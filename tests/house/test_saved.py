@@ -1,5 +1,6 @@
 """What an earlier version saved loads, and gives what it gave: models, states, caches, weights and runs."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -13,18 +14,16 @@ from torch import Tensor
 
 import lln
 import lln.hf
+from helpers.tensors import assert_close
 
 SAVED = Path(__file__).parents[1] / "saved" / "523d99b"
+# Not to the last bit: another processor sums in another order.
+assert_same = functools.partial(assert_close, tolerance=1e-5)
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Tensor]:
     return load_file(SAVED / "expected.safetensors")
-
-
-def same(found: Tensor, wanted: Tensor) -> None:
-    # Not to the last bit: another processor sums in another order.
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["encoder", "convolved", "performer", "hedgehog"])
@@ -33,7 +32,7 @@ def test_an_encoder_gives_what_it_gave(name: str, expected: dict[str, Tensor]) -
     assert model.config.lln["implementation"] in ("lln_diag", "performer", "hedgehog")
     with torch.no_grad():
         found = model(input_ids=expected["input_ids"], attention_mask=expected["attention_mask"]).last_hidden_state
-    same(found, expected[name])
+    assert_same(found, expected[name])
 
 
 def test_a_decoder_goes_on_from_its_cache(expected: dict[str, Tensor]) -> None:
@@ -41,10 +40,10 @@ def test_a_decoder_goes_on_from_its_cache(expected: dict[str, Tensor]) -> None:
     cache = torch.load(SAVED / "cache.pt", weights_only=False)
     assert isinstance(cache, lln.hf.LLNCache)
     with torch.no_grad():
-        same(model(input_ids=expected["input_ids"]).logits, expected["decoder"])
+        assert_same(model(input_ids=expected["input_ids"]).logits, expected["decoder"])
         later = model(input_ids=expected["input_ids"][:, 11:], past_key_values=cache).logits
-    same(later, expected["decoder_after_cache"])
-    same(later, expected["decoder"][:, 11:])
+    assert_same(later, expected["decoder_after_cache"])
+    assert_same(later, expected["decoder"][:, 11:])
 
 
 @pytest.mark.parametrize(("name", "options"), [("lln", {}), ("lln_diag", {"block_size": 4})])
@@ -53,14 +52,14 @@ def test_a_state_is_gone_on_from(name: str, options: dict[str, Any], expected: d
     assert isinstance(state, lln.LLNState)
     query, key, value = (expected[part] for part in ("query", "key", "value"))
     found = lln.lln_attention(query, key, value, 1.5, 1.25, is_causal=True, state=state, **options)
-    same(found, expected[f"after_state_{name}"])
+    assert_same(found, expected[f"after_state_{name}"])
 
 
 def test_the_weights_of_a_module_fit(expected: dict[str, Tensor]) -> None:
     module = lln.MultiheadAttention(16, 2, batch_first=True, statistics="running", block_size=4, mix="ratio")
     module.load_state_dict(load_file(SAVED / "multihead.safetensors"))
     x = expected["x"]
-    same(module.eval()(x, x, x)[0], expected["multihead"])
+    assert_same(module.eval()(x, x, x)[0], expected["multihead"])
 
 
 SMALL = {

@@ -16,7 +16,7 @@ from helpers.instruments_reference import (
     score_variance,
     softmax_matrix,
 )
-from helpers.reference import normal
+from helpers.tensors import assert_close, make_inputs, normal
 from lln import lln_attention
 from lln.instruments import (
     AttentionMap,
@@ -40,8 +40,8 @@ MIX = torch.tensor([0.2, 0.5, 0.9, 0.6], dtype=torch.float64)
 ALPHA, BETA = torch.linspace(0.8, 1.9, HEADS), torch.tensor([[1.1, 0.7], [1.6, 1.2]])
 
 
-def inputs(keys: int = LENGTH, offset: int = 0) -> tuple[Tensor, Tensor]:
-    q, k = normal(offset, BATCH, HEADS, LENGTH, DIM), normal(offset + 1, BATCH, KEY_HEADS, keys, DIM)
+def draw_inputs(keys: int = LENGTH) -> tuple[Tensor, Tensor]:
+    q, k, _ = make_inputs(BATCH, HEADS, KEY_HEADS, LENGTH, DIM, key_length=keys, exact=True)
     return 1.5 * q, k + 0.2
 
 
@@ -89,7 +89,7 @@ def spoilt(t: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def made(name: str, options: dict[str, Any]) -> Pair:
-    q, k = inputs()
+    q, k = draw_inputs()
     _, dense = ONE_SEQUENCE[name](q, k, **options)
     if name == "dense":
         return dense_map(spoilt(dense, options.get("key_mask")), **options), dense
@@ -105,28 +105,23 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr("lln.instruments.heads.SPAN_ELEMENTS", {"cpu": 1})
 
 
-def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-11) -> None:
-    assert actual.shape == expected.shape
-    assert torch.allclose(actual, expected, rtol=tolerance, atol=tolerance), (actual - expected).abs().max()
-
-
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_the_map_is_the_matrix(name: str, options: str) -> None:
     p, dense = made(name, OPTIONS[options])
     mask = OPTIONS[options].get("key_mask")
-    close(p.dense(), dense if mask is None else dense * mask[:, None, :, None], 1e-12)
+    assert_close(p.dense(), dense if mask is None else dense * mask[:, None, :, None], 1e-12)
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_entropy_variance_and_log_moments(name: str, options: str) -> None:
     p, dense = made(name, OPTIONS[options])
     chosen = OPTIONS[options]
-    close(entropy(p), per_matrix(dense, Matrix.entropy, **chosen))
-    close(variance(p), per_matrix(dense, Matrix.variance, **chosen))
+    assert_close(entropy(p), per_matrix(dense, Matrix.entropy, **chosen))
+    assert_close(variance(p), per_matrix(dense, Matrix.variance, **chosen))
     found = log_moments(p)
-    close(found.mean, per_matrix(dense, lambda m: m.logs().mean(), **chosen))
-    close(found.variance, per_matrix(dense, lambda m: m.logs().var(ddof=1), **chosen))
-    close(found.within, per_matrix(dense, Matrix.within, **chosen))
+    assert_close(found.mean, per_matrix(dense, lambda m: m.logs().mean(), **chosen))
+    assert_close(found.variance, per_matrix(dense, lambda m: m.logs().var(ddof=1), **chosen))
+    assert_close(found.within, per_matrix(dense, Matrix.within, **chosen))
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
@@ -135,24 +130,26 @@ def test_spectral_gap_and_principal_std(name: str, options: str, iterated: bool,
     if iterated:
         monkeypatch.setattr("lln.instruments.spectrum.DENSE", 0)
     p, dense = made(name, OPTIONS[options])
-    close(spectral_gap(p), per_matrix(dense, Matrix.gap, **OPTIONS[options]), 1e-9 if iterated else 1e-11)
-    close(principal_std(p), per_matrix(dense, Matrix.principal_std, **OPTIONS[options]), 1e-9 if iterated else 1e-11)
+    assert_close(spectral_gap(p), per_matrix(dense, Matrix.gap, **OPTIONS[options]), 1e-9 if iterated else 1e-11)
+    assert_close(
+        principal_std(p), per_matrix(dense, Matrix.principal_std, **OPTIONS[options]), 1e-9 if iterated else 1e-11
+    )
 
 
 @pytest.mark.parametrize("name", MAPS)
 def test_cross_maps_have_everything_but_a_spectrum(name: str) -> None:
-    q, k = inputs(keys=23)
+    q, k = draw_inputs(keys=23)
     masks = {"key_mask": torch.rand(BATCH, 23, generator=torch.Generator().manual_seed(0)) < 0.7, "query_mask": MASK}
     p, dense = MAPS[name](q, k, **masks)
-    close(entropy(p), per_matrix(dense, Matrix.entropy, **masks))
-    close(variance(p), per_matrix(dense, Matrix.variance, **masks))
-    close(principal_std(p), per_matrix(dense, Matrix.principal_std, **masks))
+    assert_close(entropy(p), per_matrix(dense, Matrix.entropy, **masks))
+    assert_close(variance(p), per_matrix(dense, Matrix.variance, **masks))
+    assert_close(principal_std(p), per_matrix(dense, Matrix.principal_std, **masks))
     with pytest.raises(ValueError, match=r"no eigenvalues.*got 37 rows and 23 keys. principal_std"):
         spectral_gap(p)
 
 
 def test_rows_and_keys_of_different_tokens_have_no_spectrum() -> None:
-    q, k = inputs()
+    q, k = draw_inputs()
     other = MASK.clone()
     other[1, 3] = False
     with pytest.raises(ValueError, match="37 rows and 37 keys with different masks"):
@@ -161,32 +158,32 @@ def test_rows_and_keys_of_different_tokens_have_no_spectrum() -> None:
 
 @pytest.mark.parametrize("options", [o for o in OPTIONS if "mask" not in o])
 def test_a_map_times_values_is_the_attention_of_the_package(options: str) -> None:
-    q, k = inputs()
+    q, k = draw_inputs()
     v = normal(7, BATCH, KEY_HEADS, LENGTH, 3)
     for block_size in (None, 8):
         out = lln_attention(q, k, v, ALPHA, BETA, block_size=block_size, key_mask=MASK, **OPTIONS[options])
         p = lln_map(q, k, ALPHA, BETA, block_size, key_mask=MASK, **OPTIONS[options])
         product = p.dense() @ v.repeat_interleave(HEADS // KEY_HEADS, 1)
-        close(product, out * MASK[:, None, :, None], 1e-6)
+        assert_close(product, out * MASK[:, None, :, None], 1e-6)
 
 
 def test_factors_are_factors() -> None:
-    q, k = inputs()
+    q, k = draw_inputs()
     for p in (lln_map(q, k, 1.2, 0.8), kernel_map(q.relu() + 0.1, k.relu() + 0.1)):
         a, b = p.factors()
-        close(a @ b.transpose(-1, -2), p.dense(), 1e-14)
+        assert_close(a @ b.transpose(-1, -2), p.dense(), 1e-14)
         # The rule: the nonzero eigenvalues of A B^T are those of B^T A, the first of them 1.
         small = torch.linalg.eigvals(b.transpose(-1, -2) @ a).abs().sort(-1, descending=True).values
         large = torch.linalg.eigvals(p.dense()).abs().sort(-1, descending=True).values[..., :DIM]
-        close(small, large, 1e-10)
-        close(small[..., 0], torch.ones(BATCH, HEADS, dtype=torch.float64), 1e-12)
+        assert_close(small, large, 1e-10)
+        assert_close(small[..., 0], torch.ones(BATCH, HEADS, dtype=torch.float64), 1e-12)
     for p in (softmax_map(q, k), lln_map(q, k, 1.0, 1.0, is_causal=True)):
         with pytest.raises(ValueError, match="only bidirectional LLN and kernel maps"):
             p.factors()
 
 
 def test_what_is_in_no_row_is_nan_and_one_token_has_gap_one() -> None:
-    q, k = inputs()
+    q, k = draw_inputs()
     mask = MASK.clone()
     mask[0], mask[1] = False, torch.arange(LENGTH) == 4
     for p in (
@@ -195,16 +192,16 @@ def test_what_is_in_no_row_is_nan_and_one_token_has_gap_one() -> None:
     ):  # fmt: skip
         for found, alone in ((entropy(p), 0.0), (spectral_gap(p), 1.0), (principal_std(p), 0.0), (variance(p), 0.0)):
             assert found[0].isnan().all()
-            close(found[1], torch.full((HEADS,), alone, dtype=torch.float64), 1e-9)
+            assert_close(found[1], torch.full((HEADS,), alone, dtype=torch.float64), 1e-9)
         assert log_moments(p).mean[0].isnan().all()
 
 
 def test_large_exponents_lose_nothing() -> None:
-    q, k = (300.0 * t for t in inputs())
+    q, k = (300.0 * t for t in draw_inputs())
     for options in ({}, {"is_causal": True}):
         p, dense = lln_map(q, k, 1.0, 1.0, **options), lln_matrix(q, k, 1.0, 1.0, **options)
         assert torch.isfinite(log_moments(p).variance).all()
-        close(entropy(p), per_matrix(dense, Matrix.entropy, **options), 1e-9)
+        assert_close(entropy(p), per_matrix(dense, Matrix.entropy, **options), 1e-9)
         assert (
             dense.log().isinf() & (torch.ones(LENGTH, LENGTH).tril() > 0)
         ).any()  # a plain logarithm would lose some
@@ -222,20 +219,22 @@ def test_high_temperatures_keep_their_digits() -> None:
 
 
 def test_a_later_key_does_not_change_an_earlier_row() -> None:
-    q, k = inputs()
+    q, k = draw_inputs()
     k[:, :, 30] *= 1e3
     p = lln_map(q, k, 1.0, 1.0, is_causal=True)
-    close(p.dense()[:, :, :30, :30], lln_map(q[:, :, :30], k[:, :, :30], 1.0, 1.0, is_causal=True).dense(), 1e-13)
+    assert_close(
+        p.dense()[:, :, :30, :30], lln_map(q[:, :, :30], k[:, :, :30], 1.0, 1.0, is_causal=True).dense(), 1e-13
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_inputs_are_measured_in_float64(dtype: torch.dtype) -> None:
-    q, k = (t.to(dtype) for t in inputs())
+    q, k = (t.to(dtype) for t in draw_inputs())
     q.requires_grad_()
     found = entropy(softmax_map(q, k))
     assert found.dtype == torch.float64
     assert not found.requires_grad
-    close(found, entropy(softmax_map(q.double(), k.double())), 1e-14)
+    assert_close(found, entropy(softmax_map(q.double(), k.double())), 1e-14)
 
 
 def test_at_512_tokens_dense_and_implicit_agree() -> None:
@@ -245,45 +244,47 @@ def test_at_512_tokens_dense_and_implicit_agree() -> None:
         (lln_map(q, k, 2.1355, 2.1355), lln_matrix(q, k, 2.1355, 2.1355)),
         (lln_map(q, k, 2.1355, 2.1355, 64), lln_matrix(q, k, 2.1355, 2.1355, 64)),
     ):
-        close(entropy(p), per_matrix(dense, Matrix.entropy), 1e-12)
+        assert_close(entropy(p), per_matrix(dense, Matrix.entropy), 1e-12)
         assert (spectral_gap(p) - per_matrix(dense, Matrix.gap)).abs().max() < 1e-8
-        close(principal_std(p), per_matrix(dense, Matrix.principal_std), 1e-10)
+        assert_close(principal_std(p), per_matrix(dense, Matrix.principal_std), 1e-10)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_temperature_of_softmax_is_eq_5(is_causal: bool) -> None:
-    q, k = inputs()
+    q, k = draw_inputs()
     q += 3.0  # means that a difference of moments would trip over
     expected = score_variance(q, k, is_causal=is_causal).rsqrt()
-    close(temperature(q, k, is_causal=is_causal), expected)
-    close(temperature(softmax_map(q, k, is_causal=is_causal)), expected)
+    assert_close(temperature(q, k, is_causal=is_causal), expected)
+    assert_close(temperature(softmax_map(q, k, is_causal=is_causal)), expected)
     k_all = k.repeat_interleave(2, 1)
-    close(temperature(4 * q, k_all, scale=0.1, is_causal=is_causal), score_variance(4 * q, k, 0.1, is_causal).rsqrt())
+    assert_close(
+        temperature(4 * q, k_all, scale=0.1, is_causal=is_causal), score_variance(4 * q, k, 0.1, is_causal).rsqrt()
+    )
     second_q, second_k = (t.transpose(-1, -2) @ t / LENGTH for t in (q, k_all))
     by_traces = (second_q * second_k).sum((-1, -2)) / DIM - (q.mean(2) * k_all.mean(2)).sum(-1).square() / DIM
     if not is_causal:
-        close(by_traces.rsqrt(), expected, 1e-9)
+        assert_close(by_traces.rsqrt(), expected, 1e-9)
 
 
 def test_the_temperature_of_lln_is_measured_not_eq_11() -> None:
-    q, k = inputs()
+    q, k = draw_inputs()
     measured = per_matrix(lln_matrix(q, k, 0.3, 0.4), lambda m: m.logs().var(ddof=1)).rsqrt()
-    close(temperature(q, k, 0.3, 0.4), measured)
-    close(temperature(lln_map(q, k, 0.3, 0.4)), measured)
+    assert_close(temperature(q, k, 0.3, 0.4), measured)
+    assert_close(temperature(lln_map(q, k, 0.3, 0.4)), measured)
     s2 = 0.09 * q.var((2, 3)) + 0.16 * k.var((2, 3)).repeat_interleave(2, 1)
     assert (PAPER_A * s2 + PAPER_B < 0).all()  # where eq. (11) has no real value
 
 
 def test_predictions_are_those_of_the_propositions() -> None:
-    q, k = inputs()
+    q, k = draw_inputs()
     softmax = log_moments(softmax_map(q, k, key_mask=MASK))
     for sample, n in enumerate(MASK.sum(1).tolist()):
         spread = score_variance(q[:, :, MASK[sample]], k[:, :, MASK[sample]])[sample]
-        close(softmax.predicted_variance[sample], spread)
-        close(softmax.predicted_mean[sample], -math.log(n) - spread / 2)
+        assert_close(softmax.predicted_variance[sample], spread)
+        assert_close(softmax.predicted_mean[sample], -math.log(n) - spread / 2)
     lln = log_moments(lln_map(q, k, 1.3, 0.9))
     s2 = 1.69 * q.var((2, 3)) + 0.81 * k.var((2, 3)).repeat_interleave(2, 1)
-    close(lln.predicted_variance, PAPER_A * s2 + PAPER_B)
+    assert_close(lln.predicted_variance, PAPER_A * s2 + PAPER_B)
     assert lln.predicted_mean is None
     assert log_moments(kernel_map(q.exp(), k.exp())).predicted_variance is None
 
@@ -296,7 +297,7 @@ def test_log_moments_of_sampled_rows_are_near_those_of_all() -> None:
     assert (some.mean - every.mean).abs().max() < 0.1
     assert (some.variance / every.variance - 1).abs().max() < 0.2
     assert not torch.equal(some.mean, every.mean)
-    close(log_moments(p, rows=350).variance, every.variance)
+    assert_close(log_moments(p, rows=350).variance, every.variance)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -305,7 +306,7 @@ def test_every_device_measures_the_same(device: str, monkeypatch: pytest.MonkeyP
     for name, options in CASES:
         moved = {key: o.to(device) if isinstance(o, Tensor) else o for key, o in OPTIONS[options].items()}
         here, _ = made(name, OPTIONS[options])
-        q, k = inputs()
+        q, k = draw_inputs()
         if name == "softmax":
             there = softmax_map(q.to(device), k.to(device), **moved)
         elif name == "LLN+Diag":
@@ -317,6 +318,6 @@ def test_every_device_measures_the_same(device: str, monkeypatch: pytest.MonkeyP
         for instrument in (entropy, variance, principal_std, spectral_gap):
             found = instrument(there)
             assert found.device.type == device
-            close(found.cpu(), instrument(here), 1e-9)
-        close(log_moments(there).variance.cpu(), log_moments(here).variance, 1e-10)
-        close(lognormal_fit(there).distance.cpu(), lognormal_fit(here).distance, 1e-9)
+            assert_close(found.cpu(), instrument(here), 1e-9)
+        assert_close(log_moments(there).variance.cpu(), log_moments(here).variance, 1e-10)
+        assert_close(lognormal_fit(there).distance.cpu(), lognormal_fit(here).distance, 1e-9)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers.instruments_reference import Matrix, softmax_matrix
-from helpers.reference import normal
+from helpers.tensors import normal
 from lln import match_moments
 from lln.instruments import (
     AttentionMap,

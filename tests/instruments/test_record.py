@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 import lln
-from helpers.hf_models import ALL, BERT, VOCABULARY, build, guesses, inputs, output, tokens
+from helpers.hf_models import ALL, BERT, VOCABULARY, build_model, guesses, make_batch, output, tokens
 from lln.instruments import Observation, record
 from lln.instruments.observation import read_mask
 
@@ -47,12 +47,12 @@ def attentions(result: Any) -> list[Tensor]:
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "lln", "lln_diag"])
 def test_entropy_is_that_of_the_weights_the_model_gives(kind: str, implementation: str) -> None:
-    model, x = build(kind, implementation), inputs(kind)
+    model, x = build_model(kind, implementation), make_batch(kind)
     with torch.no_grad():
         before = output(model, **x)
         with record(model, samples=None) as rec:
             after = output(model, **x)
-        weighing = build(kind, "eager") if implementation == "sdpa" else model
+        weighing = build_model(kind, "eager") if implementation == "sdpa" else model
         p = attentions(weighing(**x, output_attentions=True))
     assert torch.equal(before, after)
     mask = x.get("attention_mask")
@@ -65,7 +65,7 @@ def test_entropy_is_that_of_the_weights_the_model_gives(kind: str, implementatio
 
 
 def test_numbers_of_one_head_follow_from_its_weights() -> None:
-    model, x = build("bert", "eager"), inputs("bert")
+    model, x = build_model("bert", "eager"), make_batch("bert")
     with torch.no_grad(), record(model, samples=None, keep=True) as rec:
         p = model(**x, output_attentions=True).attentions[1]
     _, _, seen = rec.observations[1]
@@ -90,8 +90,8 @@ def test_numbers_of_one_head_follow_from_its_weights() -> None:
 
 
 def test_causal_and_cross_attention_say_what_they_have() -> None:
-    with torch.no_grad(), record(build("bart", "sdpa"), samples=None) as rec:
-        rec.model(**inputs("bart"))
+    with torch.no_grad(), record(build_model("bart", "sdpa"), samples=None) as rec:
+        rec.model(**make_batch("bart"))
     for row in rec.rows():
         assert (row["spectral_gap"] is None) == ("encoder_attn" in row["layer"])
         assert row["alpha"] is row["beta"] is None
@@ -100,7 +100,7 @@ def test_causal_and_cross_attention_say_what_they_have() -> None:
 
 
 def test_alpha_and_beta_are_those_in_use() -> None:
-    model, x = build("bert", "lln_diag"), inputs("bert")
+    model, x = build_model("bert", "lln_diag"), make_batch("bert")
     lln.hf.convert(model, statistics="fixed", alpha=torch.tensor([1.0, 2.0, 3.0, 4.0]), beta=1.5)
     with torch.no_grad(), record(model) as rec:
         model(**x)
@@ -128,7 +128,7 @@ def test_training_is_the_same_to_the_bit_and_recomputation_is_not_recorded(
     implementation: str, reentrant: bool | None
 ) -> None:
     def train(watched: bool) -> tuple[list[Tensor], Any]:
-        model = build("bert", implementation, tf.AutoModelForMaskedLM).float().train()
+        model = build_model("bert", implementation, tf.AutoModelForMaskedLM).float().train()
         if reentrant is not None:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         torch.manual_seed(1)
@@ -151,7 +151,7 @@ def test_training_is_the_same_to_the_bit_and_recomputation_is_not_recorded(
 
 
 def test_nothing_is_left_behind_also_when_an_exception_passes() -> None:
-    model, x = build("bert", "sdpa"), inputs("bert")
+    model, x = build_model("bert", "sdpa"), make_batch("bert")
     before, forwards = AttentionInterface.get_interface, [m.forward for m in model.modules()]
     rec = record(model)
 
@@ -172,7 +172,7 @@ def test_nothing_is_left_behind_also_when_an_exception_passes() -> None:
 
 
 def test_other_models_are_not_seen_and_recorders_do_not_disturb_each_other() -> None:
-    one, two, x = build("bert", "sdpa"), build("bert", "sdpa"), inputs("bert")
+    one, two, x = build_model("bert", "sdpa"), build_model("bert", "sdpa"), make_batch("bert")
     first, second = record(one), record(two)
     plain = AttentionInterface.get_interface
     with torch.no_grad():
@@ -188,9 +188,9 @@ def test_other_models_are_not_seen_and_recorders_do_not_disturb_each_other() -> 
 
 
 def test_shared_layers_are_told_apart_by_their_call() -> None:
-    model = build("albert", "sdpa")
+    model = build_model("albert", "sdpa")
     with torch.no_grad(), record(model) as rec:
-        model(**inputs("albert"))
+        model(**make_batch("albert"))
     assert len({row["layer"] for row in rec.rows()}) == 1
     assert [row["call"] for row in rec.rows()] == [0] * 4 + [1] * 4
 
@@ -204,7 +204,7 @@ def test_biases_of_positions_are_part_of_the_weights() -> None:
         for name, parameter in model.named_parameters():
             if "relative_attention_bias" in name:
                 parameter.data = torch.randn(parameter.shape).double()
-        x = inputs("bart")
+        x = make_batch("bart")
         with torch.no_grad(), record(model, samples=None) as rec:
             model(**x)
         with torch.no_grad():
@@ -225,7 +225,7 @@ def test_biases_of_positions_are_part_of_the_weights() -> None:
 
 
 def test_packed_rows_and_windows_count_as_the_mask_has_them() -> None:
-    model = build("llama", "sdpa")
+    model = build_model("llama", "sdpa")
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
     x = {"input_ids": tokens(0, 1, 12), "position_ids": positions, "use_cache": False}
     with torch.no_grad(), record(model) as rec:
@@ -255,7 +255,7 @@ def test_packed_lln_sequences_are_measured_one_by_one() -> None:
 
 
 def test_generation_with_a_growing_cache_shows_each_new_row() -> None:
-    model = build("llama", "sdpa")
+    model = build_model("llama", "sdpa")
     with record(model) as rec:
         model.generate(tokens(0, 1, 7), max_new_tokens=3, do_sample=False, pad_token_id=0)
     steps = sorted({row["step"] for row in rec.rows()})
@@ -361,7 +361,7 @@ def test_models_that_ignore_the_interface_are_run_once_more_and_verified(trainin
     shape = {k: v for k, v in BERT.items() if k != "pad_token_id"}
     model = tf.MPNetModel(tf.MPNetConfig(**shape)).train(training)
     model.encoder.relative_attention_bias.weight.data = 3 * torch.randn(32, 4)
-    x = inputs("bert")
+    x = make_batch("bert")
     with torch.no_grad():
         torch.manual_seed(1)
         before = model(**x)[0]
@@ -409,7 +409,7 @@ def test_a_module_of_ones_own_is_read_by_the_names_of_its_layers_or_refused() ->
 
 
 def test_half_precision_and_autocast() -> None:
-    model, x = build("bert", "sdpa").bfloat16(), inputs("bert")
+    model, x = build_model("bert", "sdpa").bfloat16(), make_batch("bert")
     with torch.no_grad(), record(model) as rec:
         model(**x)
     model = model.float()
@@ -422,7 +422,7 @@ def test_half_precision_and_autocast() -> None:
 
 
 def test_numbers_that_are_not_finite_are_none_and_training_goes_on() -> None:
-    model, x = build("bert", "sdpa"), inputs("bert")
+    model, x = build_model("bert", "sdpa"), make_batch("bert")
     model.encoder.layer[1].attention.self.query.weight.data[:8] = torch.nan
     with torch.no_grad(), record(model) as rec:
         model(**x)
@@ -432,7 +432,7 @@ def test_numbers_that_are_not_finite_are_none_and_training_goes_on() -> None:
 
 
 def test_the_table_has_a_row_for_each_step_layer_and_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = build("bert", "sdpa"), inputs("bert")
+    model, x = build_model("bert", "sdpa"), make_batch("bert")
     with torch.no_grad(), record(model, every=3, instruments=("entropy",)) as rec:
         for _ in range(7):
             model(**x)
@@ -472,7 +472,7 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> N
 
 
 def test_what_cannot_be_read_is_refused_in_one_sentence() -> None:
-    model, x = build("bert", "sdpa"), inputs("bert")
+    model, x = build_model("bert", "sdpa"), make_batch("bert")
     AttentionInterface.register("other", lambda *args, **kwargs: (args[1].transpose(1, 2), None))
     model.config._attn_implementation_internal = "other"
     with record(model), pytest.raises(ValueError, match="'other', which is not known to be softmax or LLN"):

@@ -13,7 +13,7 @@ import transformers as tf
 from filelock import FileLock
 from typer.testing import CliRunner
 
-from helpers.hf_models import BERT, build, config
+from helpers.hf_models import BERT, build_model, make_config
 from lln.hf.distillation import Learner
 from lln.lab.cli.app import app
 from lln.lab.convert import pipeline as conversion
@@ -45,7 +45,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=base, pad_token="[PAD]", unk_token="[UNK]")
     for kind, head in (("bert", tf.AutoModelForMaskedLM), ("llama", None)):
-        build(kind, "sdpa", head).float().save_pretrained(folder / kind)
+        build_model(kind, "sdpa", head).float().save_pretrained(folder / kind)
         tokenizer.save_pretrained(folder / kind)
     draw = torch.Generator().manual_seed(0)
     chosen = torch.randint(len(WORDS), (620,), generator=draw).tolist()
@@ -285,13 +285,13 @@ def test_mistakes_are_one_line_and_exit_code_2(
     (tmp_path / "full" / "mine").write_text("mine")
     name = Path(arguments[0]).name
     if name == "vit":
-        tf.ViTModel(config("vit")).save_pretrained(tmp_path / name)
+        tf.ViTModel(make_config("vit")).save_pretrained(tmp_path / name)
     elif name in ("mpnet", "t5", "lln"):
         sizes = {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 1, "num_heads": 4, "vocab_size": 61}
         makers = {
             "mpnet": lambda: tf.MPNetModel(tf.MPNetConfig(**BERT)),
             "t5": lambda: tf.T5Model(tf.T5Config(**sizes)),
-            "lln": lambda: build("bert"),
+            "lln": lambda: build_model("bert"),
         }
         makers[name]().save_pretrained(tmp_path / name)
         tf.AutoTokenizer.from_pretrained(place / "bert").save_pretrained(tmp_path / name)

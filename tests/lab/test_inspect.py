@@ -17,7 +17,7 @@ import transformers as tf
 from typer.testing import CliRunner
 
 import lln
-from helpers.hf_models import BERT, VOCABULARY, build, config, guesses
+from helpers.hf_models import BERT, VOCABULARY, build_model, guesses, make_config
 from lln.instruments import entropy, lln_map, spectral_gap
 from lln.lab.cli.app import app
 from lln.lab.inspect.heatmap import show_value
@@ -173,7 +173,7 @@ def small(kind: str, **changes: Any) -> Any:
     """With the vocabulary of MiniLM's tokenizer."""
     torch.manual_seed(0)
     with guesses():
-        return tf.AutoModel.from_config(config(kind, vocab_size=30522, **changes))
+        return tf.AutoModel.from_config(make_config(kind, vocab_size=30522, **changes))
 
 
 def test_a_model_saved_with_lln_runs_it_and_softmax_stands_beside(tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_models_that_cannot_be_inspected_are_one_line(tmp_path: Path) -> None:
     code, _, err = run(lonely)
     assert code == 2
     one_line(err, "tokenizer")
-    images = saved(tf.ViTModel(config("vit")), tmp_path / "images")
+    images = saved(tf.ViTModel(make_config("vit")), tmp_path / "images")
     one_line(run(images)[2], "ViTModel", "does not run on text alone")
     shape = {"vocab_size": 30522, "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "n_positions": 96}
     rotated = saved(tf.GPTJModel(tf.GPTJConfig(**shape)), tmp_path / "rotated")
@@ -333,6 +333,6 @@ def test_names_numbers_and_places() -> None:
     assert list(label_layers([("a.0", 0), ("a.0", 1), ("b.1.c", 0)]).values()) == ["a 0 0", "a 0 1", "b 1 c"]
     assert [show_value(x, 2, False) for x in (0.051, 1.234, 0.001, 12.0)] == [".05", "1.23", "0", "12.00"]
     assert [show_value(x, 1, True) for x in (0.31, -0.31, 1.2)] == ["+.3", "-.3", "+1.2"]
-    assert count_positions(build("roberta", "sdpa")) == 95
-    assert count_positions(build("bert", "sdpa")) == 96
+    assert count_positions(build_model("roberta", "sdpa")) == 95
+    assert count_positions(build_model("bert", "sdpa")) == 96
     assert VOCABULARY < 30522

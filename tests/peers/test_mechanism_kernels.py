@@ -15,8 +15,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import lln
-from helpers.mechanism_cases import inputs, slope
-from helpers.reference import normal, relative_error
+from helpers.mechanism_cases import draw_inputs, slope
+from helpers.tensors import normal, relative_error
 from lln.kernels.common import SPAN_ELEMENTS
 from lln.peers.draws import draw_gaussian
 
@@ -128,21 +128,21 @@ def test_the_features_are_not_kept() -> None:
 
 
 def test_a_second_derivative_is_refused_not_wrong() -> None:
-    q, k, v = (t.requires_grad_() for t in inputs(0, length=5))
+    q, k, v = (t.requires_grad_() for t in draw_inputs(0, length=5))
     (g,) = torch.autograd.grad(lln.attention("elu", q, k, v).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         g.sum().backward()
 
 
 def test_relu_and_quadratic_are_indifferent_to_temperature() -> None:
-    q, k, v = inputs(1)
+    q, k, v = draw_inputs(1)
     for name in ("relu", "quadratic"):
         for factor in (1e-4, 30.0):
             torch.testing.assert_close(lln.attention(name, factor * q, k, v), lln.attention(name, q, k, v))
 
 
 def test_a_query_without_a_common_feature_gives_zeros_and_zero_gradient() -> None:
-    q, k, v = inputs(2)
+    q, k, v = draw_inputs(2)
     q = -q.abs()
     q.requires_grad_()
     out = lln.attention("relu", q, k, v)
@@ -153,7 +153,7 @@ def test_a_query_without_a_common_feature_gives_zeros_and_zero_gradient() -> Non
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_performer_is_performer_pytorch(performer_pytorch: ModuleType, causal: bool) -> None:
-    q, k, v = inputs(3)
+    q, k, v = draw_inputs(3)
     attention = performer_pytorch.FastAttention(q.shape[-1], nb_features=20)
     projection = attention.projection_matrix.double()
     fq, fk = (
@@ -179,7 +179,7 @@ def test_orthogonal_features_are_normal_and_at_right_angles() -> None:
 
 @pytest.mark.parametrize("orthogonal", [False, True])
 def test_performer_converges_to_softmax(orthogonal: bool) -> None:
-    q, k, v = inputs(4)
+    q, k, v = draw_inputs(4)
     q, k = 0.6 * q, 0.6 * k  # long vectors have heavy tails: the root would show only with very many features
     expected = lln.attention("softmax", q, k, v)
 
@@ -193,7 +193,7 @@ def test_performer_converges_to_softmax(orthogonal: bool) -> None:
 
 @pytest.mark.parametrize("sigma", [0.7, 1.0])
 def test_rfa_converges_to_softmax_of_cosines(sigma: float) -> None:
-    q, k, v = inputs(5)
+    q, k, v = draw_inputs(5)
     unit_q, unit_k = (functional.normalize(t, dim=-1) for t in (q, k))
     expected = lln.attention("softmax", unit_q, unit_k, v, scale=1 / sigma**2)
 
@@ -210,7 +210,7 @@ def rfa_features(x: Tensor, w: Tensor) -> Tensor:
 
 
 def test_rfa_is_its_formula() -> None:
-    q, k, v = inputs(6)
+    q, k, v = draw_inputs(6)
     w = normal(1, 9, q.shape[-1])
     for causal in (False, True):
         weights = rfa_features(q, w) @ rfa_features(k, w).transpose(-1, -2)
@@ -251,7 +251,7 @@ def test_gated_rfa_is_its_recurrence() -> None:
 def test_the_gated_module_learns_its_gate_and_padding_does_not_decay() -> None:
     torch.manual_seed(0)
     module = lln.mechanism("rfa", num_heads=4, head_dim=6, gated=True, features=33, dtype=torch.float64)
-    q, k, v = inputs(7)
+    q, k, v = draw_inputs(7)
     out = module(q, k, v, is_causal=True)
     out.square().sum().backward()
     assert module.gate_weight.grad.abs().sum() > 0
@@ -262,7 +262,7 @@ def test_the_gated_module_learns_its_gate_and_padding_does_not_decay() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_cosformer_is_its_formula(causal: bool) -> None:
-    q, k, v = inputs(8)
+    q, k, v = draw_inputs(8)
     length = q.shape[2]
     position = torch.arange(length).double()
     for max_length in (None, 50):
@@ -276,7 +276,7 @@ def test_cosformer_is_its_formula(causal: bool) -> None:
 
 @pytest.mark.parametrize("activation", ["softmax", "exp"])
 def test_hedgehog_is_its_formula(activation: str) -> None:
-    q, k, v = inputs(9)
+    q, k, v = draw_inputs(9)
     module = lln.mechanism("hedgehog", num_heads=4, head_dim=6, activation=activation, dtype=torch.float64)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -296,14 +296,14 @@ def test_hedgehog_is_its_formula(activation: str) -> None:
 
 @pytest.mark.parametrize("name", ["performer", "hedgehog", "elu", "based"])
 def test_large_numbers_do_not_overflow(name: str) -> None:
-    q, k, v = (30 * t.float() for t in inputs(10))
+    q, k, v = (30 * t.float() for t in draw_inputs(10))
     module = lln.mechanism(name, num_heads=4, head_dim=6)
     for causal in (False, True):
         assert module(q, k, v, is_causal=causal).isfinite().all()
 
 
 def test_performer_redraws_in_training_only_and_resumes() -> None:
-    q, k, v = inputs(11)
+    q, k, v = draw_inputs(11)
 
     def make() -> torch.nn.Module:
         return lln.mechanism("performer", num_heads=4, head_dim=6, redraw_every=2, dtype=torch.float64)
@@ -326,7 +326,7 @@ def test_performer_redraws_in_training_only_and_resumes() -> None:
 
 
 def test_recomputation_in_backward_sees_the_same_features() -> None:
-    q, k, v = (t.requires_grad_() for t in inputs(13))
+    q, k, v = (t.requires_grad_() for t in draw_inputs(13))
     module = lln.mechanism("performer", num_heads=4, head_dim=6, redraw_every=1, dtype=torch.float64)
     twin = copy.deepcopy(module)
     for _ in range(3):
@@ -339,7 +339,7 @@ def test_recomputation_in_backward_sees_the_same_features() -> None:
 
 
 def test_lln_by_name_is_lln_attention() -> None:
-    q, k, v = inputs(12)
+    q, k, v = draw_inputs(12)
     alpha, beta = lln.LLNAttention(4, 6).coefficients(q, k)
     torch.testing.assert_close(lln.attention("lln", q, k, v), lln.lln_attention(q, k, v, alpha, beta))
     out = lln.attention("lln_diag", q, k, v, block_size=16, mix=0.3)

@@ -11,16 +11,8 @@ from transformers import NystromformerConfig
 from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
 
 import lln
-from helpers.mechanism_cases import DIM, HEADS, LENGTH, inputs, slope
-from helpers.reference import normal, relative_error
-
-
-def heads_of(projected: Tensor, heads: int) -> Tensor:
-    return projected.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
-def merged(out: Tensor) -> Tensor:
-    return out.transpose(1, 2).flatten(2)
+from helpers.mechanism_cases import DIM, HEADS, LENGTH, draw_inputs, merge_heads, slope, split_heads
+from helpers.tensors import normal, relative_error
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -35,9 +27,9 @@ def test_linformer_is_the_package(length: int, share: bool) -> None:
         if not share:
             ours.value_projection.copy_(theirs.proj_v)
     x = normal(1, 2, length, 24)
-    q, k = (heads_of(projection(x), 4) for projection in (theirs.to_q, theirs.to_k))
-    v = k if share else heads_of(theirs.to_v(x), 4)
-    assert relative_error(merged(ours(q, k, v)), theirs(x)) < 1e-12
+    q, k = (split_heads(projection(x), 4) for projection in (theirs.to_q, theirs.to_k))
+    v = k if share else split_heads(theirs.to_v(x), 4)
+    assert relative_error(merge_heads(ours(q, k, v)), theirs(x)) < 1e-12
 
 
 def test_linformer_needs_its_length() -> None:
@@ -45,7 +37,7 @@ def test_linformer_needs_its_length() -> None:
         lln.mechanism("linformer", num_heads=2, head_dim=4)
     module = lln.mechanism("linformer", num_heads=HEADS, head_dim=DIM, max_length=20, dtype=torch.float64)
     with pytest.raises(ValueError, match="built for max_length=20; got 37 keys"):
-        module(*inputs(0))
+        module(*draw_inputs(0))
 
 
 @pytest.mark.parametrize("conv", [None, 5])
@@ -62,8 +54,8 @@ def test_nystromformer_is_transformers(conv: int | None) -> None:
     if conv:
         ours.conv.load_state_dict(theirs.conv.state_dict())
     x = normal(1, 2, 32, 24).float()
-    q, k, v = (heads_of(projection(x), 4) for projection in (theirs.query, theirs.key, theirs.value))
-    assert relative_error(merged(ours(q, k, v)), theirs(x)[0]) < 3e-5  # theirs in float32
+    q, k, v = (split_heads(projection(x), 4) for projection in (theirs.query, theirs.key, theirs.value))
+    assert relative_error(merge_heads(ours(q, k, v)), theirs(x)[0]) < 3e-5  # theirs in float32
 
 
 def test_nystromformer_is_the_package() -> None:
@@ -77,8 +69,8 @@ def test_nystromformer_is_the_package() -> None:
     ours = lln.mechanism("nystromformer", num_heads=1, head_dim=6, landmarks=8, conv_kernel=5)
     ours.conv.load_state_dict(theirs.res_conv.state_dict())
     x = normal(2, 1, 32, 24).float()
-    q, k, v = (heads_of(t, 1) for t in theirs.to_qkv(x).chunk(3, -1))
-    assert relative_error(merged(ours(q, k, v)), theirs(x)) < 3e-5  # theirs in float32
+    q, k, v = (split_heads(t, 1) for t in theirs.to_qkv(x).chunk(3, -1))
+    assert relative_error(merge_heads(ours(q, k, v)), theirs(x)) < 3e-5  # theirs in float32
 
 
 def test_nystromformer_converges_to_softmax() -> None:
@@ -105,7 +97,7 @@ def gaussian_kernel(x: Tensor, y: Tensor) -> Tensor:
 
 def test_skyformer_is_its_formula() -> None:
     """All queries and keys as landmarks: the order of the draw does not matter to P."""
-    q, k, v = inputs(3)
+    q, k, v = draw_inputs(3)
     x, y = q / q.shape[-1] ** 0.25, k / k.shape[-1] ** 0.25
     z = torch.cat([x, y], 2)
     middle = gaussian_kernel(z, z) + 0.1 * torch.eye(2 * LENGTH, dtype=torch.float64)
@@ -131,7 +123,7 @@ def test_skyformer_converges_to_the_gaussian_kernel() -> None:
 
 
 def test_skyformer_draws_by_seed_and_without_replacement() -> None:
-    q, k, v = inputs(4)
+    q, k, v = draw_inputs(4)
     outs = [lln.attention("skyformer", q, k, v, landmarks=8, seed=seed) for seed in (0, 0, 1)]
     assert torch.equal(outs[0], outs[1])
     assert not torch.allclose(outs[0], outs[2])
@@ -149,5 +141,5 @@ def test_the_convolution_is_of_one_sequence_and_odd() -> None:
         lln.mechanism("nystromformer", num_heads=HEADS, head_dim=DIM, conv_kernel=4)
     module = lln.mechanism("nystromformer", num_heads=HEADS, head_dim=DIM, conv_kernel=3, dtype=torch.float64)
     with pytest.raises(ValueError, match="convolution needs query and key of one sequence"):
-        module(*inputs(5, length=9, key_length=LENGTH))
+        module(*draw_inputs(5, length=9, key_length=LENGTH))
     assert math.prod(module.conv.weight.shape) == HEADS * 3

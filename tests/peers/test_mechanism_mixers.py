@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import lln
 from helpers.mechanism_cases import MIXERS
-from helpers.reference import normal, relative_error
+from helpers.tensors import normal, relative_error
 
 OPTIONS = {"flash": {"chunk": 5, "key_dim": 6}, "tnn": {"expansion": 2, "rpe_dim": 5, "decay": 0.9}}
 

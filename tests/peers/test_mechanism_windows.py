@@ -12,18 +12,10 @@ from transformers.models.longformer.modeling_longformer import LongformerSelfAtt
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 import lln
-from helpers.mechanism_cases import HEADS, LENGTH, inputs
-from helpers.reference import normal, relative_error
+from helpers.mechanism_cases import HEADS, LENGTH, draw_inputs, merge_heads, split_heads
+from helpers.tensors import normal, relative_error
 from lln.naive import masked_softmax
 from lln.peers.bigbird import draw
-
-
-def heads_of(projected: Tensor, heads: int) -> Tensor:
-    return projected.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
-def merged(out: Tensor) -> Tensor:
-    return out.transpose(1, 2).flatten(2)
 
 
 @pytest.mark.parametrize("by_mask", [False, True])
@@ -48,16 +40,16 @@ def test_longformer_is_transformers(by_mask: bool) -> None:
         chosen[:, :2] = True
     state = torch.where(chosen, 10000.0, torch.where(valid, 0.0, -10000.0)).double()
     expected = theirs(x, state, is_index_masked=~valid, is_index_global_attn=chosen, is_global_attn=True)[0]
-    q, k, v = (heads_of(projection(x), 4) for projection in (theirs.query, theirs.key, theirs.value))
+    q, k, v = (split_heads(projection(x), 4) for projection in (theirs.query, theirs.key, theirs.value))
     how = {"global_mask": chosen} if by_mask else {"global_tokens": 2}
-    out = merged(lln.attention("longformer", q, k, v, window=4, key_mask=valid, **how))
+    out = merge_heads(lln.attention("longformer", q, k, v, window=4, key_mask=valid, **how))
     assert relative_error(out[valid], expected[valid]) < 1e-6  # theirs takes its softmax in float32
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [1, 5, 200])
 def test_longformer_is_a_masked_softmax(window: int, causal: bool) -> None:
-    q, k, v = inputs(2)
+    q, k, v = draw_inputs(2)
     row = torch.arange(LENGTH)
     allowed = ((row[:, None] - row).abs() <= window) | (row < 3) | (row[:, None] < 3)
     if causal:
@@ -85,13 +77,13 @@ def test_bigbird_is_transformers(training: bool) -> None:
     rows = theirs._bigbird_block_rand_mask_with_head(48, 48, 4, 4, 4, lengths, counts)
     plan = torch.zeros(4, blocks, 2, dtype=torch.int64)
     plan[:, 1:-1] = torch.tensor(np.stack(rows))
-    q, k, v = (heads_of(projection(x), 4) for projection in (theirs.query, theirs.key, theirs.value))
-    assert relative_error(merged(lln.attention("bigbird", q, k, v, block=4, plan=plan)), expected) < 1e-12
+    q, k, v = (split_heads(projection(x), 4) for projection in (theirs.query, theirs.key, theirs.value))
+    assert relative_error(merge_heads(lln.attention("bigbird", q, k, v, block=4, plan=plan)), expected) < 1e-12
 
 
 @pytest.mark.parametrize("length", [3, 4, 9, LENGTH])
 def test_bigbird_is_a_masked_softmax(length: int) -> None:
-    q, k, v = inputs(3, length=length)
+    q, k, v = draw_inputs(3, length=length)
     blocks = -(-length // 4)
     chosen, none = draw(HEADS, blocks, torch.tensor([blocks - 1]), 2, seed=5)
     allowed = torch.zeros(HEADS, blocks, blocks, dtype=torch.bool)
@@ -141,13 +133,13 @@ def test_reformer_is_transformers(rounds: int) -> None:
     expected = theirs(x).hidden_states
     torch.manual_seed(5)
     rotations = torch.randn(4, 6, rounds, 4, dtype=torch.float64)
-    q, v = heads_of(theirs.query_key(x), 4), heads_of(theirs.value(x), 4)
+    q, v = split_heads(theirs.query_key(x), 4), split_heads(theirs.value(x), 4)
     out = lln.attention("reformer", q, q, v, chunk=4, rounds=rounds, buckets=8, rotations=rotations)
-    assert relative_error(merged(out), expected) < 1e-10
+    assert relative_error(merge_heads(out), expected) < 1e-10
 
 
 def test_reformer_in_one_chunk_is_shared_softmax_without_oneself() -> None:
-    q, _, v = inputs(4)
+    q, _, v = draw_inputs(4)
     keys = q * (q.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     others = ~torch.eye(LENGTH, dtype=torch.bool)
     expected = masked_softmax(q @ keys.transpose(-1, -2) * q.shape[-1] ** -0.5, others) @ v
@@ -166,7 +158,7 @@ def test_reformer_finds_its_like() -> None:
 
 
 def test_window_options_are_checked() -> None:
-    q, k, v = inputs(5)
+    q, k, v = draw_inputs(5)
     for name, options, message in (
         ("longformer", {"window": 0}, "window must be a positive int"),
         ("longformer", {"global_tokens": -1}, "global_tokens must be an int"),
@@ -183,7 +175,7 @@ def test_window_options_are_checked() -> None:
 
 
 def layer_norm(t: Tensor, norm: torch.nn.LayerNorm) -> Tensor:
-    return heads_of(functional.layer_norm(merged(t), norm.normalized_shape, norm.weight, norm.bias), t.shape[1])
+    return split_heads(functional.layer_norm(merge_heads(t), norm.normalized_shape, norm.weight, norm.bias), t.shape[1])
 
 
 @pytest.mark.parametrize("length", [12, 17])
@@ -216,7 +208,7 @@ def rms_norm(t: Tensor) -> Tensor:
 @pytest.mark.parametrize("part", ["norm", "diag"])
 @pytest.mark.parametrize("name", ["transnormer_t1", "transnormer_t2"])
 def test_transnormer_is_its_formula(name: str, part: str, causal: bool) -> None:
-    q, k, v = inputs(6)
+    q, k, v = draw_inputs(6)
     row = torch.arange(LENGTH)
     allowed = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
     if part == "diag":

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.reference import normal
-from helpers.triton_cases import DEVICE, GPU, MARKS, MODES, Case, build, check, errors, evaluate, only_triton
+from helpers.tensors import normal
+from helpers.triton_cases import DEVICE, GPU, MARKS, MODES, Case, build_arguments, check, errors, evaluate, only_triton
 from lln import lln_attention
 
 pytestmark = MARKS
@@ -106,7 +106,7 @@ def test_a_sequence_without_valid_keys_gives_zeros_and_zero_gradients(packed: bo
 @modes
 def test_what_is_hidden_has_no_gradient_and_does_not_matter(mode: str) -> None:
     case = Case((70,), key_heads=1, mask="holes", **MODES[mode])
-    found, hidden = evaluate(case), ~build(case)["key_mask"][0]
+    found, hidden = evaluate(case), ~build_arguments(case)["key_mask"][0]
     assert not found["d key"][0, 0, hidden].any()
     assert not found["d value"][0, 0, hidden].any()
 
@@ -181,7 +181,7 @@ def test_arguments_are_not_written_to(mode: str) -> None:
     case = Case((20, 20), mask="left", alpha="[H]", beta="[H]", state=mode == "causal blocks", **MODES[mode])
     seen: dict[str, Any] = {}
     evaluate(case, layout=lambda given: seen.update(given) or given)
-    for name, before in build(case).items():
+    for name, before in build_arguments(case).items():
         if isinstance(before, Tensor):
             assert torch.equal(seen[name].detach().cpu(), before), name
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from helpers.reference import normal, relative_error
+from helpers.tensors import normal, relative_error
 from helpers.triton_cases import DEVICE, GPU, MARKS, MODES, attend, extras, gradients, only_triton, tensors
 from lln import LLNState
 from lln.kernels.call import FIELDS, TENSORS, Call

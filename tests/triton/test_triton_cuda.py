@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.reference import relative_error
+from helpers.tensors import relative_error
 from helpers.triton_cases import GPU, MODES, attend, cu_seqlens
 from lln import LLNState, lln_attention
 from lln.kernels.triton import tape

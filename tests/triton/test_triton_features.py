@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from helpers.reference import normal, relative_error
+from helpers.tensors import normal, relative_error
 from helpers.triton_cases import BACKEND, DEVICE, GPU, MARKS, MODES, attend, extras, gradients, only_triton, tensors
 from lln import LLNAttention, lln_attention
 from lln.kernels.triton import op

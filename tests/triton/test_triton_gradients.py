@@ -11,8 +11,20 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from helpers.reference import normal, relative_error
-from helpers.triton_cases import BACKEND, DEVICE, GPU, MARKS, Case, assemble, attend, build, check, errors, evaluate
+from helpers.tensors import normal, relative_error
+from helpers.triton_cases import (
+    BACKEND,
+    DEVICE,
+    GPU,
+    MARKS,
+    Case,
+    assemble,
+    attend,
+    build_arguments,
+    check,
+    errors,
+    evaluate,
+)
 from lln import LLNState, lln_attention
 from lln.kernels.triton import op, plan
 
@@ -92,7 +104,7 @@ ALONE = {
     ),
 }
 LEAVES = [
-    (mode, name) for mode, case in ALONE.items() for name, x in build(case).items()
+    (mode, name) for mode, case in ALONE.items() for name, x in build_arguments(case).items()
     if isinstance(x, Tensor) and x.is_floating_point()
 ]  # fmt: skip
 
@@ -121,7 +133,7 @@ def test_masks_that_causal_kernels_have_no_room_for(dim: int, dtype: torch.dtype
 @pytest.mark.parametrize(("mode", "name"), LEAVES)
 def test_exactly_what_requires_grad_gets_it(mode: str, name: str) -> None:
     case = ALONE[mode]
-    given = {n: x.to(DEVICE) if isinstance(x, Tensor) else x for n, x in build(case).items()}
+    given = {n: x.to(DEVICE) if isinstance(x, Tensor) else x for n, x in build_arguments(case).items()}
     given[name].requires_grad_()
     result = lln_attention(**assemble(given), backend=BACKEND)
     g = normal(30, *result.shape).to(result)
@@ -133,7 +145,7 @@ def test_exactly_what_requires_grad_gets_it(mode: str, name: str) -> None:
 
 @pytest.mark.parametrize("mode", ALONE)
 def test_without_any_gradient_there_is_no_graph_and_the_same_output(mode: str) -> None:
-    given = {n: x.to(DEVICE) if isinstance(x, Tensor) else x for n, x in build(ALONE[mode]).items()}
+    given = {n: x.to(DEVICE) if isinstance(x, Tensor) else x for n, x in build_arguments(ALONE[mode]).items()}
     out = lln_attention(**assemble(given), backend=BACKEND)
     assert not out.requires_grad
     for guard in (torch.no_grad, torch.inference_mode):
@@ -164,7 +176,7 @@ def whole(is_causal: bool, block_size: int | None, length: int = 70) -> tuple[Ca
 
 def in_pieces(case: Case, cuts: list[int]) -> dict[str, Tensor]:
     """The same case, handed over piece by piece with the state in between; gradients flow back through it."""
-    given = {n: x.to(DEVICE) if isinstance(x, Tensor) else x for n, x in build(case).items()}
+    given = {n: x.to(DEVICE) if isinstance(x, Tensor) else x for n, x in build_arguments(case).items()}
     leaves = {n: x.requires_grad_() for n, x in given.items() if isinstance(x, Tensor) and x.is_floating_point()}
     state, outs = None, []
     for rows in itertools.pairwise([0, *cuts, case.lengths[0]]):
@@ -202,7 +214,7 @@ def test_token_by_token_is_the_whole(block_size: int | None) -> None:
 
 def test_states_of_two_sets_of_keys_merge_and_pass_gradients_on() -> None:
     case, expected = whole(False, None)
-    given = {n: x.to(DEVICE) if isinstance(x, Tensor) else x for n, x in build(case).items()}
+    given = {n: x.to(DEVICE) if isinstance(x, Tensor) else x for n, x in build_arguments(case).items()}
     leaves = {n: given[n].requires_grad_() for n in ("query", "key", "value", "alpha", "beta")}
     query, alpha, beta = given["query"], given["alpha"], given["beta"]
     nothing = query[:, :, :0]

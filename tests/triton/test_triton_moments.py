@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.tensors import normal
 from lln import LLNAttention, match_moments
 from lln.kernels.common import SIGMA_FLOOR
 from lln.kernels.triton import moments as gpu
@@ -28,9 +29,8 @@ def cut(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def normal(*shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return (torch.randn(shape, generator=generator) + mean).to(DEVICE, dtype)
+def draw_rows(*shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0) -> Tensor:
+    return (normal(sum(shape), *shape).float() + mean).to(DEVICE, dtype)
 
 
 def chosen(*shape: int) -> Tensor:
@@ -80,12 +80,12 @@ def check(query: Tensor, key: Tensor, heads: int, *where: Tensor | None) -> None
     [(1, torch.float32), (7, torch.float16), (64, torch.bfloat16), (100, torch.float32), (256, torch.float16)],
 )
 def test_heads_that_share_a_key_head_are_pooled(dtype: torch.dtype, dim: int, cut: None) -> None:
-    check(normal(1, 4, 40, dim, dtype=dtype), normal(1, 1, 23, dim, dtype=dtype, mean=3.0), 1)
+    check(draw_rows(1, 4, 40, dim, dtype=dtype), draw_rows(1, 1, 23, dim, dtype=dtype, mean=3.0), 1)
 
 
 @pytest.mark.parametrize("masks", ["both", "queries", "keys"])
 def test_masks_hide_what_may_be_anything(masks: str, cut: None) -> None:
-    query, key = normal(2, 4, 70, 20), normal(2, 2, 50, 20)
+    query, key = draw_rows(2, 4, 70, 20), draw_rows(2, 2, 50, 20)
     query_mask, key_mask = chosen(2, 70), chosen(2, 50)
     key_mask[1] = False  # nothing at all
     query = query.masked_fill(~query_mask[:, None, :, None], torch.nan) if masks != "keys" else query
@@ -98,7 +98,7 @@ def test_packed_sequences_are_samples(masked: bool, dtype: torch.dtype, cut: Non
     cu_query = offsets(0, 0, 37, 38, 38, 90, 90, dtype=dtype)
     cu_key = offsets(0, 1, 1, 20, 61, 61, 62, dtype=dtype)
     masks = (chosen(1, 90), chosen(1, 62)) if masked else (None, None)
-    check(normal(1, 4, 90, 12), normal(1, 2, 62, 12), 2, *masks, cu_query, cu_key)
+    check(draw_rows(1, 4, 90, 12), draw_rows(1, 2, 62, 12), 2, *masks, cu_query, cu_key)
 
 
 def test_every_packing_has_room_for_its_splits() -> None:
@@ -109,12 +109,12 @@ def test_every_packing_has_room_for_its_splits() -> None:
         lengths += torch.randint(-1, 2, (12,), generator=generator)
         cu = torch.nn.functional.pad(lengths.clamp_min(0).cumsum(0), (1, 0)).int().to(DEVICE)
         total = int(cu[-1])
-        check(normal(1, 1, total, 4), normal(1, 1, total, 4, mean=1.0), 1, None, None, cu, cu)
+        check(draw_rows(1, 1, total, 4), draw_rows(1, 1, total, 4, mean=1.0), 1, None, None, cu, cu)
 
 
 def test_offsets_on_a_device_cannot_lead_out_of_the_tensors(cut: None) -> None:
     """They are not checked there; what is not in the tensor does not count."""
-    query, key = normal(1, 2, 90, 8), normal(1, 2, 90, 8)
+    query, key = draw_rows(1, 2, 90, 8), draw_rows(1, 2, 90, 8)
     found = both_moments(query, key, 2, None, None, offsets(-5, 400), offsets(0, 90), "triton")
     assert torch.equal(found[0, 0].cpu(), torch.full((1, 2), 720.0, dtype=torch.float64))
 
@@ -123,7 +123,7 @@ def test_any_strides_will_do(cut: None) -> None:
     def transposed(t: Tensor) -> Tensor:
         return t.transpose(1, 2).contiguous().transpose(1, 2)
 
-    query, key = normal(2, 4, 40, 12, dtype=torch.bfloat16), normal(2, 2, 40, 12, dtype=torch.bfloat16)
+    query, key = draw_rows(2, 4, 40, 12, dtype=torch.bfloat16), draw_rows(2, 2, 40, 12, dtype=torch.bfloat16)
     check(transposed(query), transposed(key), 2)
     check(query[:, :, 3:37:2, 1:8], key[:, :, 5:, 4:11], 2)
     check(query.mT.contiguous().mT, key.flip(2)[:, :, :, ::2].repeat_interleave(2, 3), 2)
@@ -134,7 +134,7 @@ def test_any_strides_will_do(cut: None) -> None:
 
 def test_a_common_offset_costs_no_digits(cut: None) -> None:
     for mean in (1e3, -1e3):
-        query, key = normal(1, 4, 90, 16, mean=mean), normal(1, 2, 60, 16)
+        query, key = draw_rows(1, 4, 90, 16, mean=mean), draw_rows(1, 2, 60, 16)
         check(query, key, 2)
         found = sigma(*both_moments(query, key, 2, backend="triton")[0]).cpu()
         torch.testing.assert_close(found, expected(query, 2, None, None)[2], rtol=1e-6, atol=0)
@@ -153,7 +153,7 @@ def test_without_a_spread_the_floor_stands(cut: None) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
 def test_what_is_not_finite_shows() -> None:
     for value in (torch.nan, torch.inf):
-        query = normal(1, 2, 70, 12)
+        query = draw_rows(1, 2, 70, 12)
         query[0, 1, 30, 2] = value
         found = both_moments(query, query, 2, backend="triton")
         assert not found[:, 2, 0, 1].isfinite().any()
@@ -164,7 +164,7 @@ def test_what_is_not_finite_shows() -> None:
 
 @pytest.mark.usefixtures("poisoned_memory")
 def test_nothing_is_read_that_nobody_wrote(cut: None) -> None:
-    query, key = normal(1, 4, 90, 12), normal(1, 2, 90, 12)
+    query, key = draw_rows(1, 4, 90, 12), draw_rows(1, 2, 90, 12)
     cu = offsets(0, 0, 37, 38, 38, 90)
     check(query, key, 2)
     check(query, key, 2, None, None, cu, cu)
@@ -172,7 +172,7 @@ def test_nothing_is_read_that_nobody_wrote(cut: None) -> None:
 
 
 def test_repeated_runs_are_bit_equal_and_neighbours_invisible(cut: None) -> None:
-    query, key = normal(3, 4, 90, 12), normal(3, 2, 60, 12)
+    query, key = draw_rows(3, 4, 90, 12), draw_rows(3, 2, 60, 12)
     first, again = (both_moments(query, key, 2, backend="triton") for _ in range(2))
     assert torch.equal(first, again)
     mates = both_moments(torch.cat([query[:1], 50 * query[1:]]), torch.cat([key[:1], 50 * key[1:]]), 2, None, None,
@@ -189,7 +189,7 @@ def test_repeated_runs_are_bit_equal_and_neighbours_invisible(cut: None) -> None
 
 
 def test_it_is_what_plain_torch_gives() -> None:
-    query, key, mask = normal(2, 4, 70, 12), normal(2, 2, 50, 12, mean=2.0), chosen(2, 50)
+    query, key, mask = draw_rows(2, 4, 70, 12), draw_rows(2, 2, 50, 12, mean=2.0), chosen(2, 50)
     found = both_moments(query, key, 2, None, mask, backend="triton")
     plain = both_moments(query.double(), key.double(), 2, None, mask, backend="triton")
     assert torch.equal(
@@ -208,7 +208,7 @@ def module(statistics: str = "sample", **options: Any) -> LLNAttention:
 @pytest.mark.parametrize("matching", ["paper", "entropy"])
 @pytest.mark.parametrize("statistics", ["sample", "batch", "running"])
 def test_a_module_finds_the_alpha_and_beta_of_plain_torch(statistics: str, matching: str, scale: float | None) -> None:
-    query, key, mask = normal(2, 4, 70, 12), 2 * normal(2, 2, 70, 12), chosen(2, 70)
+    query, key, mask = draw_rows(2, 4, 70, 12), 2 * draw_rows(2, 2, 70, 12), chosen(2, 70)
     attention, plain = (module(statistics, matching=matching, scale=scale) for _ in range(2))
     plain.backend = "eager"
     if statistics == "running":
@@ -223,17 +223,17 @@ def test_a_module_finds_the_alpha_and_beta_of_plain_torch(statistics: str, match
 
 
 def test_only_what_the_kernels_can_run_goes_to_them() -> None:
-    t = normal(1, 2, 5, 8)
+    t = draw_rows(1, 2, 5, 8)
     assert has_kernels(t, t, "triton")
     assert has_kernels(t, t, "auto") == t.is_cuda
     assert not has_kernels(t, t, "eager")
-    for other in (t.double(), normal(1, 1, 1, 257), t.to("meta")):
+    for other in (t.double(), draw_rows(1, 1, 1, 257), t.to("meta")):
         assert not has_kernels(other, other, "triton")
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch.func's own
 def test_functional_transforms_are_left_to_torch() -> None:
-    query, key = normal(3, 1, 4, 30, 12), normal(3, 1, 2, 30, 12)
+    query, key = draw_rows(3, 1, 4, 30, 12), draw_rows(3, 1, 2, 30, 12)
     attention = module()
     for got, want in zip(
         torch.func.vmap(attention.coefficients)(query, key),
@@ -244,7 +244,7 @@ def test_functional_transforms_are_left_to_torch() -> None:
 
 
 def test_the_ops_are_registered_correctly() -> None:
-    query, key, mask, cu = normal(1, 4, 30, 12), normal(1, 2, 30, 12), chosen(1, 30), offsets(0, 11, 30)
+    query, key, mask, cu = draw_rows(1, 4, 30, 12), draw_rows(1, 2, 30, 12), chosen(1, 30), offsets(0, 11, 30)
     for where in ((None, None, None, None), (mask, None, cu, cu)):
         torch.library.opcheck(torch.ops.lln.both_moments.default, (query, key, 2, *where))
         torch.library.opcheck(torch.ops.lln.paper_coefficients.default, (query, key, 2, *where, 1.0))
@@ -265,6 +265,6 @@ def test_compiled_as_one_graph_it_gives_the_same(statistics: str, dynamic: bool)
 
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for length in (30, 41):
-        query, key = normal(2, 4, length, 12).requires_grad_(), normal(2, 2, length, 12)
+        query, key = draw_rows(2, 4, length, 12).requires_grad_(), draw_rows(2, 2, length, 12)
         arguments = query, key, chosen(2, length), offsets(0, 11, length)
         assert torch.equal(compiled(*arguments), call(*arguments))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
-from helpers.reference import normal
+from helpers.tensors import normal
 from helpers.triton_cases import DEVICE, GPU, MARKS, MODES, attend, only_triton
 from lln import LLNAttention
 from lln.kernels.triton import op, tape
@@ -87,14 +87,14 @@ def leaves(seed: int, length: int = 70) -> list[Tensor]:
     return [x.detach().requires_grad_() for x in made]
 
 
-def run(given: list[Tensor], function: Callable[..., Tensor], hooks: Hooks | None = None) -> list[Tensor]:
+def pass_through(given: list[Tensor], function: Callable[..., Tensor], hooks: Hooks | None = None) -> list[Tensor]:
     torch.manual_seed(3)
     with hooks or contextlib.nullcontext():
         out = function(*given)
     return [out.detach(), *torch.autograd.grad(out, given, normal(30, *out.shape).to(out))]
 
 
-def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+def all_equal(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -110,9 +110,9 @@ def test_a_played_call_gives_the_same_bits(case: str) -> None:
 
     for seed in range(3):
         given = leaves(seed)
-        found = run(given, call)
+        found = pass_through(given, call)
         with nothing_played():
-            assert same(found, run(given, call))
+            assert all_equal(found, pass_through(given, call))
     assert played() == 2  # forward and backward
 
 
@@ -126,9 +126,9 @@ def test_compiled_calls_are_played(case: str) -> None:
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for seed in range(3):
         given = leaves(seed)
-        found = run(given, compiled)
+        found = pass_through(given, compiled)
         with nothing_played():
-            assert same(found, run(given, call))
+            assert all_equal(found, pass_through(given, call))
     assert played() == 2
 
 
@@ -139,9 +139,9 @@ def test_statistics_are_played(statistics: Any) -> None:
     attention.eval()  # running averages stay
     for seed in range(3):
         given = leaves(seed)
-        found = run(given, attention)
+        found = pass_through(given, attention)
         with nothing_played():
-            assert same(found, run(given, attention))
+            assert all_equal(found, pass_through(given, attention))
     assert played() == 3
 
 
@@ -157,9 +157,9 @@ def test_tensors_that_come_back_with_other_strides_are_told_apart(case: str) -> 
 
     for seed, hooks in enumerate((None, offloaded(), None, offloaded())):
         given = leaves(seed)
-        found = run(given, call, hooks)
+        found = pass_through(given, call, hooks)
         with nothing_played():
-            assert same(found, run(given, call))
+            assert all_equal(found, pass_through(given, call))
     assert played() == 3  # one forward, two backward
 
 
@@ -168,5 +168,5 @@ def test_keys_that_are_folded_again_give_the_same_bits(case: str, monkeypatch: p
     found = []
     for free in (0, 2**18):
         monkeypatch.setattr(op, "FREE", free)
-        found.append(run(leaves(0), lambda *given: attend(*given, 1.2, 1.4, **CASES[case])))
-    assert same(*found)
+        found.append(pass_through(leaves(0), lambda *given: attend(*given, 1.2, 1.4, **CASES[case])))
+    assert all_equal(*found)

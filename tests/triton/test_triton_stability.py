@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.reference import normal, relative_error
+from helpers.tensors import normal, relative_error
 from helpers.triton_cases import (
     BACKEND,
     DEVICE,

@@ -1,0 +1,65 @@
+"""Tensors that tests attend with, and how results are compared; the float64 reference itself is `lln.naive`."""
+
+import torch
+from torch import Tensor
+
+
+def normal(seed: int, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Standard normal float64 numbers that float32 holds exactly, so that one reference serves both types; with a
+    dtype, numbers with all digits of that."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=dtype or torch.float32).to(dtype or torch.float64)
+
+
+def make_inputs(
+    batch: int = 2,
+    heads: int = 2,
+    key_heads: int | None = None,
+    length: int = 70,
+    dim: int = 8,
+    value_dim: int | None = None,
+    *,
+    key_length: int | None = None,
+    seed: int = 0,
+    exact: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Standard normal q [B, Hq, Nq, D], k [B, Hk, Nk, D] and v [B, Hk, Nk, Dv]. `exact`: the numbers of `normal`, for
+    tests that compare types; otherwise one draw after the other."""
+    key_heads, key_length = heads if key_heads is None else key_heads, length if key_length is None else key_length
+    value_dim = dim if value_dim is None else value_dim
+    shapes = (batch, heads, length, dim), (batch, key_heads, key_length, dim), (batch, key_heads, key_length, value_dim)
+    if exact:
+        q, k, v = (normal(seed + i, *shape).to(dtype) for i, shape in enumerate(shapes))
+    else:
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v = (torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
+    return q, k, v
+
+
+def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """|actual - expected| / |expected| in the 2-norm; inf where a NaN or infinity appears. `floor` bounds the
+    denominator from below, for quantities (some gradients) that are exactly zero in theory."""
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    difference = (actual.double() - expected.double()).norm().item()
+    scale = max(expected.double().norm().item(), floor)
+    if difference == 0:
+        return 0.0
+    return difference / scale if scale > 0 and difference == difference else float("inf")
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-11, *, absolute: float | None = None) -> None:
+    """Every element, relatively and absolutely to the same tolerance unless another is given for the latter."""
+    atol = tolerance if absolute is None else absolute
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=atol)
+
+
+def assert_norm_close(actual: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
+    """As a whole: an element may be further off than `tolerance` where it is small beside the others."""
+    assert relative_error(actual, expected) <= tolerance
+
+
+def weighted_gradients(out: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    """Of a sum in which every element of `out` has a weight of its own."""
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return torch.autograd.grad(out, leaves, weights)
