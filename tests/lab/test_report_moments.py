@@ -144,10 +144,12 @@ def test_the_seed_decides_and_threads_are_put_back(measured: dict[str, Any]) -> 
 
 
 def test_a_page_of_both_sections_stands_alone_and_captions_each_table(tmp_path: Path, made: Section) -> None:
-    from helpers.pages import Page, fake
+    from helpers.pages import Page, make_times
     from lln.lab.page import lengths_section as lengths
 
-    first = lengths.make_section(fake({"softmax": [1.0, 4.0], "LLN": [2.0, 3.0], "LLN+Diag": [1.0, 1.0]}, [8, 16]))
+    first = lengths.make_section(
+        make_times({"softmax": [1.0, 4.0], "LLN": [2.0, 3.0], "LLN+Diag": [1.0, 1.0]}, [8, 16])
+    )
     text = write_page(tmp_path, [first, made], {"seed": 0}).read_text()
     page = Page(text)
     assert page.open == []
