@@ -74,14 +74,15 @@ def short_chunks_throughout() -> Iterator[None]:
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """torch.empty gives NaN, so that reading what nobody wrote shows."""
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    switches: Any = torch.utils.deterministic
+    fill = switches.fill_uninitialized_memory
     mode = torch.get_deterministic_debug_mode()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    switches.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        switches.fill_uninitialized_memory = fill
         torch.set_deterministic_debug_mode(mode)
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from helpers.tensors import make_inputs, normal, relative_error
-from lln import LLNState, lln_attention
-from lln.naive import State, naive_attention
+from helpers.untyped import lln_attention, naive_attention
+from lln import LLNState
+from lln.naive import State
 
 exact_inputs = functools.partial(make_inputs, exact=True)
 PRECISIONS = [(torch.float64, 1e-12), (torch.float32, 1e-5)]

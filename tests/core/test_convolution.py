@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ import lln
 import lln.hf
 from helpers.hf_models import build_model, guesses, make_batch, output, tokens
 from helpers.tensors import make_inputs, relative_error
+from helpers.untyped import attention, mechanism, naive_attention
 from lln.instruments import entropy, record
 from lln.lab.paper.jobs import configure
 from lln.lab.recipes import recipe
 from lln.lab.train.config import change
 from lln.lab.train.loop import find_decaying
 from lln.lab.train.run import train
-from lln.naive import naive_attention
 from lln.nn.convolution import convolve
 from lln.nn.weights import dense_weights
 
@@ -148,7 +148,7 @@ def test_attention_is_that_of_the_convolved(
     """alpha and beta are those of the convolved queries and keys, and the blocks use them, too."""
     q, k, v = make_inputs(2, heads, key_heads, 13, dim, value_dim)
     mask = torch.arange(13) < torch.tensor([[13], [9]])
-    statistics = "fixed" if is_causal else "sample"
+    statistics: Literal["fixed", "sample"] = "fixed" if is_causal else "sample"
     module = moved(
         heads, key_heads, dim, 5, statistics=statistics, block_size=4, mix=0.3, value_dim=value_dim, backend="eager"
     )
@@ -354,10 +354,8 @@ def test_a_decoder_writes_without_a_cache_and_refuses_one() -> None:
 def test_softmax_with_the_same_convolution() -> None:
     q, k, v = make_inputs(2, 4, 2, 13, 6)
     mask = torch.arange(13) < torch.tensor([[13], [9]])
-    module: Any = lln.mechanism(
-        "convolved_softmax", num_heads=4, num_key_heads=2, head_dim=6, convolution=3, dtype=WIDE
-    )
-    plain = lln.attention("softmax", q, k, v, key_mask=mask)
+    module: Any = mechanism("convolved_softmax", num_heads=4, num_key_heads=2, head_dim=6, convolution=3, dtype=WIDE)
+    plain = attention("softmax", q, k, v, key_mask=mask)
     assert torch.equal(module(q, k, v, key_mask=mask), plain)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -439,7 +437,7 @@ def test_what_closes_the_gap_trains_and_goes_on_where_it_was_stopped(
     assert lines[0] == lines[1]
     assert len({json.loads(line)["loss"] for line in lines[0].splitlines() if '"loss"' in line}) == 6
     model = tf.AutoModelForMaskedLM.from_pretrained(tmp_path / "whole" / "model")
-    fresh = lln.LLNAttention(2, 16, statistics="fixed", learnable="head")
+    fresh: Any = lln.LLNAttention(2, 16, statistics="fixed", learnable="head")
     learned = {n.split(".")[-1]: p for n, p in model.named_parameters() if ".lln." in n or ".lln_peer." in n}
     moved = learned[LEARNED[attention]].detach()
     begin = fresh.log_alpha.detach()[0, 0] if LEARNED[attention].startswith("log_") else torch.zeros(())
@@ -458,7 +456,7 @@ def test_gains_do_not_decay_and_weights_do(tmp_path: Path, cache: Path) -> None:
     train(config, tmp_path, cache_dir=cache)
     model = tf.AutoModelForMaskedLM.from_pretrained(tmp_path / "model")
     held = {".".join(name.split(".")[-2:]): p.detach() for name, p in model.named_parameters()}
-    fresh = lln.LLNAttention(2, 16, statistics="fixed", learnable="head")
+    fresh: Any = lln.LLNAttention(2, 16, statistics="fixed", learnable="head")
     assert torch.allclose(held["lln.log_alpha"], fresh.log_alpha, atol=1e-5)
     assert float(held["query.weight"].std()) < 0.8 * model.config.initializer_range
     decaying = {n.split(".")[-1] for n in find_decaying(model) if ".lln." in n}

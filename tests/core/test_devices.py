@@ -10,7 +10,8 @@ import torch
 
 import lln
 from helpers.tensors import relative_error
-from lln import LLNAttention, lln_attention
+from helpers.untyped import attention, lln_attention, mechanism
+from lln import LLNAttention
 from lln.peers import draws
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -114,7 +115,7 @@ def captured(device: str, call: Callable[[], torch.Tensor]) -> Callable[[], torc
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("matching", ["paper", "variance", "entropy"])
 @pytest.mark.parametrize("statistics", ["sample", "batch", "running", "fixed"])
-def test_statistics_and_matching_never_wait_for_the_device(device: str, matching: str, statistics: str) -> None:
+def test_statistics_and_matching_never_wait_for_the_device(device: str, matching: Any, statistics: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(2, heads, 40, 16, generator=generator) for heads in (4, 2, 2)]
     key_mask = torch.arange(40).expand(2, 40) < torch.tensor([[33], [40]])
@@ -152,7 +153,7 @@ def test_no_mechanism_waits_for_the_device(name: str, device: str) -> None:
     captured."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(2, 2, 64, 16, generator=generator) for _ in range(3)]
-    module = lln.mechanism(name, num_heads=2, head_dim=16, max_length=64).eval()
+    module = mechanism(name, num_heads=2, head_dim=16, max_length=64).eval()
     expected = module(*tensors)
     other = copy.deepcopy(module).to(device)
     moved = [t.to(device).requires_grad_() for t in tensors]
@@ -168,10 +169,10 @@ def test_no_mechanism_waits_for_the_device(name: str, device: str) -> None:
 def test_what_is_drawn_for_a_mechanism_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(1, 2, 64, 16)
     for name in ("performer", "rfa", "reformer", "skyformer"):
-        first = lln.attention(name, x, x, x)
+        first = attention(name, x, x, x)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "Generator", pytest.fail)
-            assert torch.equal(lln.attention(name, x, x, x), first)
+            assert torch.equal(attention(name, x, x, x), first)
 
 
 class Attends(torch.nn.Module):
@@ -180,7 +181,7 @@ class Attends(torch.nn.Module):
         self.name = name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = lln.attention(self.name, x, x, x)
+        out: torch.Tensor = attention(self.name, x, x, x)
         return out
 
 
@@ -191,7 +192,7 @@ def test_an_export_leaves_nothing_behind(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(draws, "KEPT", {})
     x = torch.randn(1, 2, 64, 16)
     torch.export.export(Attends(name), (x,))
-    out = lln.attention(name, x, x, x)
+    out = attention(name, x, x, x)
     assert type(out) is torch.Tensor
     monkeypatch.setattr(draws, "KEPT", {})
-    assert torch.equal(out, lln.attention(name, x, x, x))
+    assert torch.equal(out, attention(name, x, x, x))

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lln import LLNState, lln_attention
+from helpers.untyped import lln_attention
+from lln import LLNState
 
 B, HQ, HK, N, D, E = 2, 4, 2, 6, 8, 5
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import lln
 from helpers.tensors import make_inputs, relative_error
+from helpers.untyped import lln_attention
 from lln.instruments import entropy, record
 from lln.nn.feature_map import map_features
 from lln.nn.weights import dense_weights
@@ -46,7 +47,7 @@ def test_attention_is_that_of_the_formula_written_out(heads: int, key_heads: int
         scores = (fq @ fk.mT / dim**0.5).masked_fill(block[:, None] != block, -torch.inf)
         want = (0.3 * p + 0.7 * scores.softmax(-1)) @ v[:, own]
         assert relative_error(out[:, head], want) < 1e-12
-    assert relative_error(out, lln.lln_attention(q, k, v, 1.3, 0.8, block_size=4, mix=0.3)) > 1e-2
+    assert relative_error(out, lln_attention(q, k, v, 1.3, 0.8, block_size=4, mix=0.3)) > 1e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -67,7 +68,7 @@ def test_gradients(is_causal: bool) -> None:
     maps = [0.3 * torch.randn(shape, dtype=WIDE, generator=draw) for shape in ((2, 3, 3), (1, 3, 3), (1, 3))]
 
     def attend(q: Tensor, k: Tensor, *maps: Tensor) -> Tensor:
-        return lln.lln_attention(*map_features(q, k, *maps), v, 1.1, 0.9, block_size=3, is_causal=is_causal)
+        return lln_attention(*map_features(q, k, *maps), v, 1.1, 0.9, block_size=3, is_causal=is_causal)
 
     given = (q, k, *maps)
     for t in given:

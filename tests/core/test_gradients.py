@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from helpers.tensors import normal, relative_error
-from lln import LLNState, lln_attention
-from lln.naive import State, naive_attention
+from helpers.untyped import lln_attention, naive_attention
+from lln import LLNState
+from lln.naive import State
 
 Case = dict[str, Any]
 
@@ -170,8 +171,8 @@ def gradients(case: Case, dtype: torch.dtype, reference: bool) -> dict[str, Tens
             [(out, state)] = results
             results = [out, state.log_sum, state.mean_value]
     loss = sum((x.masked_fill(x == -torch.inf, 0) * normal(30, *x.shape)).sum() for x in results)
-    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-    found = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves.values(), found, strict=True)]
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    found = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves.values(), grads, strict=True)]
     return dict(zip(leaves, found, strict=True))
 
 
@@ -197,7 +198,7 @@ def test_each_gradient_can_be_asked_for_alone(is_causal: bool, block_size: int |
     case = {name: choices[0] for name, choices in OPTIONS.items()} | {"alpha": "[H]", "beta": "[H, D]"}
     case |= {"is_causal": is_causal, "block_size": block_size, "mix": "wide pair"}
     for name in tensors_in(build(case)[0]):
-        found = []
+        found: list[Any] = []
         for function in (lln_attention, naive_attention):
             inputs, options = build(case)
             leaf = tensors_in(inputs)[name].requires_grad_()

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from helpers.memory import LargestTensor
 from helpers.tensors import normal
-from lln import lln_attention
+from helpers.untyped import lln_attention
 
 DIM = 16
 CASES: dict[str, dict[str, Any]] = {

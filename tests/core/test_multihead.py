@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers.tensors import assert_norm_close, normal, relative_error
-from lln import lln_attention
+from helpers.untyped import lln_attention
 from lln.nn.multihead import MultiheadAttention
 
 B, L, S, E, H = 3, 7, 10, 12, 4
@@ -21,7 +21,8 @@ PADDING = torch.arange(L) >= torch.tensor([[7], [4], [5]])  # [B, L]
 
 def module(*arguments: Any, **options: Any) -> MultiheadAttention:
     torch.manual_seed(0)
-    made = MultiheadAttention(E, H, *arguments, **({"batch_first": True, "dtype": torch.float64} | options))
+    settings: dict[str, Any] = {"batch_first": True, "dtype": torch.float64, **options}
+    made = MultiheadAttention(E, H, *arguments, **settings)
     for name, parameter in made.named_parameters():
         if "bias" in name:  # torch starts biases at 0, where a forgotten one would not show
             nn.init.normal_(parameter)
@@ -158,6 +159,7 @@ def test_appended_keys_are_keys() -> None:
     k, v = (
         torch.cat([t, bias.view(1, H, 1, D).expand(B, -1, -1, -1), torch.zeros(B, H, 1, D)], 2)
         for t, bias in ((k, mha.bias_k), (v, mha.bias_v))
+        if bias is not None
     )
     key_mask = torch.cat([~PADDING, torch.ones(B, 2, dtype=torch.bool)], 1)
     expected = lln_attention(q, k, v, 1.5, 1.25, key_mask=key_mask)

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.spawn import spawn
 from torch.utils.checkpoint import checkpoint
 
 from helpers.tensors import make_inputs
-from lln import LLNAttention, lln_attention, match_moments
+from helpers.untyped import lln_attention, match_moments
+from lln import LLNAttention
 
 draw_inputs = functools.partial(make_inputs, 2, 4, 2, 30, 8, 6)
 
@@ -154,7 +156,7 @@ def train_on_one_rank(rank: int, folder: str) -> None:
 def test_two_processes_hold_the_buffers_of_one_with_both_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(train_on_one_rank, (folder,), nprocs=2)
+        spawn(train_on_one_rank, (folder,), nprocs=2)
         first, second = (torch.load(Path(folder) / f"rank{rank}.pt") for rank in range(2))
     whole = module(statistics="running")
     for step in range(3):

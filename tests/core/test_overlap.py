@@ -15,11 +15,11 @@ import lln.hf
 from helpers.hf_models import build_model, make_batch, output, tokens
 from helpers.memory import LargestTensor
 from helpers.tensors import make_inputs, relative_error
+from helpers.untyped import naive_attention
 from lln.instruments import lln_map, record, spectral_gap
 from lln.lab.recipes import recipe
 from lln.lab.train.config import change
 from lln.lab.train.run import train
-from lln.naive import naive_attention
 from lln.nn.weights import dense_weights
 
 WIDE = torch.float64
@@ -134,7 +134,7 @@ def test_narrow_dtypes_are_as_near_as_those_of_blocks(dtype: torch.dtype, masked
         q, k, v = (t[:, :, :31] for t in (q, k, v))
     options: dict[str, Any] = {"num_key_heads": 2, "dtype": dtype}
     found = made(4, 8, 16, **options)(q, k, v, **where)
-    wide = [t.double() for t in (q, k, v)]
+    wide = q.double(), k.double(), v.double()
     linear = naive_attention(*wide, 1.3, 0.8, **where).out
     mask = where["key_mask"]
     want = 0.5 * (linear + windows(*wide, 16, False, mask))

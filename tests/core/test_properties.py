@@ -2,7 +2,7 @@
 and a fold whose parts may be computed anywhere and merged."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers.tensors import make_inputs, normal, relative_error
-from lln import LLNState, lln_attention
+from helpers.untyped import lln_attention
+from lln import LLNState
 
 SEEDS = st.integers(0, 10**6)
 LENGTHS = st.integers(1, 140)
@@ -70,7 +71,7 @@ def test_padding_is_invisible(
         x.requires_grad_()
     key_mask = torch.zeros(1, left + length + right, dtype=torch.bool)
     key_mask[:, rows] = True
-    options = {"block_size": block_size, "is_causal": is_causal}
+    options: dict[str, Any] = {"block_size": block_size, "is_causal": is_causal}
     expected, out = attend(*plain, **options), attend(*padded, **options, key_mask=key_mask)[:, :, rows]
     assert relative_error(out, expected) <= EXACT
     weight = normal(seed, *expected.shape)
@@ -85,7 +86,7 @@ def test_padding_is_invisible(
 
 @holds_for(SEEDS, LENGTHS, BLOCKS, st.booleans())
 def test_batch_mates_are_invisible(seed: int, length: int, block_size: int | None, is_causal: bool) -> None:
-    options = {"block_size": block_size, "is_causal": is_causal}
+    options: dict[str, Any] = {"block_size": block_size, "is_causal": is_causal}
     batch = draw_inputs(seed, length, batch=3)
     for x in batch:
         x[1:] *= 1e3
@@ -113,7 +114,7 @@ def test_only_the_products_alpha_q_and_beta_k_matter(
     seed: int, length: int, c: float, block_size: int | None, is_causal: bool
 ) -> None:
     q, k, v = draw_inputs(seed, length)
-    options = {"block_size": block_size, "is_causal": is_causal}
+    options: dict[str, Any] = {"block_size": block_size, "is_causal": is_causal}
     rescaled = lln_attention(c * q, k / c, v, 1.25 / c, 1.75 * c, **options)
     assert relative_error(rescaled, attend(q, k, v, **options)) <= EXACT
 
@@ -148,9 +149,10 @@ def test_a_causal_sequence_may_be_cut_anywhere(
     key_mask = torch.ones(2, length, dtype=torch.bool)
     key_mask[1, : min(left, length - 1)] = False
     key_mask[1, length // 2 : length // 2 + 2] = False
-    options = {"is_causal": True, "block_size": block_size}
+    options: dict[str, Any] = {"is_causal": True, "block_size": block_size}
     whole, end = attend(q, k, v, key_mask=key_mask, return_state=True, **options)
-    cuts, parts, state = cuts_of(data, length), [], None
+    cuts, parts = cuts_of(data, length), []
+    state: Any = None
     for a, b in itertools.pairwise(cuts):
         part = (x[:, :, a:b] for x in leaves)
         out, state = attend(*part, key_mask=key_mask[:, a:b], state=state, return_state=True, **options)
@@ -175,7 +177,7 @@ def test_packed_causal_sequences_may_be_cut_anywhere(
     samples = [draw_inputs(seed + s, n) for s, n in enumerate(lengths)]
     cuts = [data.draw(st.integers(0, n)) for n in lengths]
 
-    def pack(parts: list[list[Tensor]], state: LLNState | None) -> tuple[list[Tensor], LLNState]:
+    def pack(parts: Sequence[Sequence[Tensor]], state: LLNState | None) -> tuple[list[Tensor], LLNState]:
         sizes = [x[0].shape[2] for x in parts]
         cu_seqlens = torch.tensor([0, *torch.tensor(sizes).cumsum(0)], dtype=torch.int32)
         packed = (torch.cat([x[i] for x in parts], 2) for i in range(3))

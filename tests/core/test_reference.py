@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from helpers.tensors import normal, relative_error
-from lln.naive import State, log_similarity, masked_softmax, naive_attention, raw_map
+from helpers.untyped import naive_attention
+from lln.naive import State, log_similarity, masked_softmax, raw_map
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

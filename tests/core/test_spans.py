@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lln import lln_attention
+from helpers.untyped import lln_attention
 
 
 def results(options: dict) -> list[torch.Tensor]:

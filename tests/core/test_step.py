@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from helpers.tensors import relative_error
-from lln import LLNState, lln_attention
-from lln.naive import naive_attention
+from helpers.untyped import lln_attention, naive_attention
+from lln import LLNState
 
 FIELDS = ("log_sum", "mean_value", "count", "block_key", "block_value", "block_mask")
 

@@ -11,7 +11,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from helpers.tensors import make_inputs, weighted_gradients
-from lln import LLNState, lln_attention
+from helpers.untyped import lln_attention
+from lln import LLNState
 
 CALLS: dict[str, dict[str, Any]] = {
     "bidirectional": {},
@@ -131,7 +132,8 @@ def test_a_compiled_step_takes_and_gives_a_state(block_size: int | None) -> None
     def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: LLNState) -> tuple[torch.Tensor, LLNState]:
         return lln_attention(q, k, v, 1.5, 1.5, state=state, **options)
 
-    out, compiled_after = torch.compile(step, fullgraph=True, backend="aot_eager")(*second, state)
+    compiled: Any = torch.compile(step, fullgraph=True, backend="aot_eager")
+    out, compiled_after = compiled(*second, state)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(compiled_after.mean_value, after.mean_value)
 

@@ -11,7 +11,7 @@ from lln.lab.cli.app import app
 
 
 class Answer(NamedTuple):
-    code: int
+    exit_code: int
     stdout: str
     stderr: str
 

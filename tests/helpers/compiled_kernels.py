@@ -57,11 +57,15 @@ def compile_only(capability: int) -> dict[str, int]:
 
     driver.set_active(Absent(capability))
     CUDABackend.make_cubin = lambda self, *args, **options: b""  # the assembler is slow, and decides nothing of this
-    JITFunction.run, Launch.__init__ = compiled, as_on_a_gpu
-    for module in (op, moments):
+    JITFunction.run = compiled
+    launches: Any = Launch
+    launches.__init__ = as_on_a_gpu
+    modules: list[Any] = [op, moments]
+    for module in modules:
         module.replayed = lambda key, tensors, launches: launches(None)
-    plan.shared_memory = lambda device: SHARED[capability]
-    plan.multiprocessors = lambda device: 108
+    cards: Any = plan
+    cards.shared_memory = lambda device: SHARED[capability]
+    cards.multiprocessors = lambda device: 108
     support.interpreted = lambda: True  # the tensors are on a CPU
     return found
 

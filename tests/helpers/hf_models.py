@@ -87,7 +87,7 @@ def images(seed: int, batch: int = 3) -> Tensor:
     return torch.randn(batch, 3, 20, 20, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def make_batch(kind: str, seed: int = 0, batch: int = 3) -> dict[str, Tensor]:
+def make_batch(kind: str, seed: int = 0, batch: int = 3) -> dict[str, Any]:
     if kind in IMAGES:
         return {"pixel_values": images(seed, batch)}
     x = tokens(seed, batch)

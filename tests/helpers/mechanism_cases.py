@@ -9,6 +9,7 @@ from torch import Tensor
 
 import lln
 from helpers.tensors import make_inputs
+from helpers.untyped import attention, mechanism
 
 HEADS, KEY_HEADS, DIM, VALUE_DIM, LENGTH = 4, 2, 6, 5, 37
 ON_QKV = [name for name, m in lln.mechanisms().items() if m.kind != "mixer"]
@@ -29,11 +30,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 BLOCK_SIZES = {"lln_diag": 8, "block_diagonal": 8}
 
 
-def supporting(*features: str, names: list[str] = ON_QKV) -> list[str]:
+def supporting(*features: Any, names: list[str] = ON_QKV) -> list[str]:
     return [name for name in names if all(lln.mechanisms()[name].supports(f) for f in features)]
 
 
-def make_attention(name: str, key_heads: int = HEADS, **options: Any) -> Callable[..., Tensor]:
+def make_attention(name: str, key_heads: int = HEADS, **options: Any) -> Any:
     """The mechanism with its small options, as a function of q, k, v and the arguments of a call."""
     entry = lln.mechanisms()[name]
     options = {**OPTIONS.get(name, {}), **options}
@@ -41,9 +42,9 @@ def make_attention(name: str, key_heads: int = HEADS, **options: Any) -> Callabl
     if options["block_size"] is None:
         del options["block_size"]
     if not entry.parameters:
-        return lambda q, k, v, **call: lln.attention(name, q, k, v, **options, **call)
+        return lambda q, k, v, **call: attention(name, q, k, v, **options, **call)
     torch.manual_seed(7)
-    module = lln.mechanism(
+    module = mechanism(
         name,
         num_heads=HEADS,
         head_dim=DIM,

@@ -1,6 +1,7 @@
 """A tiny mirror of Hub data sets, written by the tests that read it."""
 
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ A few rows, made for a test.
 """
 
 
-def write_split(folder: Path, path: str, columns: dict[str, list[Any]], pieces: int = 1) -> None:
+def write_split(folder: Path, path: str, columns: Mapping[str, Any], pieces: int = 1) -> None:
     """`path` is like sst2/train; rows go to its pieces in order."""
-    table = pa.table(columns)
+    table = pa.table(dict(columns))
     size = -(-table.num_rows // pieces)
     for i in range(pieces):
         target = folder / f"{path}-{i:05d}-of-{pieces:05d}.parquet"
@@ -36,7 +37,7 @@ def write_card(folder: Path, configs: dict[str, dict[str, str]]) -> None:
     (folder / "README.md").write_text(CARD.format(configs="\n".join(lines)))
 
 
-def write_set(root: Path, name: str, config: str, splits: dict[str, dict[str, list[Any]]], pieces: int = 1) -> Path:
+def write_set(root: Path, name: str, config: str, splits: Mapping[str, Mapping[str, Any]], pieces: int = 1) -> Path:
     """A set with a card, as on the Hub."""
     folder = root / name
     for split, columns in splits.items():

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from helpers.tensors import normal, relative_error
-from lln import LLNState, lln_attention
+from helpers.untyped import lln_attention
+from lln import LLNState
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 # Another name tries the tests themselves on a back end that is known to be right.
-BACKEND = os.environ.get("LLN_TEST_BACKEND", "triton")
+BACKEND: Any = os.environ.get("LLN_TEST_BACKEND", "triton")
 only_triton = pytest.mark.skipif(BACKEND != "triton", reason="a promise of the Triton back end alone")
 # For every test. The interpreter runs on NumPy, which warns of infinities and NaN in lanes that a mask leaves out.
 MARKS = [
@@ -45,7 +46,8 @@ def quicken_interpreter() -> None:
     every call of a function inside a kernel, which costs a third of the time of these tests."""
     from triton.runtime import interpreter
 
-    launch, patch, patched = interpreter.GridExecutor.__call__, interpreter._patch_lang, set()
+    launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    patched: set[frozenset[int]] = set()
 
     def launch_anew(self: Any, *args: Any, **options: Any) -> Any:
         patched.clear()
@@ -235,8 +237,8 @@ def errors(actual: Tensors, expected: Tensors) -> dict[str, float]:
     for name, x in expected.items():
         empty = x == -torch.inf  # the log_sum of no keys
         assert torch.equal(actual[name] == -torch.inf, empty), name
-        pair = (t.masked_fill(empty, 0) for t in (actual[name], x))
-        found[name] = relative_error(*pair, floor if name.startswith("d ") else 0.0)
+        finite, wanted = (t.masked_fill(empty, 0) for t in (actual[name], x))
+        found[name] = relative_error(finite, wanted, floor if name.startswith("d ") else 0.0)
     return found
 
 

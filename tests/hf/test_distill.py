@@ -18,7 +18,7 @@ from lln.hf.watch import WATCHERS
 from lln.lab.convert.layer_errors import compare_layers, hidden_error, last_hidden
 
 KINDS = ("bert", "llama", "bart")
-ALL_OF_IT = {"learnable": "channel", "mix": "scales", "feature_map": "linear"}
+ALL_OF_IT: dict[str, Any] = {"learnable": "channel", "mix": "scales", "feature_map": "linear"}
 BLOCK = 8
 
 
@@ -28,7 +28,7 @@ def batches(kind: str, count: int = 3) -> list[dict[str, Any]]:
 
 def matched(kind: str, implementation: str = "lln_diag", **learned: Any) -> Any:
     model = build_model(kind, "sdpa")
-    blocks = {"block_size": BLOCK} if implementation == "lln_diag" else {}
+    blocks: dict[str, Any] = {"block_size": BLOCK} if implementation == "lln_diag" else {}
     return lln.hf.convert(model, implementation, matching="data", batches=batches(kind), **blocks, **learned)
 
 
@@ -246,7 +246,7 @@ def test_what_was_found_is_where_learning_begins() -> None:
     ("given", "message"),
     [
         ([], "batches must hold at least one batch"),
-        ((x for x in ()), "batches must be a list"),
+        (iter([{}]), "batches must be a list"),
         ([torch.ones(2)], "batches must be dicts"),
     ],
 )

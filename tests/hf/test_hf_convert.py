@@ -94,7 +94,8 @@ def test_a_model_that_brings_scaled_queries_gets_the_same_attention() -> None:
 def test_every_kind_of_matching_reaches_the_attention() -> None:
     given = make_batch("bert")
     seen = {}
-    for matching in ("paper", "variance", "entropy", "data"):
+    kinds: tuple[Any, ...] = ("paper", "variance", "entropy", "data")
+    for matching in kinds:
         model = build_model("bert")
         lln.hf.convert(model, "lln", matching=matching, batches=[given] if matching == "data" else None)
         with recorded() as calls:
@@ -130,7 +131,8 @@ def test_batches_measure_the_softmax_model(kind: str) -> None:
     assert layer.running_count == 1
     assert not torch.equal(layer.running_variance_q, torch.ones_like(layer.running_variance_q))
     if kind == "bert":
-        queries, keys = [[], []], [[], []]
+        queries: list[list[torch.Tensor]] = [[], []]
+        keys: list[list[torch.Tensor]] = [[], []]
         for (args, _), batch in zip(found[name], batches, strict=True):
             valid = batch["attention_mask"].bool()
             for store, projection in ((queries, module.query), (keys, module.key)):

@@ -63,7 +63,7 @@ def test_gradient_checkpointing_changes_nothing(kind: str, reentrant: bool) -> N
 @pytest.mark.parametrize("kind", ["vit", "llama", "bart"])
 def test_compiled_in_one_graph(kind: str) -> None:
     torch._dynamo.reset()
-    one = {"encoder_layers": 1, "decoder_layers": 1} if kind == "bart" else {"num_hidden_layers": 1}
+    one: dict[str, Any] = {"encoder_layers": 1, "decoder_layers": 1} if kind == "bart" else {"num_hidden_layers": 1}
     model, given = build_model(kind, **one), make_batch(kind)
     lln.hf.convert(model, block_size=8, statistics="running", mix="ratio")
     if kind in (*CAUSAL, "bart"):
@@ -78,7 +78,7 @@ def test_compiled_in_one_graph(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 def test_sample_statistics_compile_and_train() -> None:
     torch._dynamo.reset()
-    still = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "num_hidden_layers": 1}
+    still: dict[str, Any] = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0, "num_hidden_layers": 1}
     model, given = build_model("bert", **still), make_batch("bert")
     model.train()
     want = parameter_gradients(model, output(model, **given))
@@ -156,7 +156,7 @@ def test_generation_with_a_growing_cache_equals_full_recomputation(kind: str, na
     head = tf.BartForConditionalGeneration._from_config if kind == "bart" else None
     maker = type("Maker", (), {"from_config": staticmethod(head)}) if head else None
     model = build_model(kind, name, head=maker)
-    options = {"block_size": 4} if name == "lln_diag" else {}
+    options: dict[str, Any] = {"block_size": 4} if name == "lln_diag" else {}
     batch = make_batch(kind)
     lln.hf.convert(model, statistics={"encoder": "sample", "decoder": "running"}, batches=[batch], **options)
     x = tokens(5)
@@ -192,7 +192,13 @@ def test_a_static_cache_is_refused() -> None:
 
 def test_training_learns_with_every_kind_of_option() -> None:
     x = tokens(0, 8, 12)
-    for options in ({"mix": "ratio"}, {"mix": "scales"}, {"learnable": "head"}, {"statistics": "running"}):
+    choices: list[dict[str, Any]] = [
+        {"mix": "ratio"},
+        {"mix": "scales"},
+        {"learnable": "head"},
+        {"statistics": "running"},
+    ]
+    for options in choices:
         model = build_model("bert", head=tf.AutoModelForMaskedLM, spread=1.0).float()
         lln.hf.convert(model, **options)
         model.train()

@@ -33,7 +33,7 @@ class Bart:
 
 def writer(kind: str, name: str = "lln_diag", **changes: Any) -> Any:
     model = build_model(kind, name, head=Bart if kind == "bart" else None, **changes)
-    options = {"block_size": BLOCK} if name == "lln_diag" else {}
+    options: dict[str, Any] = {"block_size": BLOCK} if name == "lln_diag" else {}
     statistics = {"encoder": "sample", "decoder": "running"}
     return lln.hf.convert(model, statistics=statistics, batches=[make_batch(kind)], **options)
 
@@ -222,21 +222,24 @@ def test_gradients_go_through_the_state() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
     model = writer("llama", spread=1.0)
-    x, want = tokens(0), None
+    x = tokens(0)
+    want: Tensor | None = None
     for kind in (torch.float64, dtype):
         model, cache = model.to(kind), lln.hf.LLNCache()
         parts = [output(model, input_ids=x[:, a:b], past_key_values=cache) for a, b in ((0, 13), (13, 14), (14, 23))]
         found = torch.cat(parts, 1)
         want = found if want is None else want
     assert found.dtype == dtype
+    assert want is not None
     assert relative_error(found.double(), want) < 4e-2
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_decoding_with_a_static_cache(kind: str) -> None:
-    one = {"decoder_layers": 1, "encoder_layers": 1} if kind == "bart" else {}
-    model = writer(kind, **one, **({"n_layer": 1} if kind == "gpt2" else {"num_hidden_layers": 1}))
+    one: dict[str, Any] = {"n_layer": 1} if kind == "gpt2" else {"num_hidden_layers": 1}
+    one |= {"decoder_layers": 1, "encoder_layers": 1} if kind == "bart" else {}
+    model = writer(kind, **one)
     x, mask = padded([14, 23])
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

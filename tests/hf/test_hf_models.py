@@ -2,6 +2,7 @@
 invisible invisible."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 import lln.hf
 from helpers.hf_models import ALL, CAUSAL, ENCODERS, IMAGES, build_model, make_batch, output, recorded, tokens
 from helpers.tensors import relative_error
+from helpers.untyped import naive_attention
 from lln.kernels.common import PAPER_A, PAPER_B
-from lln.naive import naive_attention
 
 SIGMA_ONE = math.sqrt((1 - PAPER_B) / (2 * PAPER_A))  # alpha = beta of eq. (10) at sigma = 1
 
@@ -21,7 +22,7 @@ def eq_10(t: Tensor, of: Tensor) -> Tensor:
     return ((t - PAPER_B) / (2 * PAPER_A)).sqrt() / of
 
 
-def expected(call, causal: bool, statistics: str, block_size: int | None) -> Tensor:
+def expected(call: Any, causal: bool, statistics: str, block_size: int | None) -> Tensor:
     """Eq. (8) and (10) in float64 from the q, k, v that reached the attention: [B, N, H, E]."""
     q, k, v = call.q, call.k, call.v
     batch, keys = k.shape[0], k.shape[2]
@@ -29,7 +30,8 @@ def expected(call, causal: bool, statistics: str, block_size: int | None) -> Ten
     if isinstance(call.mask, Tensor) and call.mask.shape[-1]:
         mask = call.mask.bool()
     if statistics == "fixed":
-        alpha = beta = SIGMA_ONE
+        alpha: Any = SIGMA_ONE
+        beta: Any = SIGMA_ONE
     else:
         spread = [
             torch.stack([torch.stack([head[valid].std() for head in t[b]]) for b, valid in enumerate(mask)])
@@ -70,7 +72,7 @@ def test_every_layer_computes_equation_8_and_not_softmax(kind: str, name: str) -
 @pytest.mark.parametrize("name", ["lln", "lln_diag"])
 def test_padding_and_batch_mates_are_invisible_to_encoders(kind: str, name: str) -> None:
     model = build_model(kind, name)
-    lln.hf.convert(model, **({"block_size": 4} if name == "lln_diag" else {}))
+    lln.hf.convert(model, block_size=4 if name == "lln_diag" else None)
     lengths = [23, 14, 9]
     whole = [tokens(s, 1, n) for s, n in enumerate(lengths)]
     for left in (False, True):
@@ -119,7 +121,7 @@ def test_images_do_not_see_their_batch_mates(kind: str) -> None:
 @pytest.mark.parametrize("name", ["lln", "lln_diag"])
 def test_causal_models_see_neither_the_future_nor_left_padding(kind: str, name: str) -> None:
     model = build_model(kind, name)
-    lln.hf.convert(model, statistics="fixed", **({"block_size": 4} if name == "lln_diag" else {}))
+    lln.hf.convert(model, statistics="fixed", block_size=4 if name == "lln_diag" else None)
     x = tokens(0)
     changed = x.clone()
     changed[:, 15:] = tokens(9)[:, 15:]
@@ -149,7 +151,7 @@ def test_packed_sequences_are_sequences_apart(kind: str) -> None:
     first = 1 if kind == "roberta" else 0
     positions = torch.cat([torch.arange(n) + first for n in lengths])[None]
     cu = torch.tensor([0, 7, 8, 19], dtype=torch.int32)
-    packed = {
+    packed: dict[str, Any] = {
         "input_ids": torch.cat(apart, 1), "position_ids": positions, "cu_seq_lens_q": cu, "cu_seq_lens_k": cu.clone(),
         "max_length_q": 11, "max_length_k": 11,
     }  # fmt: skip
@@ -202,7 +204,7 @@ def test_attention_dropout_acts_in_training_only(kind: str) -> None:
         "attention_probs_dropout_prob": 0.2, "hidden_dropout_prob": 0.0, "attention_dropout": 0.2, "dropout": 0.0,
         "attn_pdrop": 0.2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "activation_dropout": 0.0,
     }  # fmt: skip
-    present = {k: v for k, v in rates.items() if hasattr(build_model(kind).config, k)}
+    present: dict[str, Any] = {k: v for k, v in rates.items() if hasattr(build_model(kind).config, k)}
     model, given = build_model(kind, **present), make_batch(kind)
     calm = output(model, **given)
     assert torch.equal(output(model, **given), calm)

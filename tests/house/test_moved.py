@@ -12,7 +12,9 @@ from lln._moved import MOVED, find_new
 @pytest.mark.filterwarnings("ignore:lln\\.:DeprecationWarning")
 def test_an_old_path_gives_the_module_in_its_new_place(old: str) -> None:
     assert importlib.import_module(old) is importlib.import_module(MOVED[old])
-    assert importlib.import_module(MOVED[old]).__spec__.name == MOVED[old]
+    spec = importlib.import_module(MOVED[old]).__spec__
+    assert spec is not None
+    assert spec.name == MOVED[old]
 
 
 def test_it_warns_once_for_a_room_and_names_the_new_place() -> None:

@@ -17,7 +17,7 @@ from helpers.instruments_reference import (
     softmax_matrix,
 )
 from helpers.tensors import assert_close, make_inputs, normal
-from lln import lln_attention
+from helpers.untyped import lln_attention
 from lln.instruments import (
     AttentionMap,
     dense_map,
@@ -198,7 +198,8 @@ def test_what_is_in_no_row_is_nan_and_one_token_has_gap_one() -> None:
 
 def test_large_exponents_lose_nothing() -> None:
     q, k = (300.0 * t for t in draw_inputs())
-    for options in ({}, {"is_causal": True}):
+    cases: list[dict[str, Any]] = [{}, {"is_causal": True}]
+    for options in cases:
         p, dense = lln_map(q, k, 1.0, 1.0, **options), lln_matrix(q, k, 1.0, 1.0, **options)
         assert torch.isfinite(log_moments(p).variance).all()
         assert_close(entropy(p), per_matrix(dense, Matrix.entropy, **options), 1e-9)
@@ -278,12 +279,15 @@ def test_the_temperature_of_lln_is_measured_not_eq_11() -> None:
 def test_predictions_are_those_of_the_propositions() -> None:
     q, k = draw_inputs()
     softmax = log_moments(softmax_map(q, k, key_mask=MASK))
+    assert softmax.predicted_variance is not None
+    assert softmax.predicted_mean is not None
     for sample, n in enumerate(MASK.sum(1).tolist()):
         spread = score_variance(q[:, :, MASK[sample]], k[:, :, MASK[sample]])[sample]
         assert_close(softmax.predicted_variance[sample], spread)
         assert_close(softmax.predicted_mean[sample], -math.log(n) - spread / 2)
     lln = log_moments(lln_map(q, k, 1.3, 0.9))
     s2 = 1.69 * q.var((2, 3)) + 0.81 * k.var((2, 3)).repeat_interleave(2, 1)
+    assert lln.predicted_variance is not None
     assert_close(lln.predicted_variance, PAPER_A * s2 + PAPER_B)
     assert lln.predicted_mean is None
     assert log_moments(kernel_map(q.exp(), k.exp())).predicted_variance is None
@@ -304,7 +308,9 @@ def test_log_moments_of_sampled_rows_are_near_those_of_all() -> None:
 def test_every_device_measures_the_same(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lln.instruments.spectrum.DENSE", 8)
     for name, options in CASES:
-        moved = {key: o.to(device) if isinstance(o, Tensor) else o for key, o in OPTIONS[options].items()}
+        moved: dict[str, Any] = {
+            key: o.to(device) if isinstance(o, Tensor) else o for key, o in OPTIONS[options].items()
+        }
         here, _ = made(name, OPTIONS[options])
         q, k = draw_inputs()
         if name == "softmax":

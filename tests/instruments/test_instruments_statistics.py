@@ -13,7 +13,7 @@ from torch import Tensor
 
 from helpers.instruments_reference import Matrix, softmax_matrix
 from helpers.tensors import normal
-from lln import match_moments
+from helpers.untyped import match_moments
 from lln.instruments import (
     AttentionMap,
     dense_map,
@@ -81,7 +81,7 @@ def test_the_published_facts_come_out(name: str) -> None:
     for seed in range(seeds):
         p = make(name, *pair(seed))
         moments = log_moments(p)
-        measured = {
+        measured: dict[str, Any] = {
             "H": entropy(p), "gap": spectral_gap(p), "var": moments.variance, "within": moments.within,
             "mean": moments.mean, "sv1": principal_std(p) if "sv1" in FACTS[name] else None,
         }  # fmt: skip
@@ -193,7 +193,8 @@ def test_the_log_normal_fit_is_that_of_scipy() -> None:
 
 
 def test_a_sample_of_entries_fits_like_all_of_them() -> None:
-    for options in ({}, {"is_causal": True}):
+    cases: list[dict[str, Any]] = [{}, {"is_causal": True}]
+    for options in cases:
         p = softmax_map(*pair(0, 700, 16), **options)
         every, some = lognormal_fit(p), lognormal_fit(p, entries=50_000)
         assert not torch.equal(every.distance, some.distance)
@@ -261,8 +262,13 @@ def test_an_iteration_from_nothing_finds_nothing() -> None:
 
 Q, K = torch.zeros(2, 4, 6, 8), torch.zeros(2, 2, 5, 8)
 MASK = torch.ones(2, 5, dtype=torch.bool)
+# Without their types: what is wrong here a type checker would say.
+ENTROPY: Any = entropy
+FIT: Any = lognormal_fit
+MAP: Any = softmax_map
+TEMPERATURE: Any = temperature
 WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (lambda: softmax_map([1], K), TypeError, r"q must be a tensor; got \[1\]"),
+    (lambda: MAP([1], K), TypeError, r"q must be a tensor; got \[1\]"),
     (lambda: softmax_map(Q, K[0]), ValueError, r"k must have 4 dimensions.*\[2, 5, 8\]"),
     (lambda: softmax_map(Q.long(), K), TypeError, "q must be float32, .*got a int64 tensor"),
     (lambda: softmax_map(Q, K[..., :3]), ValueError, "q and k must agree in batch and dim"),
@@ -271,7 +277,7 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: softmax_map(Q, K, query_mask=MASK), ValueError, r"query_mask must have shape.*\[2, 6\]; got \[2, 5\]"),
     (lambda: softmax_map(Q, K, key_mask=MASK.float()), TypeError, "key_mask must be bool"),
     (lambda: softmax_map(Q, K, is_causal=True), ValueError, "is_causal needs q and k of equal length; got 6 and 5"),
-    (lambda: softmax_map(Q, Q, is_causal=1), TypeError, "is_causal must be True or False"),
+    (lambda: MAP(Q, Q, is_causal=1), TypeError, "is_causal must be True or False"),
     (lambda: softmax_map(Q, K, scale=math.nan), ValueError, "scale must be finite; got nan"),
     (lambda: lln_map(Q, K, -1.0, 1.0), ValueError, "alpha must be positive; got -1.0"),
     (lambda: lln_map(Q, K, 1.0, torch.ones(4)), ValueError, "beta must be a number or a tensor of shape"),
@@ -287,14 +293,14 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: dense_map(torch.eye(3), key_mask=MASK), ValueError, "key_mask must have shape .batch, keys of p"),
     (lambda: entropy(softmax_map(Q, K), samples=1), ValueError, "samples must be an int of at least 2; got 1"),
     (lambda: entropy(softmax_map(Q, K), width=0.0), ValueError, "width must be positive, in bits; got 0.0"),
-    (lambda: entropy(softmax_map(Q, K), samples=9, width=1.0), ValueError, "samples and width are two ways"),
+    (lambda: ENTROPY(softmax_map(Q, K), samples=9, width=1.0), ValueError, "samples and width are two ways"),
     (lambda: entropy(softmax_map(Q, K), samples=9, confidence=95), ValueError, "confidence must lie between 0 and 1"),
     (lambda: log_moments(softmax_map(Q, K), rows=0), ValueError, "rows must be an int of at least 1; got 0"),
-    (lambda: lognormal_fit(softmax_map(Q, K), entries=1.5), ValueError, "entries must be an int of at least 2"),
+    (lambda: FIT(softmax_map(Q, K), entries=1.5), ValueError, "entries must be an int of at least 2"),
     (lambda: spectral_gap(softmax_map(Q, Q), tolerance=0), ValueError, "tolerance must be positive; got 0"),
-    (lambda: temperature(Q), TypeError, "temperature takes a map, or q and k; got q alone"),
+    (lambda: TEMPERATURE(Q), TypeError, "temperature takes a map, or q and k; got q alone"),
     (lambda: temperature(Q, K, 1.0), TypeError, "alpha and beta go together"),
-    (lambda: temperature(softmax_map(Q, K), K), TypeError, "temperature of a map takes no k"),
+    (lambda: TEMPERATURE(softmax_map(Q, K), K), TypeError, "temperature of a map takes no k"),
     (lambda: gaussian_fit(Q, K, key_mask=MASK[:1]), ValueError, "key_mask must have shape"),
 ]  # fmt: skip
 

@@ -482,7 +482,7 @@ def test_what_cannot_be_read_is_refused_in_one_sentence() -> None:
     _, state = layer(q, k, v, is_causal=True, return_state=True)
     with record(layer), pytest.raises(ValueError, match="goes on from a state"):
         layer(q, k, v, is_causal=True, state=state)
-    compiled = torch.compile(layer, backend="eager")
+    compiled: Any = torch.compile(layer, backend="eager")
     with pytest.raises(ValueError, match="a compiled graph shows nothing"), record(compiled):
         pass
     with pytest.raises(RuntimeError, match="recording already"), record(layer) as rec, rec:
@@ -507,10 +507,13 @@ def test_masks_of_every_form_say_the_same() -> None:
         found = read_mask(mask, 5, 5, True, False)
         assert found.is_causal == is_causal
         assert found.bias is None
+        assert found.key_mask is not None
         assert torch.equal(found.key_mask, shown)
     assert read_mask(torch.ones(2, 5), 5, 5, True, True).key_mask is None
     window = causal & ~causal.tril(-3)
-    assert torch.equal(read_mask(window[None, None], 5, 5, True, False).bias == 0, window[None, None])
+    bias = read_mask(window[None, None], 5, 5, True, False).bias
+    assert bias is not None
+    assert torch.equal(bias == 0, window[None, None])
     later = torch.ones(2, 5, dtype=torch.bool).tril(3)  # two queries after three cached keys
     assert read_mask(later[None, None], 2, 5, True, False).is_causal
     with pytest.raises(ValueError, match="2 or 4 dimensions"):

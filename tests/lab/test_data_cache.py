@@ -6,11 +6,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lln.lab.data.made_once import build_once, find_cache
+
+
+def write(name: str, text: str) -> Callable[[Path], None]:
+    """A builder of one file."""
+
+    def build(folder: Path) -> None:
+        (folder / name).write_text(text)
+
+    return build
+
 
 # Says in a file that it was called, takes its time, and writes its result in two steps.
 BUILDER = """
@@ -57,7 +68,7 @@ def test_a_killed_builder_leaves_nothing_that_anyone_takes_for_the_result(tmp_pa
     maker.send_signal(signal.SIGKILL)
     maker.communicate()
     assert list((tmp_path / "things").glob("*.part"))
-    folder = build_once("things", {"n": 1}, lambda f: (f / "b.bin").write_text("new") and None, tmp_path)
+    folder = build_once("things", {"n": 1}, write("b.bin", "new"), tmp_path)
     assert sorted(path.name for path in folder.iterdir()) == ["b.bin", "manifest.json"]
     assert not list((tmp_path / "things").glob("*.part"))
 
@@ -70,7 +81,7 @@ def test_a_failed_build_leaves_nothing_and_is_tried_again(tmp_path: Path) -> Non
     with pytest.raises(OSError, match="No space left"):
         build_once("kind", {"n": 1}, fails, tmp_path)
     assert [path for path in (tmp_path / "kind").iterdir() if path.is_dir()] == []
-    folder = build_once("kind", {"n": 1}, lambda f: (f / "x").write_text("whole") and None, tmp_path)
+    folder = build_once("kind", {"n": 1}, write("x", "whole"), tmp_path)
     assert (folder / "x").read_text() == "whole"
 
 

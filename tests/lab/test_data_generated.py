@@ -3,13 +3,16 @@
 import math
 import statistics
 from collections import deque
+from collections.abc import Callable
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from lln.lab.core.errors import DataError
+from lln.lab.core.seeds import generator
 from lln.lab.data import listops, pathfinder
 from lln.lab.data.listops import CLOSE, TOKENS, Grammar, evaluate, generate_expressions, load_listops, to_text
 from lln.lab.data.pathfinder import DIFFICULTY, Scene, draw, load_pathfinder
@@ -26,6 +29,7 @@ def value_of(words: list[str]) -> int:
     while words[0] != "]":
         values.append(value_of(words))
     words.pop(0)
+    calls: dict[str, Callable[[list[int]], int]]
     calls = {"[MIN": min, "[MAX": max, "[MED": lambda v: int(statistics.median(v)), "[SM": lambda v: sum(v) % 10}
     return calls[word](values)
 
@@ -68,7 +72,8 @@ def test_expressions_follow_the_grammar(grammar: Grammar) -> None:
         labels.append(value_of(words))
         assert words == []  # one whole expression
         assert evaluate(ids) == labels[-1]
-        depth, arguments = 0, []
+        depth = 0
+        arguments: list[int] = []
         for token in ids.tolist():
             if token == CLOSE:
                 assert 2 <= arguments.pop() <= grammar.max_args
@@ -88,12 +93,13 @@ def test_expressions_follow_the_grammar(grammar: Grammar) -> None:
 def test_nodes_are_drawn_as_published() -> None:
     """Where no length is refused, a node below the root is an operator one time in four, with 2 to 10 arguments."""
     free = Grammar(min_length=4, max_length=10**6, max_depth=3)
-    trees = [tree for i in range(4) for tree in listops._grow(listops.generator("free", i), free)]
+    trees = [tree for i in range(4) for tree in listops._grow(generator("free", i), free)]
     assert len(trees) == 4 * listops.TRIALS
     inner = total = 0
     roots, operators = [], []
     for ids in trees:
-        depth, counts = 0, {}
+        depth = 0
+        counts: dict[int, int] = {}
         for token in ids.tolist():
             if token == CLOSE:
                 depth -= 1
@@ -115,23 +121,24 @@ def test_nodes_are_drawn_as_published() -> None:
 
 def test_splits_share_no_expression_and_a_larger_count_begins_the_same(tmp_path: Path) -> None:
     grammar = Grammar(min_length=4, max_length=5)  # so few that they would meet
-    data = {split: load_listops(split, count=150, grammar=grammar, cache_dir=tmp_path) for split in ("train", "test")}
+    splits = "train", "test"
+    data: Any = {s: load_listops(s, count=150, grammar=grammar, cache_dir=tmp_path) for s in splits}
     texts = {split: [to_text(item["input_ids"]) for item in d] for split, d in data.items()}
     assert all(len(set(t)) == 150 for t in texts.values())
     assert not set(texts["train"]) & set(texts["test"])
-    more = load_listops("train", count=200, grammar=grammar, cache_dir=tmp_path)
+    more: Any = load_listops("train", count=200, grammar=grammar, cache_dir=tmp_path)
     assert [to_text(more[i]["input_ids"]) for i in range(150)] == texts["train"]
     assert data["train"].fingerprint != data["test"].fingerprint
-    other = load_listops("train", count=150, grammar=grammar, seed=1, cache_dir=tmp_path)
+    other: Any = load_listops("train", count=150, grammar=grammar, seed=1, cache_dir=tmp_path)
     assert [to_text(item["input_ids"]) for item in other] != texts["train"]
 
 
 def test_a_listops_set_has_its_values_as_labels(tmp_path: Path) -> None:
-    data = load_listops("validation", count=50, grammar=SHORT, cache_dir=tmp_path)
+    data: Any = load_listops("validation", count=50, grammar=SHORT, cache_dir=tmp_path)
     assert (len(data), data.vocab_size, data.num_labels, data.length) == (50, 16, 10, 60)
     for item in data:
         assert int(item["labels"]) == value_of(to_text(item["input_ids"]).split())
-    again = load_listops("validation", count=50, grammar=SHORT, cache_dir=tmp_path / "new")
+    again: Any = load_listops("validation", count=50, grammar=SHORT, cache_dir=tmp_path / "new")
     assert all(a["input_ids"].equal(b["input_ids"]) for a, b in zip(data, again, strict=True))
 
 
@@ -187,10 +194,10 @@ def test_following_the_dashes_gives_the_label(name: str) -> None:
         dots = find_dots(drawing.image)
         assert len(dots) == 2, "two dots can be seen"
         assert drawing.label == index % 2
-        assert connected(drawing.image, *dots, scene.reach) == bool(drawing.label)
+        assert connected(drawing.image, dots[0], dots[1], scene.reach) == bool(drawing.label)
         assert len(drawing.paths) == 2 + scene.distractors
         # Without stepping over gaps nothing hangs together: the paths are dashed.
-        assert not connected(drawing.image, *dots, 1)
+        assert not connected(drawing.image, dots[0], dots[1], 1)
 
 
 @pytest.mark.parametrize("name", DIFFICULTY)
@@ -217,7 +224,7 @@ def test_what_is_easy_to_see_does_not_tell_the_classes_apart() -> None:
 
 
 def test_pathfinder_is_a_sequence_of_pixels(tmp_path: Path) -> None:
-    data = load_pathfinder("train", count=9, cache_dir=tmp_path)
+    data: Any = load_pathfinder("train", count=9, cache_dir=tmp_path)
     assert (data.length, data.vocab_size, data.num_labels) == (1024, 256, 2)
     assert [int(item["labels"]) for item in data] == [0, 1, 0, 1, 0, 1, 0, 1, 0]
     for index, item in enumerate(data):

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -58,7 +59,7 @@ def test_the_environment_names_the_root_and_the_argument_wins(
     assert len(read("some/set", "train", data_root=other)) == 3
 
 
-def fake_hub(source: Path, cache: Path):
+def fake_hub(source: Path, cache: Path) -> Any:
     """What snapshot_download does, from a folder: only files that match, in a folder named by the commit."""
 
     def snapshot_download(name: str, *, repo_type: str, revision: str | None, allow_patterns: list[str]) -> str:
@@ -100,7 +101,7 @@ def test_without_a_network_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_missing_is_named(root: Path) -> None:
-    def fails(message: str, name: str = "some/set", split: str = "train", **options) -> None:
+    def fails(message: str, name: str = "some/set", split: str = "train", **options: Any) -> None:
         with pytest.raises(DataError) as caught:
             read(name, split, data_root=options.pop("data_root", root), **options)
         assert message in str(caught.value)

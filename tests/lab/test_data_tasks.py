@@ -1,6 +1,7 @@
 """GLUE, images, and Long Range Arena on stored data: columns, labels, bytes and pixels are the set's own."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def test_every_split_of_a_glue_task_loads_with_its_columns_and_labels(
     content = {split: glue_rows(task, labels if split in public else [-1] * 7) for split in (*public, *hidden)}
     write_set(tmp_path, GLUE, task, content)
     for split in public:
-        data = load_glue(task, split, tokenizer, data_root=tmp_path, cache_dir=tmp_path / "cache")
+        data: Any = load_glue(task, split, tokenizer, data_root=tmp_path, cache_dir=tmp_path / "cache")
         assert [int(item["labels"]) for item in data] == labels
         assert data.num_labels == len(spec.labels)
         text = tokenizer.decode(data[3]["input_ids"].tolist())
@@ -106,7 +107,7 @@ def test_images_are_the_stored_pixels(name: str, config: str, columns: tuple[str
     images = pictures(4)
     content = {columns[0]: [encoded_image(image) for image in images], columns[1]: [0, 1, 0, 1]}
     write_set(tmp_path, name, config, {"train": content})
-    data = load_images(name, "train", data_root=tmp_path, cache_dir=tmp_path / "cache")
+    data: Any = load_images(name, "train", data_root=tmp_path, cache_dir=tmp_path / "cache")
     assert np.array_equal(data.pixels, np.stack(images))
     item = data[2]
     assert item["pixel_values"].dtype == torch.float32
@@ -139,7 +140,7 @@ def test_images_of_any_shape_are_cut_to_a_square(tmp_path: Path) -> None:
 
 
 def test_augmentation_depends_on_seed_epoch_and_index_alone(tmp_path: Path) -> None:
-    def load(**options) -> torch.Tensor:
+    def load(**options: Any) -> torch.Tensor:
         data = load_images(DIGITS, "validation", cache_dir=tmp_path, **options)
         return torch.stack([data.item(3, epoch)["pixel_values"] for epoch in range(8)])
 
@@ -156,7 +157,7 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(tmp_path: Path) -> N
 def test_photographs_are_mirrored_half_of_the_time(tmp_path: Path) -> None:
     write_set(tmp_path, "a/b", "c", {"train": {"image": [encoded_image(pictures(1)[0])], "label": [0]}})
     data = load_images("a/b", "train", augment=True, data_root=tmp_path, cache_dir=tmp_path / "cache")
-    stream = Stream(data, seed=0, length=200)
+    stream: Any = Stream(data, seed=0, length=200)
     plain = torch.from_numpy(data.pixels[0].transpose(2, 0, 1) / 127.5 - 1).float()  # side 6: no shift
     mirrored = sum(torch.allclose(item["pixel_values"], plain.flip(2), atol=1e-6) for item in stream)
     assert 70 < mirrored < 130
@@ -181,7 +182,7 @@ def test_lra_image_is_grey_pixels_row_by_row(tmp_path: Path) -> None:
     images = pictures(3, side=32)
     content = {"img": [encoded_image(image) for image in images], "label": [9, 0, 4]}
     write_set(tmp_path, CIFAR10, "plain_text", {"test": content})
-    data = load_pixels("test", data_root=tmp_path, cache_dir=tmp_path / "cache")
+    data: Any = load_pixels("test", data_root=tmp_path, cache_dir=tmp_path / "cache")
     assert (data.length, data.vocab_size, data.num_labels) == (1024, 256, 10)
     expected = np.floor(images[1].astype(np.float64) @ [0.299, 0.587, 0.114] + 0.5)
     assert data[1]["input_ids"].tolist() == expected.reshape(-1).tolist()
@@ -194,7 +195,7 @@ def test_lra_image_is_grey_pixels_row_by_row(tmp_path: Path) -> None:
 def test_lra_text_is_bytes_cut_at_the_length(tmp_path: Path) -> None:
     reviews = ["Good ½ ü!", "bad " * 50]
     write_set(tmp_path, IMDB, "plain_text", {"train": {"text": reviews, "label": [1, 0]}})
-    data = load_byte_text("train", length=20, data_root=tmp_path)
+    data: Any = load_byte_text("train", length=20, data_root=tmp_path)
     for item, text in zip(data, reviews, strict=True):
         assert bytes((item["input_ids"] - 1).tolist()) == text.encode()[:20]
     assert data.vocab_size == 257

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from helpers.fake_runs import asked, jobs_of
 from lln.lab.cli.app import app
@@ -369,6 +368,7 @@ def lln(*arguments: str | Path, cache: Path) -> Result:
 
 
 def test_lengths_from_the_command_to_the_table_and_nothing_twice(tmp_path: Path, cache: Path) -> None:
+    asked_for: list[str | Path]
     asked_for = ["--attentions", "softmax,block_diagonal,lln_diag", "--set", "lengths=32,64", "--out", tmp_path]
     dry = lln(*asked_for, "--dry-run", cache=cache)
     assert dry.exit_code == 0, dry.output

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from lln.lab.cli.app import app
 from lln.lab.core import charts
 from lln.lab.core.page import Chart, Section, write_page
+from lln.lab.core.palette import Style
 from lln.lab.core.tables import join_words, write_csv
 from lln.lab.page import build
 from lln.lab.page import distribution_section as distribution
@@ -148,7 +149,7 @@ def test_half_of_lln_diag_never_leaves_its_blocks(trained: tuple[Path, dict[str,
 )
 def test_a_legend_is_no_wider_than_its_chart(names: list[str]) -> None:
     rows = [{"series": name, "x": x, "y": x} for name in names for x in (0.0, 1.0)]
-    styles = {name: charts.Style("#000000", (1, 0), "circle") for name in names}
+    styles = {name: Style("#000000", (1, 0), "circle") for name in names}
     drawn = charts.draw_lines(rows, styles, charts.Axis("x", "x"), charts.Axis("y", "y"))
     width = float(re.search(r'width="([0-9.]+)"', drawn)[1])  # type: ignore[index]
     assert width < charts.WIDTH + 60

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lln.checks import MATCHINGS
 from lln.kernels.common import PAPER_A, PAPER_B
 from lln.lab.core.page import Section, write_page
 from lln.lab.core.palette import CURVES, MATCHED
@@ -44,6 +45,7 @@ def with_gaps(measured: dict[str, Any], gaps: dict[str, list[float]]) -> dict[st
 
 
 def test_the_worst_matching_is_named_first_with_its_sigma_and_direction(measured: dict[str, Any]) -> None:
+    gaps: dict[str, list[float]]
     gaps = {"paper": [0, 0.25, -0.5], "variance": [0, 0.75, 0], "entropy": [0, -3, 2], "unmatched": [0.125, 0, 0]}
     said = moments.describe_gaps(with_gaps(measured, gaps))
     order = [said.index(f"{name} matching") for name in ("entropy", "variance", "paper", "no")]
@@ -89,7 +91,7 @@ def test_the_table_shows_the_data(measured: dict[str, Any], made: Section) -> No
         shown = dict(zip(made.header, cells, strict=True))
         for row in (row for row in measured["entropy"] if f"{row['sigma']:g}" == shown["sigma"]):
             assert shown[row["series"]] == f"{row['mean']:.2f} ± {row['spread']:.2f}"
-            if row["series"] in moments.MATCHINGS:
+            if row["series"] in MATCHINGS:
                 expected = match_moments(row["sigma"], row["sigma"], 64, row["series"], length=512)
                 assert row["alpha"] == expected[0]
                 assert shown[f"{row['series']}, alpha"] == f"{row['alpha']:.2f}"
@@ -110,7 +112,7 @@ def test_the_entropies_are_those_of_attention_matrices(measured: dict[str, Any])
 
 def test_charts_show_every_series_and_say_what_they_show(made: Section) -> None:
     variance, alpha, entropy = made.charts
-    for chart, names in ((variance, CURVES), (alpha, moments.MATCHINGS), (entropy, MATCHED)):
+    for chart, names in ((variance, CURVES), (alpha, MATCHINGS), (entropy, MATCHED)):
         for name in names:
             assert f">{name}</text>" in chart.svg
             styles = CURVES | MATCHED
@@ -126,7 +128,7 @@ def test_the_data_holds_what_is_plotted_and_where_the_curves_come_from(made: Sec
     assert data["curves"]["provenance"] == read_curves()["provenance"]
     assert data["curves"]["variance"]["64"] == read_curves()["variance"]["64"]
     assert {row["series"] for row in data["entropy"]} == set(MATCHED)
-    assert {row["series"] for row in data["alpha"]} == set(moments.MATCHINGS)
+    assert {row["series"] for row in data["alpha"]} == set(MATCHINGS)
     assert all(math.isfinite(row["mean"]) and len(row["bits"]) == SMALL.seeds for row in data["entropy"])
     assert data["provenance"]["seed"] == 0
 

@@ -53,7 +53,13 @@ def test_runs_at_once_give_what_they_give_one_by_one(
     for name, beside in (("one", 0), ("two", 1)):
         attempts = [json.loads(p.read_text())[0] for p in (tmp_path / name).glob("*/attempts.json")]
         assert [a["beside"] for a in attempts] == [beside] * 4
-    run_jobs(jobs(tmp_path / "two"), tmp_path / "two", at_once=2, device="cpu", hooks=Hooks(begin=pytest.fail))
+    run_jobs(
+        jobs(tmp_path / "two"),
+        tmp_path / "two",
+        at_once=2,
+        device="cpu",
+        hooks=Hooks(begin=lambda job: pytest.fail(job.folder)),
+    )
 
 
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, cache: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from lln.lab.cli.app import app
+from lln.lab.core.timing import time_calls
 from lln.lab.paper import costs
 from lln.lab.paper.costs import TABLES, Cell, Setting, measure_step, measure_steps, parse_setting, write_markdown
 from lln.lab.train.models import build
@@ -111,7 +112,7 @@ def test_steps_are_timed_together_where_the_host_runs_ahead(monkeypatch: pytest.
     gpu, calls = torch.device("cuda"), []
 
     def timed(ms: float) -> int:
-        timing = costs.time_calls({"step": lambda: None}, repeats=1, device=torch.device("cpu"))["step"]
+        timing = time_calls({"step": lambda: None}, repeats=1, device=torch.device("cpu"))["step"]
         stand_in = {"step": dataclasses.replace(timing, median=ms)}
         with monkeypatch.context() as patch:
             patch.setattr(costs, "time_calls", lambda works, **how: calls.append(how) or stand_in)

@@ -42,7 +42,7 @@ def drawings(result: dict[str, Any]) -> set[str]:
 def test_fig1_is_a_line_a_layer_of_means_over_heads_and_seeds(tmp_path: Path, cooling: bool) -> None:
     what = asked(tmp_path, attentions=("softmax",), seeds=2)
     for job in jobs_of("fig1", what):
-        lines = []
+        lines: list[dict[str, Any]] = []
         for step in (1, 101):
             sign = (-1 if cooling else 1) * (step > 1)
             heads = [
@@ -144,7 +144,7 @@ def test_a_curve_has_no_points_that_few_of_its_runs_have(tmp_path: Path) -> None
 def test_fig9_has_alpha_and_beta_of_every_layer(tmp_path: Path) -> None:
     what = asked(tmp_path, attentions=("lln",))
     (job,) = jobs_of("fig9", what)
-    lines = [
+    lines: list[dict[str, Any]] = [
         {"step": s, "heads": [head(f"l{i}", 0, alpha=2.05 + 0.1 * i, beta=2.1) for i in range(2)]} for s in (1, 101)
     ]
     finish(tmp_path / job.folder, job.config, 0.9, lines=lines)

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from helpers.fake_runs import asked, finish, jobs_of
 from helpers.mirror import write_card, write_set

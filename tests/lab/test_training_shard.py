@@ -75,10 +75,10 @@ def test_sharded_processes_train_as_one_and_go_on(tmp_path: Path) -> None:
     train(change(recipe("mlm", "tiny"), SMALL), one, cache_dir=cache)
     together(two, cache, SMALL | {"fsdp": "yes"})
     plain = [[m for m in metrics(folder) if "heads" not in m] for folder in (one, two)]
-    close(*plain)
+    close(plain[0], plain[1])
     # The queries of a step differ between one process and two: each looks at the first of its own batch.
     norms = [[m["gradient_norms"] for m in metrics(folder) if "heads" in m] for folder in (one, two)]
-    close(*norms)
+    close(norms[0], norms[1])
     for process in (0, 1):
         held, whole = map(int, (tmp_path / f"share{process}").read_text().split())
         assert 0.45 * whole < held < 0.55 * whole

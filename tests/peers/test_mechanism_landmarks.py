@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers import NystromformerConfig
 from transformers.models.nystromformer.modeling_nystromformer import NystromformerSelfAttention
 
-import lln
 from helpers.mechanism_cases import DIM, HEADS, LENGTH, draw_inputs, merge_heads, slope, split_heads
 from helpers.tensors import normal, relative_error
+from helpers.untyped import attention, mechanism
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -21,7 +21,7 @@ def test_linformer_is_the_package(length: int, share: bool) -> None:
     torch.manual_seed(0)
     theirs = linformer.LinformerSelfAttention(24, seq_len=16, k=5, heads=4, share_kv=share).double()
     theirs.to_out = nn.Identity()
-    ours = lln.mechanism("linformer", num_heads=4, head_dim=6, max_length=16, rank=5, share=share, dtype=torch.float64)
+    ours = mechanism("linformer", num_heads=4, head_dim=6, max_length=16, rank=5, share=share, dtype=torch.float64)
     with torch.no_grad():
         ours.key_projection.copy_(theirs.proj_k)
         if not share:
@@ -34,8 +34,8 @@ def test_linformer_is_the_package(length: int, share: bool) -> None:
 
 def test_linformer_needs_its_length() -> None:
     with pytest.raises(ValueError, match="linformer needs max_length"):
-        lln.mechanism("linformer", num_heads=2, head_dim=4)
-    module = lln.mechanism("linformer", num_heads=HEADS, head_dim=DIM, max_length=20, dtype=torch.float64)
+        mechanism("linformer", num_heads=2, head_dim=4)
+    module = mechanism("linformer", num_heads=HEADS, head_dim=DIM, max_length=20, dtype=torch.float64)
     with pytest.raises(ValueError, match="built for max_length=20; got 37 keys"):
         module(*draw_inputs(0))
 
@@ -50,7 +50,7 @@ def test_nystromformer_is_transformers(conv: int | None) -> None:
     theirs = NystromformerSelfAttention(config)
     theirs.conv_kernel_size = conv
     theirs.init_option = "exact"  # each matrix from its own norm, not the batch's largest
-    ours = lln.mechanism("nystromformer", num_heads=4, head_dim=6, landmarks=8, conv_kernel=conv)
+    ours = mechanism("nystromformer", num_heads=4, head_dim=6, landmarks=8, conv_kernel=conv)
     if conv:
         ours.conv.load_state_dict(theirs.conv.state_dict())
     x = normal(1, 2, 32, 24).float()
@@ -66,7 +66,7 @@ def test_nystromformer_is_the_package() -> None:
         24, dim_head=6, heads=1, num_landmarks=8, residual=True, residual_conv_kernel=5, eps=0.0
     )
     theirs.to_out = nn.Identity()
-    ours = lln.mechanism("nystromformer", num_heads=1, head_dim=6, landmarks=8, conv_kernel=5)
+    ours = mechanism("nystromformer", num_heads=1, head_dim=6, landmarks=8, conv_kernel=5)
     ours.conv.load_state_dict(theirs.res_conv.state_dict())
     x = normal(2, 1, 32, 24).float()
     q, k, v = (split_heads(t, 1) for t in theirs.to_qkv(x).chunk(3, -1))
@@ -78,17 +78,17 @@ def test_nystromformer_converges_to_softmax() -> None:
     length = 128
     walk = [normal(seed, 1, 2, length, 4).cumsum(2) / 12 for seed in (1, 2)]
     q, k, v = *walk, normal(3, 1, 2, length, 4)
-    expected = lln.attention("softmax", q, k, v)
+    expected = attention("softmax", q, k, v)
 
     def error(landmarks: int, seed: int) -> float:
-        return relative_error(lln.attention("nystromformer", q, k, v, landmarks=landmarks, iterations=40), expected)
+        return relative_error(attention("nystromformer", q, k, v, landmarks=landmarks, iterations=40), expected)
 
     assert slope([4, 8, 16, 32], error, seeds=1) < -0.7
     assert error(64, 0) < 0.02
     # Every token its own landmark: P pinv(P) P = P.
     small = [t[:, :, :24] for t in (q, k, v)]
-    out = lln.attention("nystromformer", *small, landmarks=24, iterations=80)
-    assert relative_error(out, lln.attention("softmax", *small)) < 1e-6
+    out = attention("nystromformer", *small, landmarks=24, iterations=80)
+    assert relative_error(out, attention("softmax", *small)) < 1e-6
 
 
 def gaussian_kernel(x: Tensor, y: Tensor) -> Tensor:
@@ -102,11 +102,11 @@ def test_skyformer_is_its_formula() -> None:
     z = torch.cat([x, y], 2)
     middle = gaussian_kernel(z, z) + 0.1 * torch.eye(2 * LENGTH, dtype=torch.float64)
     expected = gaussian_kernel(x, z) @ torch.linalg.solve(middle, gaussian_kernel(z, y) @ v)
-    out = lln.attention("skyformer", q, k, v, landmarks=2 * LENGTH, iterations=None)
+    out = attention("skyformer", q, k, v, landmarks=2 * LENGTH, iterations=None)
     assert relative_error(out, expected) < 1e-10
-    iterated = lln.attention("skyformer", q, k, v, landmarks=2 * LENGTH, iterations=20)
+    iterated = attention("skyformer", q, k, v, landmarks=2 * LENGTH, iterations=20)
     assert relative_error(iterated, expected) < 1e-8
-    usual = lln.attention("skyformer", q, k, v, landmarks=2 * LENGTH)
+    usual = attention("skyformer", q, k, v, landmarks=2 * LENGTH)
     assert relative_error(usual, expected) < 0.05
 
 
@@ -116,7 +116,7 @@ def test_skyformer_converges_to_the_gaussian_kernel() -> None:
 
     def error(landmarks: int, seed: int) -> float:
         options = {"landmarks": landmarks, "seed": seed, "gamma": 1e-9, "iterations": None}
-        return relative_error(lln.attention("skyformer", q, k, v, **options), expected)
+        return relative_error(attention("skyformer", q, k, v, **options), expected)
 
     assert slope([16, 32, 64, 128], error, seeds=4) < -1.0
     assert error(256, 0) < 1e-6
@@ -124,22 +124,22 @@ def test_skyformer_converges_to_the_gaussian_kernel() -> None:
 
 def test_skyformer_draws_by_seed_and_without_replacement() -> None:
     q, k, v = draw_inputs(4)
-    outs = [lln.attention("skyformer", q, k, v, landmarks=8, seed=seed) for seed in (0, 0, 1)]
+    outs = [attention("skyformer", q, k, v, landmarks=8, seed=seed) for seed in (0, 0, 1)]
     assert torch.equal(outs[0], outs[1])
     assert not torch.allclose(outs[0], outs[2])
-    everything = lln.attention("skyformer", q, k, v, landmarks=2 * LENGTH, iterations=None)
-    more = lln.attention("skyformer", q, k, v, landmarks=500, iterations=None)
+    everything = attention("skyformer", q, k, v, landmarks=2 * LENGTH, iterations=None)
+    more = attention("skyformer", q, k, v, landmarks=500, iterations=None)
     assert relative_error(more, everything) < 1e-9
     with pytest.raises(ValueError, match="landmarks must be at least 2"):
-        lln.attention("skyformer", q, k, v, landmarks=1)
+        attention("skyformer", q, k, v, landmarks=1)
     with pytest.raises(ValueError, match="gamma must be positive"):
-        lln.attention("skyformer", q, k, v, gamma=0.0)
+        attention("skyformer", q, k, v, gamma=0.0)
 
 
 def test_the_convolution_is_of_one_sequence_and_odd() -> None:
     with pytest.raises(ValueError, match="conv_kernel must be odd"):
-        lln.mechanism("nystromformer", num_heads=HEADS, head_dim=DIM, conv_kernel=4)
-    module = lln.mechanism("nystromformer", num_heads=HEADS, head_dim=DIM, conv_kernel=3, dtype=torch.float64)
+        mechanism("nystromformer", num_heads=HEADS, head_dim=DIM, conv_kernel=4)
+    module = mechanism("nystromformer", num_heads=HEADS, head_dim=DIM, conv_kernel=3, dtype=torch.float64)
     with pytest.raises(ValueError, match="convolution needs query and key of one sequence"):
         module(*draw_inputs(5, length=9, key_length=LENGTH))
     assert math.prod(module.conv.weight.shape) == HEADS * 3

@@ -2,22 +2,26 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-import lln
 from helpers.mechanism_cases import MIXERS
 from helpers.tensors import normal, relative_error
+from helpers.untyped import attention, mechanism
 
-OPTIONS = {"flash": {"chunk": 5, "key_dim": 6}, "tnn": {"expansion": 2, "rpe_dim": 5, "decay": 0.9}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "flash": {"chunk": 5, "key_dim": 6},
+    "tnn": {"expansion": 2, "rpe_dim": 5, "decay": 0.9},
+}
 
 
-def make(name: str, **options: object) -> nn.Module:
+def make(name: str, **options: Any) -> Any:
     torch.manual_seed(0)
-    module = lln.mechanism(name, num_heads=2, head_dim=4, **OPTIONS[name], **options)
+    module = mechanism(name, num_heads=2, head_dim=4, **OPTIONS[name], **options)
     module = module.double()
     with torch.no_grad():
         for parameter in module.parameters():
@@ -142,8 +146,8 @@ def test_wrong_input_is_named(name: str) -> None:
     with pytest.raises(TypeError, match="key_mask must be bool"):
         module(normal(8, 2, 13, 8), key_mask=torch.ones(2, 13))
     with pytest.raises(ValueError, match=f"{name} learns the whole unit, so it is a module"):
-        lln.attention(name, *[normal(8, 1, 1, 3, 4)] * 3)
+        attention(name, *[normal(8, 1, 1, 3, 4)] * 3)
     with pytest.raises(TypeError, match=f"{name} has no option 'block_size'"):
-        lln.mechanism(name, num_heads=2, head_dim=4, block_size=8)
+        mechanism(name, num_heads=2, head_dim=4, block_size=8)
     with pytest.raises(ValueError, match="dropout must lie"):
-        lln.mechanism(name, num_heads=2, head_dim=4, dropout=2.0)
+        mechanism(name, num_heads=2, head_dim=4, dropout=2.0)

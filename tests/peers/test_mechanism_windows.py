@@ -11,9 +11,9 @@ from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAtt
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
-import lln
 from helpers.mechanism_cases import HEADS, LENGTH, draw_inputs, merge_heads, split_heads
 from helpers.tensors import normal, relative_error
+from helpers.untyped import attention, mechanism
 from lln.naive import masked_softmax
 from lln.peers.bigbird import draw
 
@@ -42,7 +42,7 @@ def test_longformer_is_transformers(by_mask: bool) -> None:
     expected = theirs(x, state, is_index_masked=~valid, is_index_global_attn=chosen, is_global_attn=True)[0]
     q, k, v = (split_heads(projection(x), 4) for projection in (theirs.query, theirs.key, theirs.value))
     how = {"global_mask": chosen} if by_mask else {"global_tokens": 2}
-    out = merge_heads(lln.attention("longformer", q, k, v, window=4, key_mask=valid, **how))
+    out = merge_heads(attention("longformer", q, k, v, window=4, key_mask=valid, **how))
     assert relative_error(out[valid], expected[valid]) < 1e-6  # theirs takes its softmax in float32
 
 
@@ -55,7 +55,7 @@ def test_longformer_is_a_masked_softmax(window: int, causal: bool) -> None:
     if causal:
         allowed = allowed.tril()
     expected = masked_softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, allowed) @ v
-    out = lln.attention("longformer", q, k, v, window=window, global_tokens=3, is_causal=causal)
+    out = attention("longformer", q, k, v, window=window, global_tokens=3, is_causal=causal)
     assert relative_error(out, expected) < 1e-12
 
 
@@ -78,7 +78,7 @@ def test_bigbird_is_transformers(training: bool) -> None:
     plan = torch.zeros(4, blocks, 2, dtype=torch.int64)
     plan[:, 1:-1] = torch.tensor(np.stack(rows))
     q, k, v = (split_heads(projection(x), 4) for projection in (theirs.query, theirs.key, theirs.value))
-    assert relative_error(merge_heads(lln.attention("bigbird", q, k, v, block=4, plan=plan)), expected) < 1e-12
+    assert relative_error(merge_heads(attention("bigbird", q, k, v, block=4, plan=plan)), expected) < 1e-12
 
 
 @pytest.mark.parametrize("length", [3, 4, 9, LENGTH])
@@ -97,7 +97,7 @@ def test_bigbird_is_a_masked_softmax(length: int) -> None:
                 allowed[head, row, column] = ends or column in seen
     allowed = allowed.repeat_interleave(4, 1).repeat_interleave(4, 2)[:, :length, :length]
     expected = masked_softmax(q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5, allowed) @ v
-    out = lln.attention("bigbird", q, k, v, block=4, random_blocks=2, seed=5)
+    out = attention("bigbird", q, k, v, block=4, random_blocks=2, seed=5)
     assert relative_error(out, expected) < 1e-12
 
 
@@ -134,7 +134,7 @@ def test_reformer_is_transformers(rounds: int) -> None:
     torch.manual_seed(5)
     rotations = torch.randn(4, 6, rounds, 4, dtype=torch.float64)
     q, v = split_heads(theirs.query_key(x), 4), split_heads(theirs.value(x), 4)
-    out = lln.attention("reformer", q, q, v, chunk=4, rounds=rounds, buckets=8, rotations=rotations)
+    out = attention("reformer", q, q, v, chunk=4, rounds=rounds, buckets=8, rotations=rotations)
     assert relative_error(merge_heads(out), expected) < 1e-10
 
 
@@ -143,7 +143,7 @@ def test_reformer_in_one_chunk_is_shared_softmax_without_oneself() -> None:
     keys = q * (q.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
     others = ~torch.eye(LENGTH, dtype=torch.bool)
     expected = masked_softmax(q @ keys.transpose(-1, -2) * q.shape[-1] ** -0.5, others) @ v
-    assert relative_error(lln.attention("reformer", q, q, v, chunk=64), expected) < 1e-12
+    assert relative_error(attention("reformer", q, q, v, chunk=64), expected) < 1e-12
 
 
 def test_reformer_finds_its_like() -> None:
@@ -153,7 +153,7 @@ def test_reformer_finds_its_like() -> None:
     which = torch.randperm(length, generator=torch.Generator().manual_seed(0)) % clusters
     q = 20 * (centre[which] + 0.01 * normal(2, length, 8))[None, None]
     v = functional.one_hot(which, clusters).double()[None, None]
-    out = lln.attention("reformer", q, q, v, chunk=32, rounds=4)
+    out = attention("reformer", q, q, v, chunk=32, rounds=4)
     assert (out[0, 0].argmax(-1) == which).double().mean() > 0.95
 
 
@@ -171,7 +171,7 @@ def test_window_options_are_checked() -> None:
         ("transnormer_t1", {"part": "both"}, "part must be 'norm' or 'diag'"),
     ):
         with pytest.raises(ValueError, match=message):
-            lln.attention(name, q, k, v, **options)
+            attention(name, q, k, v, **options)
 
 
 def layer_norm(t: Tensor, norm: torch.nn.LayerNorm) -> Tensor:
@@ -181,7 +181,7 @@ def layer_norm(t: Tensor, norm: torch.nn.LayerNorm) -> Tensor:
 @pytest.mark.parametrize("length", [12, 17])
 def test_transformer_ls_is_its_formula(length: int) -> None:
     torch.manual_seed(0)
-    module = lln.mechanism("transformer_ls", num_heads=2, head_dim=4, window=4, rank=3, dtype=torch.float64)
+    module = mechanism("transformer_ls", num_heads=2, head_dim=4, window=4, rank=3, dtype=torch.float64)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(normal(7, *parameter.shape))
@@ -222,12 +222,12 @@ def test_transnormer_is_its_formula(name: str, part: str, causal: bool) -> None:
     else:
         score = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
         expected = rms_norm((score.relu() * allowed) @ v) if first else masked_softmax(score, allowed) @ v
-    out = lln.attention(name, q, k, v, part=part, block=8, is_causal=causal)
+    out = attention(name, q, k, v, part=part, block=8, is_causal=causal)
     assert relative_error(out, expected) < 1e-11
     if part == "diag":
         mask = torch.tensor([False] * 3 + [True] * LENGTH).expand(2, -1)
         longer = [functional.pad(t, (0, 0, 3, 0), value=2.0) for t in (q, k, v)]
-        padded = lln.attention(name, *longer, part=part, block=8, is_causal=causal, key_mask=mask)
+        padded = attention(name, *longer, part=part, block=8, is_causal=causal, key_mask=mask)
         assert relative_error(padded[:, :, 3:], expected) < 1e-11
         with pytest.raises(ValueError, match="part='diag' needs query and key of one sequence"):
-            lln.attention(name, q[:, :, :5], k, v, part=part)
+            attention(name, q[:, :, :5], k, v, part=part)

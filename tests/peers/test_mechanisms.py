@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -23,13 +24,14 @@ from helpers.mechanism_cases import (
     make_attention,
     supporting,
 )
+from helpers.untyped import attention, mechanism
 from lln.peers import attention_matrix
 
 # Pseudo-inverses by iteration lose some digits.
 assert_close = functools.partial(tensors.assert_close, tolerance=1e-9, absolute=1e-10)
 
 
-def fixed_numbers(name: str) -> dict[str, float]:
+def fixed_numbers(name: str) -> dict[str, Any]:
     """LLN's alpha and beta follow the spread of q and k, without a gradient; these do not."""
     return {"alpha": 1.5, "beta": 1.25} if name.startswith("lln") else {}
 
@@ -250,7 +252,7 @@ def test_blocks_are_added_to_any_kernel(name: str) -> None:
     call = make_attention(name)
     mask = torch.ones(2, LENGTH, dtype=torch.bool)
     mask[0, :5] = False
-    diag = lln.attention("block_diagonal", q, k, v, block_size=8, key_mask=mask)
+    diag = attention("block_diagonal", q, k, v, block_size=8, key_mask=mask)
     for mix, weights in ((0.25, (0.25, 0.75)), ((0.5, 2.0), (0.5, 2.0))):
         if lln.mechanisms()[name].parameters and not isinstance(mix, float):
             continue
@@ -262,7 +264,7 @@ def test_blocks_are_added_to_any_kernel(name: str) -> None:
 def test_what_is_refused_is_said_in_one_sentence(name: str) -> None:
     entry = lln.mechanisms()[name]
     q, k, v = draw_inputs(13, name=name)
-    calls = {
+    calls: dict[Any, Any] = {
         "padding": lambda f: f(q, k, v, key_mask=torch.ones(2, LENGTH, dtype=torch.bool)),
         "causal": lambda f: f(q, k, v, is_causal=True),
         "packing": lambda f: f(q[:1], k[:1], v[:1], cu_seqlens=torch.tensor([0, 5, LENGTH])),
@@ -285,12 +287,12 @@ def test_what_is_refused_is_said_in_one_sentence(name: str) -> None:
 @pytest.mark.parametrize("name", ON_QKV)
 def test_a_module_of_any_mechanism_copies_and_pickles(name: str) -> None:
     torch.manual_seed(0)
-    module = lln.mechanism(name, num_heads=HEADS, head_dim=DIM, max_length=LENGTH, dtype=torch.float64).eval()
+    module = mechanism(name, num_heads=HEADS, head_dim=DIM, max_length=LENGTH, dtype=torch.float64).eval()
     q, k, v = draw_inputs(14, name=name)
     out = module(q, k, v)
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert torch.equal(twin(q, k, v), out)
-    fresh = lln.mechanism(name, num_heads=HEADS, head_dim=DIM, max_length=LENGTH, dtype=torch.float64).eval()
+    fresh = mechanism(name, num_heads=HEADS, head_dim=DIM, max_length=LENGTH, dtype=torch.float64).eval()
     fresh.load_state_dict(module.state_dict())
     assert torch.equal(fresh(q, k, v), out)
     with pytest.raises(ValueError, match="heads of"):
@@ -323,7 +325,7 @@ def test_the_attention_matrix_makes_the_output(name: str) -> None:
     mask = torch.ones(2, LENGTH, dtype=torch.bool)
     mask[0, :5] = False
     p = attention_matrix(name, q, k, key_mask=mask, **options)
-    assert_close(p @ v.repeat_interleave(2, 1), lln.attention(name, q, k, v, key_mask=mask, **options))
+    assert_close(p @ v.repeat_interleave(2, 1), attention(name, q, k, v, key_mask=mask, **options))
     assert (p[0, :, :, :5] == 0).all()
     if name not in ("skyformer", "nystromformer"):  # whose rows sum to one only in the limit
         rows = p.sum(-1)[mask[:, None].expand(2, HEADS, LENGTH)]
@@ -349,28 +351,28 @@ def test_compiled_as_one_graph_it_gives_the_same(name: str) -> None:
 def test_names_and_options_that_do_not_exist() -> None:
     q, k, v = draw_inputs(15)
     with pytest.raises(ValueError, match="Did you mean 'performer'"):
-        lln.attention("Perfomer", q, k, v)
+        attention("Perfomer", q, k, v)
     with pytest.raises(TypeError, match="elu has no option 'features'"):
-        lln.attention("elu", q, k, v, features=3)
+        attention("elu", q, k, v, features=3)
     with pytest.raises(TypeError, match="performer has no option 'feature'"):
-        lln.mechanism("performer", num_heads=2, head_dim=4, feature=3)
+        mechanism("performer", num_heads=2, head_dim=4, feature=3)
     with pytest.raises(ValueError, match=r"hedgehog learns .* build it with lln\.mechanism"):
-        lln.attention("hedgehog", q, k, v)
+        attention("hedgehog", q, k, v)
     with pytest.raises(ValueError, match="num_heads must be a positive int"):
-        lln.mechanism("elu", num_heads=0, head_dim=4)
+        mechanism("elu", num_heads=0, head_dim=4)
     with pytest.raises(ValueError, match="needs block_size"):
-        lln.attention("elu", q, k, v, mix=0.3)
+        attention("elu", q, k, v, mix=0.3)
     for name in ("block_diagonal", "softmax"):
         with pytest.raises(ValueError, match=f"mix weighs a kernel against blocks, and {name} has not both"):
-            lln.attention(name, q, k, v, mix=0.3)
+            attention(name, q, k, v, mix=0.3)
     with pytest.raises(ValueError, match="query and key must agree"):
-        lln.attention("elu", q, k[..., :3], v)
+        attention("elu", q, k[..., :3], v)
 
 
 def test_the_list_is_read_only_and_says_who_learns() -> None:
     known = lln.mechanisms()
     assert known["hedgehog"].parameters
-    assert lln.mechanism("performer", num_heads=8, head_dim=64).features == 256
+    assert mechanism("performer", num_heads=8, head_dim=64).features == 256
     assert not known["softmax"].parameters
     with pytest.raises(TypeError):
         known["mine"] = known["elu"]  # type: ignore[index]

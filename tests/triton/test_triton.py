@@ -12,7 +12,7 @@ from torch import Tensor
 
 from helpers.tensors import normal
 from helpers.triton_cases import DEVICE, GPU, MARKS, MODES, Case, build_arguments, check, errors, evaluate, only_triton
-from lln import lln_attention
+from helpers.untyped import lln_attention
 
 pytestmark = MARKS
 
@@ -40,7 +40,7 @@ def test_every_block_size(length: int, block_size: int, is_causal: bool) -> None
 @causal_or_not
 @pytest.mark.parametrize("block_size", [65, 100, 128])
 def test_blocks_that_only_bfloat16_has_in_one_tile(block_size: int, is_causal: bool) -> None:
-    options = {"is_causal": is_causal, "return_state": is_causal, "dtype": torch.bfloat16, "scale": 0.4}
+    options: dict[str, Any] = {"is_causal": is_causal, "return_state": is_causal, "dtype": torch.bfloat16, "scale": 0.4}
     case = Case((200,), key_heads=1, dim=64 if GPU else 16, block_size=block_size, **options)
     check(case, 2e-5 if GPU else 4e-3)  # the interpreter cuts float32 to bfloat16 off where a GPU rounds
 
@@ -53,7 +53,8 @@ DIMENSIONS += [(8, 1), (16, 40), (64, 24), (40, 128), (1, 256), (256, 16)]
     ("dim", "value_dim", "is_causal"), [*((*d, True) for d in DIMENSIONS), *((*d, False) for d in DIMENSIONS[::3])]
 )
 def test_every_head_dimension(dim: int, value_dim: int, is_causal: bool) -> None:
-    options = {"state": is_causal, "return_state": is_causal, "alpha": "[H, D]", "beta": "[H, D]", "mix": "wide pair"}
+    options: dict[str, Any] = {"state": is_causal, "return_state": is_causal, "mix": "wide pair"}
+    options |= {"alpha": "[H, D]", "beta": "[H, D]"}
     check(Case((24,), key_heads=1, dim=dim, value_dim=value_dim, is_causal=is_causal, block_size=16, **options))
 
 
@@ -82,7 +83,7 @@ def test_a_causal_sequence_may_be_empty_or_one_token(length: int, block_size: in
 @modes
 @pytest.mark.parametrize("lengths", [(0, 65, 1, 0, 33, 0), *([(1, 700, 0, 2048, 3)] if GPU else [])])
 def test_packed_sequences_do_not_see_each_other(lengths: tuple[int, ...], mode: str) -> None:
-    options = {"alpha": "[B, H]", "beta": "[B, H]", "return_state": mode != "blocks"}
+    options: dict[str, Any] = {"alpha": "[B, H]", "beta": "[B, H]", "return_state": mode != "blocks"}
     check(Case(lengths, packed=True, key_heads=1, group=2, **MODES[mode], **options))
 
 

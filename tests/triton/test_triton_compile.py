@@ -29,10 +29,11 @@ def test_one_compiled_graph_serves_every_length(mode: str, engine: str, monkeypa
     torch.compiler.reset()
     counter = CompileCounterWithBackend(engine)
 
-    def call(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, options: dict[str, Tensor]) -> Tensor:
+    def call(*given: Any) -> Tensor:
+        q, k, v, alpha, options = given
         return attend(2 * q, k, v, alpha, 1.4, **COMPILED[mode], **options) + 1
 
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
+    compiled: Any = torch.compile(call, fullgraph=True, dynamic=True, backend=counter)
     alpha = torch.tensor([1.2, 1.5], device=DEVICE, requires_grad=True)
     for length in (40, 50, *((70, 1000, 3001) if GPU else (300,))):
         leaves = [*tensors(length), alpha]
@@ -79,7 +80,7 @@ def test_a_compiled_step_takes_and_gives_a_state(block_size: int | None) -> None
     def step(q: Tensor, k: Tensor, v: Tensor, state: LLNState) -> tuple[Tensor, LLNState]:
         return attend(q, k, v, 1.2, 1.4, state=state, **options)
 
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+    compiled: Any = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
     leaves = [x.detach() for x in tensors(24)]
     whole = attend(*leaves, 1.2, 1.4, **options)[0]
     state = attend(*(x[:, :, :20] for x in leaves), 1.2, 1.4, **options)[1]

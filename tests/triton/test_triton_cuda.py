@@ -10,7 +10,8 @@ from torch import Tensor
 
 from helpers.tensors import relative_error
 from helpers.triton_cases import GPU, MODES, attend, cu_seqlens
-from lln import LLNState, lln_attention
+from helpers.untyped import lln_attention
+from lln import LLNState
 from lln.kernels.triton import tape
 from lln.matching.moments import both_moments, sigma
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from helpers.tensors import normal, relative_error
 from helpers.triton_cases import BACKEND, DEVICE, GPU, MARKS, MODES, attend, extras, gradients, only_triton, tensors
-from lln import LLNAttention, lln_attention
+from helpers.untyped import lln_attention
+from lln import LLNAttention
 from lln.kernels.triton import op
 from lln.kernels.triton.parts import keep
 
@@ -131,8 +132,9 @@ def exact(*leaves: Tensor, **options: Any) -> Tensor:
     return lln_attention(*(x.cpu().double() for x in leaves), 1.2, 1.4, **options, backend="eager")
 
 
-def transformed(kind: str, call: Any, q: Tensor, k: Tensor, v: Tensor, step: float | None = None) -> Tensor:
+def transformed(kind: str, call: Any, *qkv: Tensor, step: float | None = None) -> Tensor:
     """A torch.func transform of the call; with `step` its value without torch.func."""
+    q, k, v = qkv
     if kind == "grad":
 
         def loss(q: Tensor) -> Tensor:
@@ -181,7 +183,7 @@ def test_a_second_derivative_is_refused_with_the_remedy(mode: str, compiled: boo
 
     def twice() -> None:
         first = torch.autograd.grad(call(*leaves).square().sum(), leaves, create_graph=True)
-        torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+        torch.autograd.grad([g.square().sum() for g in first], leaves)
 
     with pytest.raises(RuntimeError, match="backend='eager'"):
         twice()
@@ -239,7 +241,12 @@ def test_only_query_key_and_value_wait_for_backward(mode: str, length: int, monk
     options = KEPT[mode] | extras(mode.split()[0], length)
     owned = {x.untyped_storage().data_ptr() for x in (*leaves, alpha, beta, *options.values()) if isinstance(x, Tensor)}
     kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+
+    def pack(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         attend(*leaves, alpha, beta, **options)
     assert kept, "nothing was saved through autograd: this test would see nothing"
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}

@@ -25,7 +25,8 @@ from helpers.triton_cases import (
     errors,
     evaluate,
 )
-from lln import LLNState, lln_attention
+from helpers.untyped import lln_attention
+from lln import LLNState
 from lln.kernels.triton import op, plan
 
 pytestmark = MARKS
@@ -139,7 +140,9 @@ def test_exactly_what_requires_grad_gets_it(mode: str, name: str) -> None:
     g = normal(30, *result.shape).to(result)
     result.backward(g)
     expected = evaluate(case, "eager", wide=True, of=("out",))[f"d {name}"]
-    assert relative_error(given[name].grad.cpu(), expected) <= 2e-5
+    grad = given[name].grad
+    assert grad is not None
+    assert relative_error(grad.cpu(), expected) <= 2e-5
     assert all(x.grad is None for n, x in given.items() if isinstance(x, Tensor) and n != name)
 
 
@@ -178,7 +181,8 @@ def in_pieces(case: Case, cuts: list[int]) -> dict[str, Tensor]:
     """The same case, handed over piece by piece with the state in between; gradients flow back through it."""
     given = {n: x.to(DEVICE) if isinstance(x, Tensor) else x for n, x in build_arguments(case).items()}
     leaves = {n: x.requires_grad_() for n, x in given.items() if isinstance(x, Tensor) and x.is_floating_point()}
-    state, outs = None, []
+    state: Any = None
+    outs = []
     for rows in itertools.pairwise([0, *cuts, case.lengths[0]]):
         piece = {n: given[n][..., slice(*rows), :] for n in ("query", "key", "value")}
         piece["key_mask"] = given["key_mask"][:, slice(*rows)]

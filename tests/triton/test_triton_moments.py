@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from helpers.tensors import normal
-from lln import LLNAttention, match_moments
+from helpers.untyped import match_moments
+from lln import LLNAttention
 from lln.kernels.common import SIGMA_FLOOR
 from lln.kernels.triton import moments as gpu
 from lln.matching.moments import both_moments, find_kernel, has_kernels, moments, sigma
@@ -59,8 +60,9 @@ def expected(t: Tensor, heads: int, mask: Tensor | None, cu_seqlens: Tensor | No
 
 def check(query: Tensor, key: Tensor, heads: int, *where: Tensor | None) -> None:
     """Both forms of the result against the elements."""
+    both: Any = both_moments
     masks, packing = where[:2] or (None, None), where[2:] or (None, None)
-    found = both_moments(query, key, heads, *masks, *packing, backend="triton").cpu()
+    found = both(query, key, heads, *masks, *packing, backend="triton").cpu()
     wanted = [expected(t, heads, *w) for t, *w in zip((query, key), masks, packing, strict=True)]
     for (count, total, squares), (number, mean, spread) in zip(found, wanted, strict=True):
         assert torch.equal(count, number)
@@ -198,7 +200,7 @@ def test_it_is_what_plain_torch_gives() -> None:
     torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-4)
 
 
-def module(statistics: str = "sample", **options: Any) -> LLNAttention:
+def module(statistics: Any = "sample", **options: Any) -> LLNAttention:
     attention = LLNAttention(4, 12, num_key_heads=2, statistics=statistics, **options).to(DEVICE)
     attention.backend = "triton"
     return attention

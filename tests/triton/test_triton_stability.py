@@ -22,7 +22,8 @@ from helpers.triton_cases import (
     evaluate,
     passes,
 )
-from lln import LLNState, lln_attention
+from helpers.untyped import lln_attention
+from lln import LLNState
 
 pytestmark = MARKS
 

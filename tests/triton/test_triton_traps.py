@@ -7,7 +7,7 @@ from torch import Tensor
 
 from helpers.tensors import relative_error
 from helpers.triton_cases import BACKEND, DEVICE, MARKS, only_triton
-from lln import lln_attention
+from helpers.untyped import lln_attention
 
 pytestmark = MARKS
 

@@ -1,0 +1,12 @@
+"""Public functions without their types: tests hand over arguments in lists and dicts, and wrong ones on purpose."""
+
+from typing import Any
+
+import lln
+import lln.naive
+
+attention: Any = lln.attention
+lln_attention: Any = lln.lln_attention
+match_moments: Any = lln.match_moments
+mechanism: Any = lln.mechanism
+naive_attention: Any = lln.naive.naive_attention
