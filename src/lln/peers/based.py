@@ -13,6 +13,14 @@ from lln.peers.pieces import feature_attention
 from lln.peers.registry import register
 
 
+@register(
+    "based",
+    "Based (Taylor)",
+    paper="Arora et al. 2024, arXiv 2402.18668",
+    cost="(N + M) D^2 E / 2",
+    kind="kernel",
+    note="1 + D + D (D + 1) / 2 features: meant for narrow heads (the paper projects to 16)",
+)
 def based(call: Call) -> Tensor:
     root, dim = math.sqrt(call.scale), call.query.shape[3]
     first, second = torch.triu_indices(dim, dim, device=call.query.device)
@@ -25,14 +33,3 @@ def based(call: Call) -> Tensor:
         return torch.cat([torch.ones_like(x[..., :1]), x, x[..., first] * x[..., second] * weight], -1)
 
     return feature_attention(call, phi)
-
-
-register(
-    "based",
-    "Based (Taylor)",
-    paper="Arora et al. 2024, arXiv 2402.18668",
-    cost="(N + M) D^2 E / 2",
-    kind="kernel",
-    function=based,
-    note="1 + D + D (D + 1) / 2 features: meant for narrow heads (the paper projects to 16)",
-)

@@ -11,11 +11,32 @@ from torch import Tensor
 from lln.checks import check_positive_int, describe
 from lln.kernels.blocks import gather_rows
 from lln.kernels.call import Call
-from lln.peers.pieces import average, group_heads, scores
+from lln.peers.pieces import (
+    align,
+    average,
+    cut_blocks,
+    find_lengths,
+    group_heads,
+    joint_attention,
+    neighbours,
+    scores,
+    visible_blocks,
+    whole_blocks,
+)
 from lln.peers.registry import register
-from lln.peers.windows import align, cut_blocks, find_lengths, joint_attention, neighbours, visible_blocks, whole_blocks
 
 
+@register(
+    "bigbird",
+    "BigBird",
+    paper="Zaheer et al. 2020, arXiv 2007.14062",
+    cost="N (5 + r) b (D + E)",
+    refuses={
+        "causal": "its last block is global: every token sees it",
+        "cross": "a window needs query and key of one sequence",
+    },
+    note="blocks of b tokens, r random blocks from a seed",
+)
 def bigbird(
     call: Call, *, block: int = 64, random_blocks: int = 3, seed: int = 0, plan: Tensor | None = None
 ) -> Tensor:
@@ -96,17 +117,3 @@ def block_sparse(call: Call, mask: Tensor, *, block: int, drawn: int, seed: int,
         seen_all = average(whole, v, call.dropout, 2 + place)
         out = out.scatter(-2, index[:, None, None, :, None].expand(seen_all.shape), seen_all)
     return out[..., :length, :].flatten(1, 2)
-
-
-register(
-    "bigbird",
-    "BigBird",
-    paper="Zaheer et al. 2020, arXiv 2007.14062",
-    cost="N (5 + r) b (D + E)",
-    refuses={
-        "causal": "its last block is global: every token sees it",
-        "cross": "a window needs query and key of one sequence",
-    },
-    function=bigbird,
-    note="blocks of b tokens, r random blocks from a seed",
-)

@@ -16,11 +16,21 @@ from lln.peers.registry import register
 from lln.peers.softmax import softmax
 
 
+@register(
+    "convolved_softmax",
+    "Softmax, convolved",
+    paper="this library's",
+    cost="N M (D + E) + (N + M) w (D + E)",
+    learned="a convolution over the tokens for each channel of queries, keys and values",
+    refuses={"cross": "the convolution runs over one sequence"},
+    matrix=False,
+    note="for a fair comparison with LLN's `convolution`; in training it is the attention `softmax:convolution=5`",
+)
 class ConvolvedSoftmax(AttentionModule):
     """convolution: its odd width, see `lln.nn.convolution`. It starts at zero, which is softmax attention."""
 
     def __init__(self, *sizes: Any, convolution: int = 5, value_dim: int | None = None, **common: Any) -> None:
-        super().__init__(ENTRY, *sizes, **common)
+        super().__init__(*sizes, **common)
         check_convolution(convolution)
         self.value_dim = value_dim or self.head_dim
         self.conv_q = nn.Parameter(torch.zeros(self.num_heads, self.head_dim, convolution))
@@ -35,16 +45,3 @@ class ConvolvedSoftmax(AttentionModule):
             for name, kernel in named.items()
         }
         return softmax(dataclasses.replace(call, **near))
-
-
-ENTRY = register(
-    "convolved_softmax",
-    "Softmax, convolved",
-    paper="this library's",
-    cost="N M (D + E) + (N + M) w (D + E)",
-    learned="a convolution over the tokens for each channel of queries, keys and values",
-    refuses={"cross": "the convolution runs over one sequence"},
-    module=ConvolvedSoftmax,
-    matrix=False,
-    note="for a fair comparison with LLN's `convolution`; in training it is the attention `softmax:convolution=5`",
-)

@@ -16,6 +16,14 @@ from lln.peers.pieces import feature_attention, positions
 from lln.peers.registry import register
 
 
+@register(
+    "cosformer",
+    "cosFormer",
+    paper="Qin et al. 2022, arXiv 2202.08791",
+    cost="2 (N + M) D E",
+    kind="kernel",
+    note="a prefix has the same weights as the whole only with a given `max_length`",
+)
 def cosformer(call: Call, *, max_length: int | None = None) -> Tensor:
     """max_length: M; default each sequence's own length, from its first to its last valid token."""
     dtype = compute_dtype(call.query.dtype)
@@ -37,14 +45,3 @@ def cosformer(call: Call, *, max_length: int | None = None) -> Tensor:
 
     call = dataclasses.replace(call, query=add_angle(call.query, query), key=add_angle(call.key, key))
     return feature_attention(call, phi)
-
-
-register(
-    "cosformer",
-    "cosFormer",
-    paper="Qin et al. 2022, arXiv 2202.08791",
-    cost="2 (N + M) D E",
-    kind="kernel",
-    function=cosformer,
-    note="a prefix has the same weights as the whole only with a given `max_length`",
-)

@@ -114,7 +114,7 @@ def run(
     with narrow:
         if entry.whole:
             return attend(call).to(query.dtype)
-        return run_each(lambda sequence: add_blocks(attend, sequence), call).to(query.dtype)
+        return run_each(attend, call, with_blocks=True).to(query.dtype)
 
 
 def check_blocks(entry: Mechanism, block_size: int | None, mix: Mix) -> int | None:
@@ -127,22 +127,19 @@ def check_blocks(entry: Mechanism, block_size: int | None, mix: Mix) -> int | No
     return entry.block_size if block_size is None else block_size
 
 
-def run_each(attend: Attend, call: Call) -> Tensor:
-    """Packed sequences each for itself; where there is no query or no key, no mechanism is asked."""
+def run_each(attend: Attend, call: Call, with_blocks: bool = False) -> Tensor:
+    """Packed sequences each for itself; where there is no query or no key, no mechanism is asked. with_blocks: those of
+    the call are mixed in."""
 
     def part(sequence: Call) -> Tensor:
-        if sequence.query.shape[2] and sequence.key.shape[2]:
-            return attend(sequence)
-        nothing = sequence.query[..., :1].expand(*sequence.query.shape[:3], sequence.value.shape[3])
-        return nothing.masked_fill(torch.ones_like(nothing, dtype=torch.bool), 0.0)
+        if not sequence.query.shape[2] or not sequence.key.shape[2]:
+            nothing = sequence.query[..., :1].expand(*sequence.query.shape[:3], sequence.value.shape[3])
+            return nothing.masked_fill(torch.ones_like(nothing, dtype=torch.bool), 0.0)
+        out = attend(sequence)
+        if not with_blocks or sequence.block_size is None or sequence.lln_weight is None:
+            return out
+        blocks = blocks_of(sequence)
+        return out.to(blocks.dtype) * sequence.lln_weight.unsqueeze(-2) + blocks
 
     outs = [part(sequence) for sequence in with_dropout(call).sequences()]
     return outs[0] if len(outs) == 1 else torch.cat(outs, -2)
-
-
-def add_blocks(attend: Attend, call: Call) -> Tensor:
-    out = attend(call)
-    if call.block_size is None or call.lln_weight is None:
-        return out
-    blocks = blocks_of(call)
-    return out.to(blocks.dtype) * call.lln_weight.unsqueeze(-2) + blocks

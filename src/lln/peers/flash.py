@@ -15,17 +15,27 @@ from lln.checks import check_positive_int
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype, drop
 from lln.peers.modules import MIXER_REFUSES, Mixer, apply_linear
+from lln.peers.pieces import align, cut_blocks
 from lln.peers.registry import register
-from lln.peers.windows import align, cut_blocks
 
 
+@register(
+    "flash",
+    "FLASH (GAU, mixed chunk)",
+    paper="Hua et al. 2022, arXiv 2202.10447",
+    cost="N (c + 2 s) e",
+    learned="the whole unit",
+    kind="mixer",
+    refuses=MIXER_REFUSES,
+    note="not FlashAttention, which is a way to compute softmax attention",
+)
 class Flash(Mixer):
     """chunk: c. expansion: channels of u and v, over those of the hidden states. key_dim: of z."""
 
     def __init__(
         self, *sizes: Any, chunk: int = 256, expansion: int = 2, key_dim: int = 128, dropout: float = 0.0
     ) -> None:
-        super().__init__(ENTRY, *sizes, dropout=dropout)
+        super().__init__(*sizes, dropout=dropout)
         self.chunk = check_positive_int("chunk", chunk)
         width = self.channels * check_positive_int("expansion", expansion)
         self.to_uv = nn.Linear(self.channels, 2 * width)
@@ -58,16 +68,3 @@ class Flash(Mixer):
         far = drop(cut_blocks(far_q, size), call.dropout, 2)[0] @ state
         mixed = (near + far).flatten(2, 3)[:, :, :length]
         return apply_linear(self.to_out, u * mixed)
-
-
-ENTRY = register(
-    "flash",
-    "FLASH (GAU, mixed chunk)",
-    paper="Hua et al. 2022, arXiv 2202.10447",
-    cost="N (c + 2 s) e",
-    learned="the whole unit",
-    kind="mixer",
-    refuses=MIXER_REFUSES,
-    module=Flash,
-    note="not FlashAttention, which is a way to compute softmax attention",
-)

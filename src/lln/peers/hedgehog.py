@@ -14,12 +14,20 @@ from lln.peers.pieces import exponential_attention
 from lln.peers.registry import register
 
 
+@register(
+    "hedgehog",
+    "Hedgehog",
+    paper="Zhang et al. 2024, arXiv 2402.04347",
+    cost="2 (N + M) D (D + E)",
+    learned="a linear map for each head, of queries and of keys",
+    kind="kernel",
+)
 class Hedgehog(AttentionModule):
     """activation: "softmax" over the channels as released, or "exp" as in the paper's formula; the exponentials
     themselves are taken inside LLN's fold."""
 
     def __init__(self, *sizes: Any, activation: Literal["softmax", "exp"] = "softmax", **common: Any) -> None:
-        super().__init__(ENTRY, *sizes, **common)
+        super().__init__(*sizes, **common)
         if activation not in ("softmax", "exp"):
             raise ValueError(f"activation must be 'softmax' or 'exp'; got {activation!r}.")
         self.activation = activation
@@ -38,14 +46,3 @@ class Hedgehog(AttentionModule):
         if self.activation == "softmax":
             return torch.cat([x.log_softmax(-1), (-x).log_softmax(-1)], -1)
         return torch.cat([x, -x], -1)
-
-
-ENTRY = register(
-    "hedgehog",
-    "Hedgehog",
-    paper="Zhang et al. 2024, arXiv 2402.04347",
-    cost="2 (N + M) D (D + E)",
-    learned="a linear map for each head, of queries and of keys",
-    kind="kernel",
-    module=Hedgehog,
-)

@@ -15,11 +15,19 @@ from lln.peers.pieces import average, group_heads, positions, scores
 from lln.peers.registry import register
 
 
+@register(
+    "linformer",
+    "Linformer",
+    paper="Wang et al. 2020, arXiv 2006.04768",
+    cost="(N + M) r (D + E)",
+    learned="the projections of keys and values, shared by the heads",
+    refuses={"causal": "each projected key mixes all positions, later ones too"},
+)
 class Linformer(AttentionModule):
     """rank: rows that the keys are projected to. share: one projection for keys and values."""
 
     def __init__(self, *sizes: Any, rank: int = 256, share: bool = False, **common: Any) -> None:
-        super().__init__(ENTRY, *sizes, **common)
+        super().__init__(*sizes, **common)
         max_length = self.max_length
         if max_length is None:
             raise ValueError("linformer needs max_length: its projections have one row for each position.")
@@ -43,14 +51,3 @@ class Linformer(AttentionModule):
             projections.append(projection.transpose(-1, -2))
         out = average(scores(q, projections[0] @ k, call.scale), projections[1] @ v, call.dropout)
         return out.flatten(1, 2)
-
-
-ENTRY = register(
-    "linformer",
-    "Linformer",
-    paper="Wang et al. 2020, arXiv 2006.04768",
-    cost="(N + M) r (D + E)",
-    learned="the projections of keys and values, shared by the heads",
-    refuses={"causal": "each projected key mixes all positions, later ones too"},
-    module=Linformer,
-)

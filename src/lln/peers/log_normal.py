@@ -16,6 +16,33 @@ from lln.peers.registry import register
 BLOCK_SIZE = 64
 
 
+@functools.wraps(LLNAttention)  # its options
+def lln_module(num_heads: int, head_dim: int, max_length: int | None = None, **options: Any) -> nn.Module:
+    if max_length is not None:
+        options.setdefault("length", max_length)
+    return LLNAttention(num_heads, head_dim, **options)
+
+
+COMMON: dict[str, Any] = {
+    "paper": "Nahshan, Kampeas and Haleva 2024, arXiv 2311.13541",
+    "kind": "kernel",
+    "whole": True,
+    "note": "alpha and beta from each sample's own spread; causal calls, which must not look ahead, take those of unit "
+    "variance unless given, and `lln.mechanism` offers running averages and learned ones",
+}
+
+
+@register(
+    "lln_diag",
+    "LLN+Diag",
+    cost="(N + M) D E + N b (D + E)",
+    learned="nothing, or alpha, beta and mix",
+    refuses={"cross": "blocks along the diagonal need query and key of one sequence"},
+    module=functools.partial(lln_module, block_size=BLOCK_SIZE),
+    block_size=BLOCK_SIZE,
+    **COMMON,
+)
+@register("lln", "LLN", cost="(N + M) D E", learned="nothing, or alpha and beta", module=lln_module, **COMMON)
 def lln(
     call: Call, *, alpha: Coefficient | None = None, beta: Coefficient | None = None, matching: Matching = "paper",
     statistics: Statistics | None = None,
@@ -43,38 +70,3 @@ def lln(
         dropout_p=call.dropout_p, cu_seqlens=cu_seqlens, scale=call.scale,
     )  # fmt: skip
     return out
-
-
-@functools.wraps(LLNAttention)  # its options
-def lln_module(num_heads: int, head_dim: int, max_length: int | None = None, **options: Any) -> nn.Module:
-    if max_length is not None:
-        options.setdefault("length", max_length)
-    return LLNAttention(num_heads, head_dim, **options)
-
-
-COMMON: dict[str, Any] = {
-    "paper": "Nahshan, Kampeas and Haleva 2024, arXiv 2311.13541",
-    "kind": "kernel",
-    "function": lln,
-    "whole": True,
-    "note": "alpha and beta from each sample's own spread; causal calls, which must not look ahead, take those of unit "
-    "variance unless given, and `lln.mechanism` offers running averages and learned ones",
-}
-register(
-    "lln",
-    "LLN",
-    cost="(N + M) D E",
-    learned="nothing, or alpha and beta",
-    module=lln_module,
-    **COMMON,
-)
-register(
-    "lln_diag",
-    "LLN+Diag",
-    cost="(N + M) D E + N b (D + E)",
-    learned="nothing, or alpha, beta and mix",
-    refuses={"cross": "blocks along the diagonal need query and key of one sequence"},
-    module=functools.partial(lln_module, block_size=BLOCK_SIZE),
-    block_size=BLOCK_SIZE,
-    **COMMON,
-)

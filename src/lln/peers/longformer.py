@@ -8,11 +8,27 @@ from torch import Tensor
 from lln.checks import check_key_mask, check_positive_int
 from lln.kernels.blocks import gather_rows
 from lln.kernels.call import Call
-from lln.peers.pieces import average, find_valid, group_heads, scores
+from lln.peers.pieces import (
+    average,
+    cut_blocks,
+    find_valid,
+    group_heads,
+    joint_attention,
+    neighbours,
+    scores,
+    visible_blocks,
+)
 from lln.peers.registry import register
-from lln.peers.windows import cut_blocks, joint_attention, neighbours, visible_blocks
 
 
+@register(
+    "longformer",
+    "Longformer",
+    paper="Beltagy et al. 2020, arXiv 2004.05150",
+    cost="N (3 w + g) (D + E)",
+    refuses={"cross": "a window needs query and key of one sequence"},
+    note="w tokens to each side; the first token is global by default; one projection for global and local tokens",
+)
 def longformer(call: Call, *, window: int = 256, global_tokens: int = 1, global_mask: Tensor | None = None) -> Tensor:
     """window: tokens seen to each side. global_tokens: so many at the start of each sequence; or global_mask [B, N]
     names them (finding how many there are waits for the device)."""
@@ -58,14 +74,3 @@ def window_attention(call: Call, mask: Tensor, chosen: Tensor, count: int, windo
     place = index[:, None, None, :, None].expand(seen.shape)
     seen = torch.where(present, seen, out.gather(-2, place))
     return out.scatter(-2, place, seen).flatten(1, 2)
-
-
-register(
-    "longformer",
-    "Longformer",
-    paper="Beltagy et al. 2020, arXiv 2004.05150",
-    cost="N (3 w + g) (D + E)",
-    refuses={"cross": "a window needs query and key of one sequence"},
-    function=longformer,
-    note="w tokens to each side; the first token is global by default; one projection for global and local tokens",
-)

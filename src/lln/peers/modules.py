@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,15 +24,15 @@ MIXER_REFUSES = {
 class PeerModule(nn.Module):
     """What modules of all kinds share: sizes, dropout, and a call of `attend` that is checked."""
 
-    def __init__(
-        self, entry: Mechanism, num_heads: int, head_dim: int, max_length: int | None = None, *, dropout: float = 0.0
-    ) -> None:
+    name: str  # in the registry
+
+    def __init__(self, num_heads: int, head_dim: int, max_length: int | None = None, *, dropout: float = 0.0) -> None:
         super().__init__()
         check_positive_int("num_heads", num_heads)
         check_positive_int("head_dim", head_dim)
         if max_length is not None:
             check_positive_int("max_length", max_length)
-        self.name, self.num_heads, self.head_dim, self.max_length = entry.name, num_heads, head_dim, max_length
+        self.num_heads, self.head_dim, self.max_length = num_heads, head_dim, max_length
         self.dropout = check_fraction("dropout", dropout)
 
     @property
@@ -61,7 +60,6 @@ class AttentionModule(PeerModule):
         max_length: the most keys, for mechanisms whose parameters or constants depend on it.
         dropout: probability in training.
         scale, block_size, mix: as in `lln.attention`.
-        function: what to run, of those that do not derive from this class.
 
     Shape:
         - query: [batch, num_heads, length, head_dim]
@@ -71,7 +69,6 @@ class AttentionModule(PeerModule):
 
     def __init__(
         self,
-        entry: Mechanism,
         num_heads: int,
         head_dim: int,
         max_length: int | None = None,
@@ -81,18 +78,13 @@ class AttentionModule(PeerModule):
         scale: float | None = None,
         block_size: int | None = None,
         mix: float = 0.5,
-        function: Attend | None = None,
     ) -> None:
-        super().__init__(entry, num_heads, head_dim, max_length, dropout=dropout)
+        super().__init__(num_heads, head_dim, max_length, dropout=dropout)
         self.num_key_heads = num_heads if num_key_heads is None else check_positive_int("num_key_heads", num_key_heads)
         if num_heads % self.num_key_heads:
             raise ValueError(f"num_heads must be a multiple of num_key_heads; got {num_heads} and {num_key_heads}.")
-        check_blocks(entry, block_size, mix)
-        self.scale, self.block_size, self.mix, self.function = scale, block_size, mix, function
-
-    def attend(self, call: Call) -> Tensor:
-        assert self.function is not None
-        return self.function(call)
+        check_blocks(self.entry, block_size, mix)
+        self.scale, self.block_size, self.mix = scale, block_size, mix
 
     def forward(
         self,
@@ -108,6 +100,18 @@ class AttentionModule(PeerModule):
             query, key, value, is_causal=is_causal, key_mask=key_mask, cu_seqlens=cu_seqlens, scale=self.scale,
             block_size=self.block_size, mix=self.mix, heads=(self.num_heads, self.num_key_heads, self.head_dim),
         )  # fmt: skip
+
+
+class FunctionModule(AttentionModule):
+    """A mechanism that learns nothing: `function`, with its options set."""
+
+    def __init__(self, name: str, function: Attend, *sizes: Any, **common: Any) -> None:
+        self.name = name
+        super().__init__(*sizes, **common)
+        self.function = function
+
+    def attend(self, call: Call) -> Tensor:
+        return self.function(call)
 
 
 class Mixer(PeerModule):
@@ -186,7 +190,8 @@ def mechanism(
     """
     entry = find(name)
     if entry.module is not None:
-        common = dict.fromkeys(COMMON) if takes_common(entry.module) else {}
+        kinds = {p.kind for p in inspect.signature(entry.module).parameters.values()}
+        common = dict.fromkeys(COMMON if inspect.Parameter.VAR_KEYWORD in kinds else ())
         check_options(name, options, {**entry.module_options, **common})
         built = entry.module(num_heads, head_dim, max_length, **options)
     else:
@@ -196,9 +201,5 @@ def mechanism(
         if "max_length" in entry.options:
             own["max_length"] = max_length
         function = functools.partial(entry.function, **own)
-        built = AttentionModule(entry, num_heads, head_dim, max_length, function=function, **options)
+        built = FunctionModule(name, function, num_heads, head_dim, max_length, **options)
     return built.to(device=device, dtype=dtype)
-
-
-def takes_common(module: Callable[..., nn.Module]) -> bool:
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(module).parameters.values())

@@ -45,13 +45,23 @@ def nystromformer(call: Call, *, landmarks: int = 64, iterations: int = 6) -> Te
     return (weights @ read).flatten(1, 2)
 
 
+@register(
+    "nystromformer",
+    "Nystromformer",
+    paper="Xiong et al. 2021, arXiv 2102.03902",
+    cost="(N + M) m (D + E) + m^3",
+    learned="nothing, or the convolution",
+    refuses={"causal": "landmarks are means over the whole sequence"},
+    function=nystromformer,
+    note="m landmarks; `conv_kernel` of the module adds the paper's convolution of the values",
+)
 class Nystromformer(AttentionModule):
     """conv_kernel: adds a learned depthwise convolution of so many values, an odd number (the paper: 33)."""
 
     def __init__(
         self, *sizes: Any, landmarks: int = 64, iterations: int = 6, conv_kernel: int | None = None, **common: Any
     ) -> None:
-        super().__init__(ENTRY, *sizes, **common)
+        super().__init__(*sizes, **common)
         heads = self.num_heads
         self.landmarks, self.iterations = landmarks, iterations
         self.conv: nn.Conv2d | None = None
@@ -74,16 +84,3 @@ class Nystromformer(AttentionModule):
         values = values.repeat_interleave(self.num_heads // self.num_key_heads, 1)
         weight = self.conv.weight.to(out.dtype)
         return out + functional.conv2d(values, weight, padding=self.conv.padding, groups=self.num_heads)
-
-
-ENTRY = register(
-    "nystromformer",
-    "Nystromformer",
-    paper="Xiong et al. 2021, arXiv 2102.03902",
-    cost="(N + M) m (D + E) + m^3",
-    learned="nothing, or the convolution",
-    refuses={"causal": "landmarks are means over the whole sequence"},
-    function=nystromformer,
-    module=Nystromformer,
-    note="m landmarks; `conv_kernel` of the module adds the paper's convolution of the values",
-)

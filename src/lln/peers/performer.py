@@ -10,9 +10,8 @@ from torch import Tensor
 from lln.checks import check_positive_int
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype
-from lln.peers.draws import gaussian
+from lln.peers.draws import RandomFeatures, gaussian
 from lln.peers.pieces import exponential_attention
-from lln.peers.random_features import RandomFeatures
 from lln.peers.registry import register
 
 
@@ -34,6 +33,16 @@ def performer(
     return exponential_attention(call, q @ w.T, k @ w.T - k.square().sum(-1, keepdim=True) / 2)
 
 
+@register(
+    "performer",
+    "Performer (FAVOR+)",
+    paper="Choromanski et al. 2020, arXiv 2009.14794",
+    cost="(N + M) F (D + E)",
+    kind="kernel",
+    function=performer,
+    note="F positive orthogonal features, default D ln D, from a seed; the module draws them anew every `redraw_every` "
+    "training calls",
+)
 class Performer(RandomFeatures):
     def __init__(
         self, *sizes: Any, features: int | None = None, seed: int = 0, orthogonal: bool = True,
@@ -41,20 +50,7 @@ class Performer(RandomFeatures):
     ) -> None:  # fmt: skip
         count = default_features(sizes[1]) if features is None else features
         common |= {"features": count, "seed": seed, "orthogonal": orthogonal, "redraw_every": redraw_every}
-        super().__init__(ENTRY, *sizes, **common)
+        super().__init__(*sizes, **common)
 
     def attend(self, call: Call) -> Tensor:
         return performer(call, projection=self.current_projection())
-
-
-ENTRY = register(
-    "performer",
-    "Performer (FAVOR+)",
-    paper="Choromanski et al. 2020, arXiv 2009.14794",
-    cost="(N + M) F (D + E)",
-    kind="kernel",
-    function=performer,
-    module=Performer,
-    note="F positive orthogonal features, default D ln D, from a seed; the module draws them anew every `redraw_every` "
-    "training calls",
-)

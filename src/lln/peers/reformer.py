@@ -10,13 +10,23 @@ from lln.checks import check_positive_int, describe
 from lln.kernels.call import Call
 from lln.kernels.common import drop, finite, softmax_or_zero
 from lln.peers.draws import gaussian
-from lln.peers.pieces import find_valid, group_heads
+from lln.peers.pieces import cut_blocks, find_valid, group_heads, whole_blocks
 from lln.peers.registry import register
-from lln.peers.windows import cut_blocks, whole_blocks
 
 SELF = -1e5  # a token attends to itself only where there is nobody else
 
 
+@register(
+    "reformer",
+    "Reformer (LSH)",
+    paper="Kitaev et al. 2020, arXiv 2001.04451",
+    cost="R N (2 c + log N) (D + E)",
+    refuses={
+        "causal": "which keys a token meets depends on the buckets of all tokens, later ones too",
+        "cross": "queries and keys are shared",
+    },
+    note="`query` is both queries and keys (shared), the values of `key` are not read; R rounds, chunks of c tokens",
+)
 def reformer(
     call: Call, *, chunk: int = 64, rounds: int = 2, buckets: int | None = None, seed: int = 0,
     rotations: Tensor | None = None,
@@ -114,17 +124,3 @@ def chunk_before(mask: Tensor, rounds: int, size: int) -> Tensor:
     first = (turn - 1) % rounds * count + last[:, None, None]  # [B, R, 1]
     found = torch.where(chunk == 0, first, turn * count + chunk - 1)
     return found.flatten(1)[:, None, None]
-
-
-register(
-    "reformer",
-    "Reformer (LSH)",
-    paper="Kitaev et al. 2020, arXiv 2001.04451",
-    cost="R N (2 c + log N) (D + E)",
-    refuses={
-        "causal": "which keys a token meets depends on the buckets of all tokens, later ones too",
-        "cross": "queries and keys are shared",
-    },
-    function=reformer,
-    note="`query` is both queries and keys (shared), the values of `key` are not read; R rounds, chunks of c tokens",
-)

@@ -1,8 +1,9 @@
 """Every mechanism by name: what it declares about itself.
 
-A mechanism is one short file in this folder. It registers either a function of a checked call and of its options, which
-has the mechanism's name (`def performer(call, *, features=None, ...)`, no parameters of its own), or a module, whose
-method `attend(call)` does the same (with parameters), or both; what it cannot do it `refuses`, with the reason.
+A mechanism is one short file in this folder. `@register(...)` stands before a function of a checked call and of its
+options, which has the mechanism's name (`def performer(call, *, features=None, ...)`, no parameters of its own), or
+before the class of a module, whose method `attend(call)` does the same (with parameters), and is told the function
+where there are both; what a mechanism cannot do it `refuses`, with the reason.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
+Made = TypeVar("Made", bound=Callable[..., Any])
 Feature = Literal["padding", "causal", "packing", "grouped", "cross"]
 FEATURES: dict[str, str] = {  # as an error names what was asked for
     "padding": "key_mask",
@@ -122,12 +124,20 @@ def read_keywords(function: Callable[..., Any]) -> dict[str, Any]:
 REGISTRY: dict[str, Mechanism] = {}
 
 
-def register(name: str, title: str, **declared: Any) -> Mechanism:
-    """Make a mechanism known by its name. declared: the other fields of `Mechanism`."""
+def register(name: str, title: str, **declared: Any) -> Callable[[Made], Made]:
+    """Make the function, or the class of modules, that follows known by its name. declared: the other fields of
+    `Mechanism`."""
     if name in REGISTRY:
         raise ValueError(f"name must be new; there is a mechanism {name!r} already.")
-    REGISTRY[name] = Mechanism(name, title, **declared)
-    return REGISTRY[name]
+
+    def add(made: Made) -> Made:
+        way = "module" if isinstance(made, type) else "function"
+        REGISTRY[name] = Mechanism(name, title, **(declared | {way: made}))
+        if isinstance(made, type):
+            made.name = name  # type: ignore[attr-defined]
+        return made
+
+    return add
 
 
 def mechanisms() -> Mapping[str, Mechanism]:

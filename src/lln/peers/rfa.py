@@ -13,9 +13,8 @@ from torch.nn import functional
 from lln.checks import check_number, check_positive_int, describe
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype
-from lln.peers.draws import gaussian
+from lln.peers.draws import RandomFeatures, gaussian
 from lln.peers.pieces import feature_attention
-from lln.peers.random_features import RandomFeatures
 from lln.peers.registry import register
 
 
@@ -52,6 +51,16 @@ def rfa(
     return feature_attention(call, phi, lambda x: phi(x[..., :-1]) * x[..., -1:], floor=1e-6, log_gate=gate.log())
 
 
+@register(
+    "rfa",
+    "RFA",
+    paper="Peng et al. 2021, arXiv 2103.02143",
+    cost="(N + M) F (D + E)",
+    learned="nothing, or the gate",
+    kind="kernel",
+    function=rfa,
+    note="F cosines and sines; a gate is causal only",
+)
 class RFA(RandomFeatures):
     """gated: g_t = sigmoid(w . k_t + b) for each key head, learned (the paper's gate reads the token's hidden state;
     on q, k, v the key is what there is of it)."""
@@ -62,7 +71,7 @@ class RFA(RandomFeatures):
     ) -> None:  # fmt: skip
         count = sizes[1] if features is None else features
         common |= {"features": count, "seed": seed, "orthogonal": False, "redraw_every": redraw_every}
-        super().__init__(ENTRY, *sizes, **common)
+        super().__init__(*sizes, **common)
         self.sigma, self.gated = sigma, gated
         if gated:
             self.gate_weight = nn.Parameter(torch.zeros(self.num_key_heads, self.head_dim))
@@ -74,16 +83,3 @@ class RFA(RandomFeatures):
             gate = torch.einsum("bhnd,hd->bhn", call.key.to(self.gate_weight.dtype), self.gate_weight)
             gate = functional.sigmoid(gate + self.gate_bias[:, None])
         return rfa(call, sigma=self.sigma, gate=gate, projection=self.current_projection())
-
-
-ENTRY = register(
-    "rfa",
-    "RFA",
-    paper="Peng et al. 2021, arXiv 2103.02143",
-    cost="(N + M) F (D + E)",
-    learned="nothing, or the gate",
-    kind="kernel",
-    function=rfa,
-    module=RFA,
-    note="F cosines and sines; a gate is causal only",
-)

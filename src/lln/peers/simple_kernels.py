@@ -54,6 +54,5 @@ for _name, _title, _map, _paper, _note in (
         paper=_paper,
         cost="(N + M) D E",
         kind="kernel",
-        function=functools.partial(elementwise, _map),
         note=_note,
-    )
+    )(functools.partial(elementwise, _map))

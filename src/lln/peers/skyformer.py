@@ -33,6 +33,14 @@ def sample(t: Tensor, position: Tensor, mask: Tensor, count: int, seed: int) -> 
     return t.gather(-2, index), missing[:, None, None, :, None]
 
 
+@register(
+    "skyformer",
+    "Skyformer",
+    paper="Chen et al. 2021, arXiv 2111.00035",
+    cost="(N + M) m (D + E) + m^3",
+    refuses={"causal": "landmarks are drawn from the whole sequence"},
+    note="m landmarks from a seed; rows do not sum to one",
+)
 def skyformer(
     call: Call, *, landmarks: int = 128, gamma: float = 0.1, iterations: int | None = 6, seed: int = 0
 ) -> Tensor:
@@ -67,14 +75,3 @@ def skyformer(
         read = root * (inverse @ (root * read))
     queries = gaussian_kernel(q, z).masked_fill(missing.transpose(-1, -2), 0.0)
     return (drop(queries, call.dropout)[0] @ read).flatten(1, 2)
-
-
-register(
-    "skyformer",
-    "Skyformer",
-    paper="Chen et al. 2021, arXiv 2111.00035",
-    cost="(N + M) m (D + E) + m^3",
-    refuses={"causal": "landmarks are drawn from the whole sequence"},
-    function=skyformer,
-    note="m landmarks from a seed; rows do not sum to one",
-)

@@ -20,6 +20,15 @@ from lln.peers.registry import register
 from lln.peers.transnormer import rms_norm
 
 
+@register(
+    "tnn",
+    "TNN (Toeplitz)",
+    paper="Qin et al. 2023, arXiv 2305.04749",
+    cost="N log N e",
+    learned="the whole unit",
+    kind="mixer",
+    refuses=MIXER_REFUSES,
+)
 class TNN(Mixer):
     """decay: lambda. expansion: channels of u and v, over those of the hidden states. rpe_dim, rpe_layers: of the
     network."""
@@ -28,7 +37,7 @@ class TNN(Mixer):
         self, *sizes: Any, decay: float = 0.99, expansion: int = 3, rpe_dim: int = 64, rpe_layers: int = 3,
         dropout: float = 0.0,
     ) -> None:  # fmt: skip
-        super().__init__(ENTRY, *sizes, dropout=dropout)
+        super().__init__(*sizes, dropout=dropout)
         if not 0.0 < check_number("decay", decay) <= 1.0:
             raise ValueError(f"decay must lie between 0 and 1, and not be 0; got {decay}.")
         self.decay = decay
@@ -61,15 +70,3 @@ class TNN(Mixer):
         spectrum = torch.fft.rfft(t, dim=0) * torch.fft.rfft(v, n=2 * length, dim=2)
         mixed = torch.fft.irfft(spectrum, n=2 * length, dim=2)[:, :, :length]
         return apply_linear(self.to_out, u * drop(mixed, call.dropout)[0])
-
-
-ENTRY = register(
-    "tnn",
-    "TNN (Toeplitz)",
-    paper="Qin et al. 2023, arXiv 2305.04749",
-    cost="N log N e",
-    learned="the whole unit",
-    kind="mixer",
-    refuses=MIXER_REFUSES,
-    module=TNN,
-)

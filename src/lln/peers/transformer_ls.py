@@ -14,16 +14,27 @@ from lln.checks import check_positive_int
 from lln.kernels.call import Call
 from lln.kernels.common import softmax_or_zero
 from lln.peers.modules import AttentionModule
-from lln.peers.pieces import group_heads, scores
+from lln.peers.pieces import align, cut_blocks, group_heads, joint_attention, neighbours, scores, visible_blocks
 from lln.peers.registry import register
-from lln.peers.windows import align, cut_blocks, joint_attention, neighbours, visible_blocks
 
 
+@register(
+    "transformer_ls",
+    "Transformer-LS",
+    paper="Zhu et al. 2021, arXiv 2107.02192",
+    cost="N (2 w + r) (D + E)",
+    learned="the dynamic projection and two LayerNorms",
+    refuses={
+        "causal": "the dynamic projection mixes all positions, later ones too",
+        "cross": "a window needs query and key of one sequence",
+    },
+    matrix=False,
+)
 class TransformerLS(AttentionModule):
     """window: tokens of a segment, which sees itself and half a segment to each side. rank: r."""
 
     def __init__(self, *sizes: Any, window: int = 128, rank: int = 32, **common: Any) -> None:
-        super().__init__(ENTRY, *sizes, **common)
+        super().__init__(*sizes, **common)
         self.window = check_positive_int("window", window)
         width = self.num_key_heads * self.head_dim
         self.projection = nn.Parameter(torch.empty(self.num_key_heads, self.head_dim, check_positive_int("rank", rank)))
@@ -63,18 +74,3 @@ def normalise_heads(t: Tensor, norm: nn.LayerNorm) -> Tensor:
     variance, mean = torch.var_mean(t, (1, 4), correction=0, keepdim=True)
     found: Tensor = (t - mean) * (variance + norm.eps).rsqrt() * weight + bias
     return found
-
-
-ENTRY = register(
-    "transformer_ls",
-    "Transformer-LS",
-    paper="Zhu et al. 2021, arXiv 2107.02192",
-    cost="N (2 w + r) (D + E)",
-    learned="the dynamic projection and two LayerNorms",
-    refuses={
-        "causal": "the dynamic projection mixes all positions, later ones too",
-        "cross": "a window needs query and key of one sequence",
-    },
-    module=TransformerLS,
-    matrix=False,
-)

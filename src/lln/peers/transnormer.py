@@ -9,6 +9,8 @@ the sum of weights (norm).
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Literal
 
 from torch import Tensor
@@ -19,10 +21,10 @@ from lln.kernels.call import Call
 from lln.kernels.carry import block_start
 from lln.kernels.common import drop
 from lln.kernels.eager import blocks_of
-from lln.peers.pieces import feature_attention, group_heads
+from lln.kernels.features import FeatureMap
+from lln.peers.pieces import align, cut_blocks, feature_attention, group_heads, visible_blocks
 from lln.peers.registry import register
 from lln.peers.simple_kernels import elu_plus_one
-from lln.peers.windows import align, cut_blocks, visible_blocks
 
 Part = Literal["norm", "diag"]
 
@@ -31,20 +33,22 @@ def rms_norm(t: Tensor) -> Tensor:
     return t * (t.square().mean(-1, keepdim=True) + 1e-8).rsqrt()
 
 
-def check_part(call: Call, part: str, block: int) -> None:
+def transnormer(
+    feature_map: FeatureMap, attend_blocks: Callable[[Call, int], Tensor], call: Call, *, part: Part = "norm",
+    block: int = 64,
+) -> Tensor:  # fmt: skip
+    """part: "norm", or "diag" for early layers; block: tokens of a block of "diag"."""
     check_positive_int("block", block)
     if part not in ("norm", "diag"):
         raise ValueError(f"part must be 'norm' or 'diag'; got {part!r}.")
-    if part == "diag" and call.query.shape[2] != call.key.shape[2]:
-        raise ValueError("part='diag' needs query and key of one sequence; cross attention has part='norm' only.")
-
-
-def t1(call: Call, *, part: Part = "norm", block: int = 64) -> Tensor:
-    """part: "norm", or "diag" for early layers; block: tokens of a block of "diag"."""
-    check_part(call, part, block)
     if part == "norm":
-        return rms_norm(feature_attention(call, functional.elu, normalise=False))
+        return rms_norm(feature_attention(call, feature_map, normalise=False))
+    if call.query.shape[2] != call.key.shape[2]:
+        raise ValueError("part='diag' needs query and key of one sequence; cross attention has part='norm' only.")
+    return attend_blocks(call, block)
 
+
+def rectify_blocks(call: Call, block: int) -> Tensor:
     def rectify(call: Call, mask: Tensor) -> Tensor:
         q, k, v = group_heads(call)
         size = min(block, k.shape[-2])
@@ -57,23 +61,18 @@ def t1(call: Call, *, part: Part = "norm", block: int = 64) -> Tensor:
     return align(call, rectify)
 
 
-def t2(call: Call, *, part: Part = "norm", block: int = 64) -> Tensor:
-    """part: "norm", or "diag" for early layers; block: tokens of a block of "diag"."""
-    check_part(call, part, block)
-    if part == "norm":
-        return rms_norm(feature_attention(call, elu_plus_one, normalise=False))
+def softmax_blocks(call: Call, block: int) -> Tensor:
     start = block_start(call.key, call.key_mask, None, None, block)
     return blocks_of(dataclasses.replace(call, block_size=block, start=start, block_weight=None))
 
 
-for name, function in (("t1", t1), ("t2", t2)):
+for _name, _map, _blocks in (("t1", functional.elu, rectify_blocks), ("t2", elu_plus_one, softmax_blocks)):
     register(
-        f"transnormer_{name}",
-        f"TransNormer {name.upper()}",
+        f"transnormer_{_name}",
+        f"TransNormer {_name.upper()}",
         paper="Qin et al. 2022, arXiv 2210.10340",
         cost="(N + M) D E, or N b (D + E)",
-        function=function,
         matrix=False,
         note="`part` norm (default) or diag, which a model has in its early layers; the norm is over a head's channels "
         "and has no weights",
-    )
+    )(functools.partial(transnormer, _map, _blocks))
