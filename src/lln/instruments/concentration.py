@@ -17,7 +17,6 @@ from lln.kernels.common import PAPER_A, PAPER_B
 
 PILOT_PAIRS, PILOT_ROWS = 4096, 64  # draws that tell how many draws a width takes
 LEAST = 1e-12  # of a uniform number: at 0 it would choose a channel or key of weight 0
-Draw = Callable[[int, int], tuple[Tensor, Tensor]]  # number, seed -> mean and standard error, [G] each
 
 
 class Estimate(NamedTuple):
@@ -81,7 +80,22 @@ def entropy(
         raise ValueError(f"width must be positive, in bits; got {width}.")
     if not 0 < check_number("confidence", confidence) < 1:
         raise ValueError(f"confidence must lie between 0 and 1; got {confidence}.")
-    return estimate_entropy(p, samples, width, confidence, seed)
+    deviations = math.sqrt(2) * torch.erfinv(torch.tensor(confidence, dtype=torch.float64)).item()
+    found = []
+    for group in p.groups():
+        # Pairs where P = A B^T is a mixture that can be drawn from, else rows; and a first number of them.
+        draw: Callable[[int, int], Tensor] = functools.partial(draw_row_entropies, group)
+        count, factors, now = PILOT_ROWS, group.factors(), seed
+        if factors is not None and all(bool((side >= 0).all()) for side in factors):
+            draw, count = PairDraw(group, *factors), PILOT_PAIRS
+        drawn = draw(samples or count, now)
+        # Fresh draws in growing number until the widest interval of the group is narrow enough.
+        while width and (wide := 2 * deviations * drawn[:, 1].nan_to_num(0.0).max().item()) > width:
+            count, now = math.ceil(count * max(1.1 * (wide / width) ** 2, 1.5)), now + 1
+            drawn = draw(count, now)
+        found.append(drawn)
+    value, error = p.collect(found).unbind(-1)
+    return Estimate(value, value - deviations * error, value + deviations * error)
 
 
 def draw_rows(heads: Heads, count: int, seed: int) -> Iterator[Tensor]:
@@ -95,49 +109,24 @@ def draw_rows(heads: Heads, count: int, seed: int) -> Iterator[Tensor]:
     yield from (part for part in chosen.split(step, 1) if part.shape[1])
 
 
-def estimate_entropy(
-    p: AttentionMap, samples: int | None, width: float | None, confidence: float, seed: int
-) -> Estimate:
-    """See `entropy`. Each group of heads is drawn until the widest of its intervals is narrow enough."""
-    deviations = math.sqrt(2) * torch.erfinv(torch.tensor(confidence, dtype=torch.float64)).item()
-    found = []
-    for group in p.groups():
-        # Pairs where P = A B^T is a mixture that can be drawn from, else rows; and a first number of them.
-        draw: Draw = functools.partial(draw_row_entropies, group)
-        count, factors = PILOT_ROWS, group.factors()
-        if factors is not None and all(bool((side >= 0).all()) for side in factors):
-            draw, count = PairDraw(group, *factors), PILOT_PAIRS
-        found.append(draw(samples, seed) if samples else draw_until_narrow(draw, count, width or 0.0, deviations, seed))
-    value, error = (p.collect([pair[side] for pair in found]) for side in (0, 1))
-    return Estimate(value, value - deviations * error, value + deviations * error)
-
-
-def draw_until_narrow(draw: Draw, count: int, width: float, deviations: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Fresh draws in growing number until every interval is at most `width` wide."""
-    while True:
-        mean, error = draw(count, seed)
-        wide = 2 * deviations * error.nan_to_num(0.0).max().item()
-        if wide <= width:
-            return mean, error
-        count, seed = math.ceil(count * max(1.1 * (wide / width) ** 2, 1.5)), seed + 1
-
-
-def draw_row_entropies(heads: Heads, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Row entropies in bits of `count` rows. Rows are drawn without repetition, so that all of them leave no error."""
+def draw_row_entropies(heads: Heads, count: int, seed: int) -> Tensor:
+    """The mean of the entropies in bits of `count` rows and its standard error, [G, 2]. Rows are drawn without
+    repetition, so that all of them leave no error."""
     chosen = list(draw_rows(heads, count, seed))
     if not chosen:
-        return heads.full(torch.nan), heads.full(torch.nan)
+        return heads.full(torch.nan, 2)
     bits = torch.cat([heads.entropies(rows) for rows in chosen], 1)
     valid = torch.cat([take(heads.live, rows) for rows in chosen], 1)
     drawn, all_rows = valid.sum(1), heads.live.sum(1)
     mean = bits.sum(1) / drawn  # hidden rows have 0
     spread = ((bits - mean.unsqueeze(1)) * valid).square().sum(1) / (drawn - 1).clamp_min(1)
     error = (spread / drawn * (1 - drawn / all_rows)).sqrt()
-    return mean, torch.where((drawn < 2) & (drawn < all_rows), torch.nan, error)
+    return torch.stack([mean, torch.where((drawn < 2) & (drawn < all_rows), torch.nan, error)], 1)
 
 
 class PairDraw:
-    """-log2 P_ij for i uniform, c ~ A_i, j ~ B_c: unbiased for the mean row entropy, since j is drawn from P_i."""
+    """-log2 P_ij for i uniform, c ~ A_i, j ~ B_c: unbiased for the mean row entropy, since j is drawn from P_i. Called
+    with a number and a seed it gives the mean of so many and its standard error, [G, 2]."""
 
     def __init__(self, heads: Heads, a: Tensor, b: Tensor) -> None:
         total = b.sum(1, keepdim=True)  # of LLN it is 1; for other features it moves from B to A
@@ -149,10 +138,10 @@ class PairDraw:
         # One rising sequence for all channels, channel c in (c, c + 1], so that one search serves every draw.
         self.width, self.keys = keys.shape[2], (keys + torch.arange(keys.shape[1]).to(b).view(-1, 1)).flatten(1)
 
-    def __call__(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, count: int, seed: int) -> Tensor:
         heads, features = len(self.a), self.a.shape[2]
         if not self.width or not self.a.shape[1]:
-            return self.a.new_full((heads,), torch.nan), self.a.new_full((heads,), torch.nan)
+            return self.a.new_full((heads, 2), torch.nan)
         total = squares = self.a.new_zeros(heads)
         step = max(span_elements(self.a.device) // max(heads * features, 1), 1024)
         for first in range(0, count, step):
@@ -163,7 +152,7 @@ class PairDraw:
             total, squares = total + bits.sum(1), squares + bits.square().sum(1)
         mean = total / count
         spread = (squares / count - mean.square()).clamp_min(0.0) * (count / (count - 1))
-        return mean, (spread / count).sqrt()
+        return torch.stack([mean, (spread / count).sqrt()], 1)
 
     def bits(self, u: Tensor) -> Tensor:
         """[G, S] from uniform numbers [3, S]."""
@@ -269,7 +258,9 @@ def log_moments(p: AttentionMap, *, rows: int | None = None, seed: int = 0) -> L
         # The mean over entries of ln(keys that the row sees), and half the variance of the scores.
         predicted_mean = -log_count / count.clamp_min(1) - predicted_variance / 2
     elif isinstance(p, LLNMap) and p.block_size is None:
-        predicted_variance = PAPER_A * lln_spread(p) + PAPER_B
+        # s2 = alpha^2 sigma_q^2 + beta^2 sigma_k^2, the variance of alpha q plus that of beta k.
+        spreads = [element_variance(g.q, g.live) + element_variance(g.k, g.seen) for g in p.groups()]
+        predicted_variance = PAPER_A * p.collect(spreads) + PAPER_B
     mean = torch.where(count > 0, mean, torch.nan)
     return LogMoments(mean, squares / (count - 1), row_variance / row_count, predicted_mean, predicted_variance)
 
@@ -334,15 +325,6 @@ def causal_variance(heads: Heads) -> Tensor:
         apart = (scores - centre[:, None, None]).mul_(there)
         count, total, squares = count + found, total + apart.sum((1, 2)), squares + apart.square_().sum((1, 2))
     return squares / count - (total / count).square()
-
-
-def lln_spread(p: LLNMap) -> Tensor:
-    """s2 = alpha^2 sigma_q^2 + beta^2 sigma_k^2, the variance of alpha q plus that of beta k: [batch, heads]."""
-    found = []
-    for group in p.groups():
-        a, x = group.a, group.x.masked_fill(~group.seen.unsqueeze(-1), 0.0)  # type: ignore[attr-defined]
-        found.append(element_variance(a, group.live) + element_variance(x, group.seen))
-    return p.collect(found)
 
 
 def element_variance(t: Tensor, valid: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lln.instruments.maps import check_count
 from lln.instruments.observation import MEASURED, Observation, measure
@@ -174,7 +174,9 @@ class Recorder:
             self.observations.append((step, call, seen))
         if not self.instruments and seen.alpha is None:
             return
-        found = {name: mean_over_samples(values) for name, values in measure(seen, self.instruments).items()}
+        # Means over samples; those without a number (nothing but padding) are left out.
+        means = {name: values.nanmean(0).tolist() for name, values in measure(seen, self.instruments).items()}
+        found = {name: [None if mean != mean else mean for mean in values] for name, values in means.items()}
         for head in range(seen.query.shape[1]):
             row = {"step": step, "layer": layer, "call": call, "head": head, "attention": seen.attention}
             numbers = {name: found[name][head] if name in found else None for name in COLUMNS if name not in WORDS}
@@ -200,12 +202,6 @@ class Recorder:
         """Forget what was recorded, but not the number of the next step."""
         self._rows.clear()
         self.observations.clear()
-
-
-def mean_over_samples(values: Tensor) -> list[float | None]:
-    """[B, H] -> H numbers; samples without one (nothing but padding) are left out."""
-    means = values.nanmean(0).tolist()
-    return [None if mean != mean else mean for mean in means]
 
 
 def is_compiled(module: nn.Module) -> bool:

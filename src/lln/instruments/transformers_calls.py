@@ -67,9 +67,13 @@ def observe_call(look: Look, call: Call) -> list[Observation]:
     query, key = look.first(call.query), look.first(call.key)
     if isinstance(mask, Tensor):
         mask = look.first(mask)
-    bias = given.get("position_bias")
-    if bias is not None:
-        mask = add_bias(look.first(bias), mask, causal, rows, keys)
+    if (bias := given.get("position_bias")) is not None:
+        # The bias of a model's positions and its mask as one that is added to the scores, [B, heads, rows, keys].
+        if mask is None and causal:
+            mask = torch.ones(1, 1, rows, keys, dtype=torch.bool, device=bias.device).tril(keys - rows)
+        if mask is not None:
+            mask = as_bias(mask[:, None, None] if mask.ndim == 2 else mask)[..., :keys]
+        mask = look.first(bias) if mask is None else look.first(bias) + mask
     pattern = Pattern(causal) if mask is None else read_mask(mask, rows, keys, not cross, causal)
     return [observe_softmax(name, query, key, scale, pattern, cross=cross)]
 
@@ -80,15 +84,3 @@ def says_causal(call: Call) -> bool:
         return False
     said = call.given.get("is_causal")
     return bool(getattr(call.module, "is_causal", True) if said is None else said)
-
-
-def add_bias(bias: Tensor, mask: Tensor | None, causal: bool, rows: int, keys: int) -> Tensor:
-    """The bias of a model's positions and its mask as one that is added to the scores, [B, heads, rows, keys]."""
-    if mask is not None:
-        mask = mask[..., :keys]
-        mask = mask[:, None, None] if mask.ndim == 2 else mask
-        return bias + as_bias(mask)
-    if causal:
-        later = torch.ones(rows, keys, dtype=torch.bool, device=bias.device).triu(1 + keys - rows)
-        return bias.masked_fill(later, -torch.inf)
-    return bias

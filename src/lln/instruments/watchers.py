@@ -258,16 +258,16 @@ def observe_linear(look: Look, layer: str, module: nn.Module, layers: Any, args:
     given = {**given, **given.get("kwargs", {})}
     if any(value is not None and "past" in name for name, value in given.items()):
         raise ValueError(f"record: {layer} reads keys from a cache that cannot be looked into; use use_cache=False.")
-    with watch_layers(module) as (inputs, outputs):
+    with watch_layers(module) as seen_by:
         result = module.forward(*args, **kwargs)
-    if not all(one in outputs for one in layers):
+    if not all(one in seen_by for one in layers):
         raise ValueError(f"record: {layer} ({type(module).__name__}) did not use its query and key layers.")
     heads = count_heads(module) or 1
-    q, k, v = (look.first(outputs[one]).unflatten(-1, (heads, -1)).transpose(1, 2) for one in layers)
+    q, k, v = (look.first(seen_by[one][1]).unflatten(-1, (heads, -1)).transpose(1, 2) for one in layers)
     scale = next((s for s in (getattr(module, n, None) for n in ("scaling", "scale")) if isinstance(s, float)), None)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     made = [look.first(t) for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)]
-    made += [look.first(t) for one, t in inputs.items() if one not in layers]
+    made += [look.first(t) for one, (t, _) in seen_by.items() if one not in layers]
     for pattern in list_patterns(given, look, q.shape[2], k.shape[2]):
         seen = observe_softmax(layer, q, k, scale, pattern, cross=q.shape[2] != k.shape[2])
         wanted = (seen.softmax_map().dense() @ v.to(torch.float64)).transpose(1, 2).flatten(2)  # [B, N, H E]
@@ -299,19 +299,18 @@ def near(found: Tensor, wanted: Tensor, live: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def watch_layers(module: nn.Module) -> Iterator[tuple[dict[nn.Module, Tensor], dict[nn.Module, Tensor]]]:
-    """Inputs and outputs of the linear layers inside, while the module is in eval."""
-    inputs: dict[nn.Module, Tensor] = {}
-    outputs: dict[nn.Module, Tensor] = {}
+def watch_layers(module: nn.Module) -> Iterator[dict[nn.Module, tuple[Tensor, Tensor]]]:
+    """(input, output) of the linear layers inside, while the module is in eval."""
+    found: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def hook(one: nn.Module, args: Any, output: Tensor) -> None:
-        inputs[one], outputs[one] = args[0], output
+        found[one] = args[0], output
 
     modes = {one: one.training for one in module.modules()}
     handles = [one.register_forward_hook(hook) for one in modes if isinstance(one, nn.Linear)]
     try:
         module.eval()
-        yield inputs, outputs
+        yield found
     finally:
         for handle in handles:
             handle.remove()

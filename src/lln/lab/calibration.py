@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lln.lab.core.seeds import normal
-from lln.matching.curves import pchip
+from lln.matching.curves import interpolate, pchip
 
 BATCH_ELEMENTS = 2**24
 
@@ -116,9 +116,9 @@ def entropy_curve(
     softmax, softmax_error = mean_and_error([flat - run for run in softmax_runs])
     log_s2 = torch.tensor(plan.s2, dtype=torch.float64).log()
     s2_of_deficit = pchip(lln.log(), log_s2)
-    s2 = s2_of_deficit(softmax.log())
+    s2 = interpolate(softmax.log(), *s2_of_deficit)
     nudge = 1e-4
-    slope = (s2_of_deficit(softmax.log() + nudge) - s2) / nudge
+    slope = (interpolate(softmax.log() + nudge, *s2_of_deficit) - s2) / nudge
     # Both deficits are uncertain; the LLN one as much as at the nearest measured s2.
     relative = (lln_error / lln)[torch.bucketize(softmax, lln).clamp_max(len(lln) - 1)]
     error = s2.exp() * slope.abs() * (relative.square() + (softmax_error / softmax).square()).sqrt()

@@ -11,7 +11,6 @@ and across d, linear across log N.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.resources
 import json
@@ -24,7 +23,7 @@ from torch import Tensor
 from lln.kernels.common import kept, traced_as_constant, wide_dtype
 
 
-def interpolate(x: Tensor, y: Tensor, slope: Tensor, at: Tensor) -> Tensor:
+def interpolate(at: Tensor, x: Tensor, y: Tensor, slope: Tensor) -> Tensor:
     """y(at) by monotone cubic Hermite interpolation; straight lines beyond the ends. y and slope may be of several
     curves over one x: [*curves, n], and the result is [*curves, *at.shape]."""
 
@@ -56,28 +55,15 @@ def take_ends(t: Tensor, at: Tensor) -> list[Tensor]:
     return [part.reshape(t.shape[:-1] + (1,) * at.ndim) for part in (t[..., :1], t[..., -1:])]
 
 
-@dataclasses.dataclass(frozen=True)
-class Curve:
-    x: Tensor  # [n] ascending
-    y: Tensor  # [n]
-    slope: Tensor  # [n]
-
-    def __call__(self, at: Tensor) -> Tensor:
-        return interpolate(self.x, self.y, self.slope, at)
-
-    def points(self) -> Tensor:
-        """[3, n] for `interpolate`"""
-        return torch.stack([self.x, self.y, self.slope])
-
-
-def pchip(x: Tensor, y: Tensor) -> Curve:
-    """Fritsch and Carlson's slopes: the curve rises where the points rise and overshoots nowhere."""
+def pchip(x: Tensor, y: Tensor) -> Tensor:
+    """(x, y, slope) [3, n] for `interpolate`, x ascending. Fritsch and Carlson's slopes: the curve rises where the
+    points rise and overshoots nowhere."""
     step, secant = x.diff(), y.diff() / x.diff()
     w1, w2 = 2 * step[1:] + step[:-1], step[1:] + 2 * step[:-1]
     same_sign = secant[1:] * secant[:-1] > 0
     harmonic = (w1 + w2) / (w1 / secant[:-1] + w2 / secant[1:])
     inner = torch.where(same_sign, harmonic, torch.zeros_like(harmonic))
-    return Curve(x, y, torch.cat([secant[:1], inner, secant[-1:]]))
+    return torch.stack([x, y, torch.cat([secant[:1], inner, secant[-1:]])])
 
 
 @functools.cache
@@ -105,7 +91,7 @@ def interpolate_dims(per_dim: list[list[float]], head_dim: int) -> Tensor:
     """The logarithms [n] of values at this head dim, from the values at the measured ones."""
     dims = logarithms(read_curves()["head_dims"])
     at = torch.tensor([math.log(head_dim)], dtype=torch.float64, device="cpu")
-    return torch.cat([pchip(dims, values)(at) for values in logarithms(per_dim).unbind(-1)])
+    return torch.cat([interpolate(at, *pchip(dims, values)) for values in logarithms(per_dim).unbind(-1)])
 
 
 # By (head_dim, device). Tensors, not curves: objects that torch.compile had made itself while tracing it could not
@@ -115,13 +101,13 @@ MADE: dict[tuple[str, int, str], Tensor] = {}
 
 @traced_as_constant
 def variance_inverse(head_dim: int, device: torch.device) -> Tensor:
-    """The curve log V -> log s2, as `points`."""
+    """The curve log V -> log s2, as `pchip` has it."""
 
     def make() -> Tensor:
         check_head_dim(head_dim, "variance")
         curves = read_curves()
         per_dim = [curves["variance"][str(dim)]["value"] for dim in curves["head_dims"]]
-        points = pchip(interpolate_dims(per_dim, head_dim), logarithms(curves["s2"])).points()
+        points = pchip(interpolate_dims(per_dim, head_dim), logarithms(curves["s2"]))
         return points.to(wide_dtype(device)).to(device)
 
     return kept(MADE, ("variance", head_dim, str(device)), make)
@@ -129,8 +115,8 @@ def variance_inverse(head_dim: int, device: torch.device) -> Tensor:
 
 @traced_as_constant
 def entropy_curves(head_dim: int, device: torch.device) -> Tensor:
-    """For each measured length N the curve log t -> log s2, as `points`, and a fourth row of log N: [lengths, 4, n].
-    All are over the same t."""
+    """For each measured length N the curve log t -> log s2, as `pchip` has it, and a fourth row of log N: [lengths, 4,
+    n]. All are over the same t."""
 
     def make() -> Tensor:
         check_head_dim(head_dim, "entropy")
@@ -139,7 +125,7 @@ def entropy_curves(head_dim: int, device: torch.device) -> Tensor:
         made = []
         for length in curves["lengths"]:
             per_dim = [curves["entropy"][str(dim)][str(length)]["s2"] for dim in curves["head_dims"]]
-            made.append(pchip(log_t, interpolate_dims(per_dim, head_dim)).points())
+            made.append(pchip(log_t, interpolate_dims(per_dim, head_dim)))
         both = torch.cat([torch.stack(made), log_n[:, None, None].expand(-1, 1, len(log_t))], 1)
         return both.to(wide_dtype(device)).to(device)
 
@@ -148,8 +134,7 @@ def entropy_curves(head_dim: int, device: torch.device) -> Tensor:
 
 def s2_for_variance(t: Tensor, head_dim: int) -> Tensor:
     """s2 at which the variance of log P_LLN within a row is t."""
-    x, y, slope = variance_inverse(head_dim, t.device).unbind()
-    return interpolate(x, y, slope, t.log()).exp()
+    return interpolate(t.log(), *variance_inverse(head_dim, t.device).unbind()).exp()
 
 
 def s2_for_entropy(t: Tensor, head_dim: int, length: Tensor) -> Tensor:
@@ -157,7 +142,7 @@ def s2_for_entropy(t: Tensor, head_dim: int, length: Tensor) -> Tensor:
     the nearest one serves."""
     curves = entropy_curves(head_dim, t.device)
     known = curves[:, 3, 0].contiguous()
-    values = interpolate(curves[0, 0], curves[:, 1], curves[:, 2], t.log())  # [lengths, *t.shape]
+    values = interpolate(t.log(), curves[0, 0], curves[:, 1], curves[:, 2])  # [lengths, *t.shape]
     at = length.to(values.dtype).log().expand(t.shape)
     shortest, longest = take_ends(known, at)
     at = torch.minimum(torch.maximum(at, shortest), longest)

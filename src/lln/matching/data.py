@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lln.checks import check_key_mask, check_tensors
+from lln.checks import check_key_mask, check_positive_int, check_tensors
 from lln.kernels.common import PAPER_A, PAPER_B, SIGMA_FLOOR, wide_dtype
 from lln.matching.moments import both_moments, score_factor, sigma
 
@@ -66,8 +66,7 @@ def match_data(
     key_heads, key_length, dtype = key.shape[1], key.shape[2], wide_dtype(query.device)
     if is_causal and length != key_length:
         raise ValueError(f"is_causal needs query and key of equal length; got {length} and {key_length}.")
-    if not isinstance(rows, int) or rows < 1:
-        raise ValueError(f"rows must be a positive int; got {rows!r}.")
+    check_positive_int("rows", rows)
     if query_mask is None and length == key_length:
         query_mask = key_mask
     scale = dim**-0.5 if scale is None else scale

@@ -22,7 +22,7 @@ from lln.lab.core.tables import join_words, show_number
 from lln.lab.core.timing import one_thread
 from lln.lab.page.shared import CPU, Result, Rows, begin_result, chart_lines, pick
 from lln.lab.paper.analysis import match_alpha
-from lln.matching.curves import pchip, read_curves
+from lln.matching.curves import interpolate, pchip, read_curves
 
 HEAD_DIMS = (16, 64, 128)  # of the variance curves that are drawn
 HEAD_DIM = 64  # of everything else
@@ -141,7 +141,7 @@ def read_variance(result: Result, dim: int, s2: list[float]) -> list[float]:
     """The stored curve between its points, read as `variance` matching reads it."""
     series = (s2, result["curves"]["s2"], result["curves"]["variance"][str(dim)]["value"])
     at, x, y = (torch.tensor(numbers, dtype=torch.float64).log() for numbers in series)
-    return list(pchip(x, y)(at).exp().tolist())
+    return list(interpolate(at, *pchip(x, y)).exp().tolist())
 
 
 def space_evenly(low: float, high: float, count: int) -> list[float]:
