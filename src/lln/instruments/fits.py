@@ -85,13 +85,8 @@ def normal_fit(values: Tensor, valid: Tensor) -> GaussianFit:
     distance = steps.amax(1) if z.shape[1] else count.squeeze(1)
     broken = std.squeeze(1).isnan() | (count.squeeze(1) < 2)
 
-    def result(t: Tensor) -> Tensor:
-        return t.reshape(len(values)).masked_fill(broken, torch.nan)
-
-    return GaussianFit(
-        mean.squeeze(1), result(std), result(distance), result(anderson_darling), result(together.square() / alone),
-        result(skewness),
-    )  # fmt: skip
+    found = (std, distance, anderson_darling, together.square() / alone, skewness)
+    return GaussianFit(mean.squeeze(1), *(t.reshape(len(values)).masked_fill(broken, torch.nan) for t in found))
 
 
 @torch.no_grad()

@@ -231,26 +231,21 @@ def observe_softmax(
 ) -> Observation:
     """Queries [B, H, N, D] that attend by softmax(scale q . k), with what `read_mask` found."""
     query, key = query.detach(), key.detach()
-    key_mask, bias = pattern.key_mask, pattern.bias
-    if key_mask is not None:
-        key_mask = key_mask.expand(len(query), -1)
+    key_mask = None if pattern.key_mask is None else pattern.key_mask.expand(len(query), -1)
     rows, keys = query.shape[2], key.shape[2]
-    query_mask = None
-    if bias is not None:
-        bias = bias.expand(len(query), -1, -1, -1)
+    query_mask = bias = None
+    if pattern.bias is not None:
+        bias = pattern.bias.expand(len(query), -1, -1, -1)
         sees = (bias > -torch.inf).any(-1).any(1)
         query_mask = sees if cross or rows != keys or key_mask is None else sees & key_mask
     elif cross:
         query_mask = torch.ones(len(query), rows, dtype=torch.bool, device=query.device)
-    if pattern.is_causal and rows < keys:
-        if rows == 1:
-            pattern = dataclasses.replace(pattern, is_causal=False)
-        else:  # the keys of a cache come first: rows that do not count stand in their places
-            query = F.pad(query, (0, 0, keys - rows, 0))
-            query_mask = (torch.arange(keys, device=query.device) >= keys - rows).expand(len(query), -1)
-            cross = True
+    is_causal = pattern.is_causal and (rows > 1 or keys == 1)
+    if is_causal and rows < keys:  # the keys of a cache come first: rows that do not count stand in their places
+        query = F.pad(query, (0, 0, keys - rows, 0))
+        query_mask = (torch.arange(keys, device=query.device) >= keys - rows).expand(len(query), -1)
     return Observation(
-        layer, "softmax", query, key, scale, pattern.is_causal, key_mask, query_mask, bias, cross or rows != keys
+        layer, "softmax", query, key, scale, is_causal, key_mask, query_mask, bias, cross or rows != keys
     )
 
 

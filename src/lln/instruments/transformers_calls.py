@@ -54,7 +54,10 @@ def observe_call(look: Look, call: Call) -> list[Observation]:
             raise ValueError(f"{who} {what} ({option}), which the instruments do not know; it cannot be recorded.")
     scaling = given.get("scaling")
     scale = default_scale(call.query) if scaling is None else float(scaling)
-    causal = says_causal(call)
+    # Whether it is causal without a mask that says so. Plain softmax ("eager") has nothing but its mask.
+    said = given.get("is_causal")
+    causal = bool(getattr(call.module, "is_causal", True) if said is None else said)
+    causal &= not (call.implementation == "eager" or call.query.shape[2] == 1 or getattr(mask, "ndim", 0) == 4)
     rows, keys, cross = call.query.shape[2], call.key.shape[2], is_cross(call.module, name)
     if flash and given.get("cu_seq_lens_q") is not None:
         offsets = given["cu_seq_lens_q"], given.get("cu_seq_lens_k", given["cu_seq_lens_q"])
@@ -76,11 +79,3 @@ def observe_call(look: Look, call: Call) -> list[Observation]:
         mask = look.first(bias) if mask is None else look.first(bias) + mask
     pattern = Pattern(causal) if mask is None else read_mask(mask, rows, keys, not cross, causal)
     return [observe_softmax(name, query, key, scale, pattern, cross=cross)]
-
-
-def says_causal(call: Call) -> bool:
-    """Whether attention is causal without a mask that says so. Plain softmax ("eager") has nothing but its mask."""
-    if call.implementation == "eager" or call.query.shape[2] == 1 or getattr(call.mask, "ndim", 0) == 4:
-        return False
-    said = call.given.get("is_causal")
-    return bool(getattr(call.module, "is_causal", True) if said is None else said)

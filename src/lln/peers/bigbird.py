@@ -11,19 +11,9 @@ from torch import Tensor
 from lln.checks import check_positive_int, describe
 from lln.kernels.blocks import gather_rows
 from lln.kernels.call import Call
-from lln.peers.pieces import (
-    align,
-    average,
-    cut_blocks,
-    find_lengths,
-    group_heads,
-    joint_attention,
-    neighbours,
-    scores,
-    visible_blocks,
-    whole_blocks,
-)
+from lln.peers.pieces import average, group_heads, scores
 from lln.peers.registry import register
+from lln.peers.windows import align, cut_blocks, find_lengths, joint_attention, neighbours, visible_blocks, whole_blocks
 
 
 @register(
@@ -83,21 +73,19 @@ def block_sparse(call: Call, mask: Tensor, *, block: int, drawn: int, seed: int,
     last = (find_lengths(mask) - 1).clamp_min(0) // size  # [B]
     if plan is None:
         chosen, none = draw(key_heads * groups, count, last, drawn, seed)
-        none = none.unflatten(1, (key_heads, groups))
     else:
         chosen = plan.to(q.device).expand(batch, *plan.shape)
-        none = torch.zeros_like(chosen, dtype=torch.bool).unflatten(1, (key_heads, groups))
-    chosen = chosen.unflatten(1, (key_heads, groups))  # [B, H, G, n, r]
+        none = torch.zeros_like(chosen, dtype=torch.bool)
+    chosen, none = (t.unflatten(1, (key_heads, groups)) for t in (chosen, none))  # [B, H, G, n, r]
 
     def random(t: Tensor) -> Tensor:
         """[B, H, G, n, r size, D]"""
         found: Tensor = whole_blocks(t, chosen.flatten(3)).unflatten(3, (count, -1))
         return found.flatten(4, 5)
 
-    row = torch.arange(count, device=q.device)
     ends = last[:, None, None, None]  # [B, 1, 1, 1]
     queries = cut_blocks(q, size)
-    number = row.expand(batch, count)[:, None, None, :, None, None].expand(*seen.shape)
+    number = torch.arange(count, device=q.device)[:, None, None]  # [n, 1, 1]
     inner = seen & (number != 0) & (number != ends[..., None, None])  # the ends have columns of their own
     window = neighbours(inner, size, size)
     parts = [(scores(queries, neighbours(kb, size, size), call.scale, ~window), neighbours(vb, size, size))]

@@ -15,8 +15,8 @@ from lln.checks import check_positive_int
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype, drop
 from lln.peers.modules import MIXER_REFUSES, Mixer, apply_linear
-from lln.peers.pieces import align, cut_blocks
 from lln.peers.registry import register
+from lln.peers.windows import align, cut_blocks
 
 
 @register(

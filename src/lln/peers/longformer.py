@@ -8,17 +8,9 @@ from torch import Tensor
 from lln.checks import check_key_mask, check_positive_int
 from lln.kernels.blocks import gather_rows
 from lln.kernels.call import Call
-from lln.peers.pieces import (
-    average,
-    cut_blocks,
-    find_valid,
-    group_heads,
-    joint_attention,
-    neighbours,
-    scores,
-    visible_blocks,
-)
+from lln.peers.pieces import average, find_valid, group_heads, scores
 from lln.peers.registry import register
+from lln.peers.windows import cut_blocks, joint_attention, neighbours, visible_blocks
 
 
 @register(
@@ -36,15 +28,11 @@ def longformer(call: Call, *, window: int = 256, global_tokens: int = 1, global_
     if not isinstance(global_tokens, int) or global_tokens < 0:
         raise ValueError(f"global_tokens must be an int of at least 0; got {global_tokens!r}.")
     _, mask = find_valid(call)
-    if global_mask is None:
-        return window_attention(call, mask, mask & (mask.cumsum(-1) <= global_tokens), global_tokens, window)
-    check_key_mask(global_mask, call.key, "global_mask", "key")
-    chosen = global_mask & mask
-    return window_attention(call, mask, chosen, int(chosen.sum(-1).max()), window)
-
-
-def window_attention(call: Call, mask: Tensor, chosen: Tensor, count: int, window: int) -> Tensor:
-    """mask [B, N]: the valid tokens; chosen [B, N]: the global ones, at most `count` a sample."""
+    count, chosen = global_tokens, mask & (mask.cumsum(-1) <= global_tokens)  # [B, N], at most `count` a sample
+    if global_mask is not None:
+        check_key_mask(global_mask, call.key, "global_mask", "key")
+        chosen = global_mask & mask
+        count = int(chosen.sum(-1).max())
     q, k, v = group_heads(call)
     length = call.key.shape[2]
     row = torch.arange(length, device=q.device)

@@ -10,8 +10,9 @@ from lln.checks import check_positive_int, describe
 from lln.kernels.call import Call
 from lln.kernels.common import drop, finite, softmax_or_zero
 from lln.peers.draws import gaussian
-from lln.peers.pieces import cut_blocks, find_valid, group_heads, whole_blocks
+from lln.peers.pieces import find_valid, group_heads
 from lln.peers.registry import register
+from lln.peers.windows import cut_blocks, whole_blocks
 
 SELF = -1e5  # a token attends to itself only where there is nobody else
 
@@ -44,7 +45,10 @@ def reformer(
         raise ValueError(f"buckets must be even, a direction and its opposite; got {buckets}.")
     if rotations is None:
         half = max(1, (buckets or 2 * max(length // chunk, 1)) // 2)
-        rotations = random_rotations(heads, dim, rounds, half, seed, q)
+        # Each direction has a draw of its own, so that fewer are the first of more.
+        seeds = [seed * 1000003 + column for column in range(half)]
+        drawn = [gaussian(heads * rounds, dim, one, device=q.device, dtype=q.dtype) for one in seeds]
+        rotations = torch.stack(drawn, -1).unflatten(0, (heads, rounds)).transpose(1, 2)
     elif rotations.ndim != 4 or list(rotations.shape[:2]) != [heads, dim]:
         raise ValueError(f"rotations must be [heads, dim, rounds, buckets / 2] = [{heads}, {dim}, ...]; "
                          f"got {describe(rotations)}.")  # fmt: skip
@@ -92,16 +96,6 @@ def reformer(
 
     share = softmax_or_zero(put_back(weight).transpose(3, -1)).transpose(3, -1)
     return (share * put_back(out)).sum(3).flatten(1, 2)
-
-
-def random_rotations(heads: int, dim: int, rounds: int, half: int, seed: int, like: Tensor) -> Tensor:
-    """[heads, dim, rounds, half]; each direction has a draw of its own, so that fewer are the first of more."""
-    columns = [
-        gaussian(heads * rounds, dim, seed * 1000003 + column, device=like.device, dtype=like.dtype)
-        for column in range(half)
-    ]
-    drawn: Tensor = torch.stack(columns, -1).unflatten(0, (heads, rounds))
-    return drawn.transpose(1, 2)
 
 
 def hash_buckets(q: Tensor, rotations: Tensor, used: Tensor | None) -> Tensor:

@@ -14,8 +14,9 @@ from lln.checks import check_positive_int
 from lln.kernels.call import Call
 from lln.kernels.common import softmax_or_zero
 from lln.peers.modules import AttentionModule
-from lln.peers.pieces import align, cut_blocks, group_heads, joint_attention, neighbours, scores, visible_blocks
+from lln.peers.pieces import group_heads, scores
 from lln.peers.registry import register
+from lln.peers.windows import align, cut_blocks, joint_attention, neighbours, visible_blocks
 
 
 @register(

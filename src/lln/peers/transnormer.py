@@ -22,9 +22,10 @@ from lln.kernels.carry import block_start
 from lln.kernels.common import drop
 from lln.kernels.eager import blocks_of
 from lln.kernels.features import FeatureMap
-from lln.peers.pieces import align, cut_blocks, feature_attention, group_heads, visible_blocks
+from lln.peers.pieces import feature_attention, group_heads
 from lln.peers.registry import register
 from lln.peers.simple_kernels import elu_plus_one
+from lln.peers.windows import align, cut_blocks, visible_blocks
 
 Part = Literal["norm", "diag"]
 
