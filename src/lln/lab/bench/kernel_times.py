@@ -14,17 +14,9 @@ from typing import Any
 
 import torch
 
+from lln.lab.bench import calls
 from lln.lab.bench.attentions import ALPHA, ATTENTIONS, BETA, BLOCK_SIZE, Attention, Case, Shape
-from lln.lab.bench.calls import (
-    CHECK_LENGTH,
-    PARTS,
-    check_attentions,
-    describe_failure,
-    describe_plan,
-    draw_inputs,
-    make_works,
-    time_in_turns,
-)
+from lln.lab.bench.calls import PARTS
 from lln.lab.bench.kernel_plan import Plan
 from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.provenance import provenance
@@ -46,7 +38,7 @@ def measure(plan: Plan, *, store: Store = ignore, progress: Progress = ignore) -
         result: dict[str, Any] = {
             "what": "time and peak extra memory of one attention call: forward, and forward + backward (training)",
             "how": HOW[plan.device.type],
-            "settings": describe_plan(plan) | {"alpha": ALPHA, "beta": BETA, "block_size": BLOCK_SIZE},
+            "settings": calls.describe_plan(plan) | {"alpha": ALPHA, "beta": BETA, "block_size": BLOCK_SIZE},
             "provenance": provenance(plan.seed, plan.device),
             "copy_bytes_per_second": measure_bandwidth(plan.device),
             "checks": checks,
@@ -70,8 +62,8 @@ def check_plan(plan: Plan) -> Rows:
     found = []
     for heads, dim in sorted({(shape.heads, shape.dim) for shape in plan.shapes}):
         for causal in plan.causal:
-            case = Case(Shape(CHECK_BATCH, heads, CHECK_LENGTH, dim), causal, plan.dtype, plan.device)
-            found += check_attentions(plan.choose(causal), case, plan.seed, TOLERANCE[plan.dtype])
+            case = Case(Shape(CHECK_BATCH, heads, calls.CHECK_LENGTH, dim), causal, plan.dtype, plan.device)
+            found += calls.check_attentions(plan.choose(causal), case, plan.seed, TOLERANCE[plan.dtype])
     return found
 
 
@@ -100,10 +92,10 @@ def measure_shape(plan: Plan, shape: Shape, causal: bool, earlier: Rows, progres
                 else:
                     turns[name] = {part: within_context(attention, work) for part, work in works.items()}
         except Exception as error:  # out of memory, no such back end: a result, and no reason to stop
-            row["error"] = describe_failure(error)
+            row["error"] = calls.describe_failure(error)
     if plan.device.type == "cpu":
         progress(f"{shape}: all in turns")
-        times = time_in_turns(turns, repeats=plan.repeats, device=plan.device)
+        times = calls.time_in_turns(turns, repeats=plan.repeats, device=plan.device)
         for row in rows:
             row["device_ms"] = times.get(row["attention"])
     return rows
@@ -111,8 +103,8 @@ def measure_shape(plan: Plan, shape: Shape, causal: bool, earlier: Rows, progres
 
 def build_works(plan: Plan, attention: Attention, shape: Shape, causal: bool) -> dict[str, Work]:
     case = Case(shape, causal, plan.dtype, plan.device, plan.dropout)
-    inputs = draw_inputs(case, plan.seed, heads_first=attention.heads_first)
-    return make_works(attention.build(case), inputs)
+    inputs = calls.draw_inputs(case, plan.seed, heads_first=attention.heads_first)
+    return calls.make_works(attention.build(case), inputs)
 
 
 def within_context(attention: Attention, work: Work) -> Work:

@@ -7,17 +7,8 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.common import (
-    JsonForTable,
-    explain_options,
-    fail,
-    need,
-    need_folder,
-    parse_device,
-    parse_lengths,
-    parse_numbers,
-    publish,
-)
+from lln.lab.cli import common
+from lln.lab.core.errors import Refused
 from lln.lab.core.progress import progress_bar
 
 EPILOG = (
@@ -46,7 +37,7 @@ def compare(
     out: Annotated[Path, typer.Option(help="Folder for compare.json, compare.md and the charts (SVG).")] = Path(
         "compare"
     ),
-    as_json: JsonForTable = False,
+    as_json: common.JsonForTable = False,
 ) -> None:
     """Mechanisms side by side on the same inputs: time, memory, entropy, spectral gap, distance from softmax."""
     import torch
@@ -56,31 +47,30 @@ def compare(
     from lln.lab.bench.comparison import DEFAULT, Plan, measure, measure_on_model
     from lln.peers import mechanisms
 
-    need_folder(out)
+    common.need_folder(out)
     if only is not None and everything:
         raise typer.BadParameter("--only and --all exclude each other.", param_hint="--only")
     names = tuple(mechanisms()) if everything else DEFAULT if only is None else tuple(only.split(","))
-    chosen = parse_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    hot = parse_numbers(temperatures, "--temperatures", float, "numbers with commas between, like 0.5,1,2")
-    with explain_options():
+    chosen = common.parse_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    hot = common.parse_numbers(temperatures, "--temperatures", float, "numbers with commas between, like 0.5,1,2")
+    with common.explain_options():
         plan = Plan(
-            names=names, lengths=tuple(parse_lengths(lengths)), temperatures=tuple(hot), batch=batch, heads=heads,
-            dim=dim, causal=causal, device=torch.device(chosen or "cpu"), repeats=repeats, seed=seed,
+            names=names, lengths=tuple(common.parse_lengths(lengths)), temperatures=tuple(hot), batch=batch,
+            heads=heads, dim=dim, causal=causal, device=torch.device(chosen or "cpu"), repeats=repeats, seed=seed,
         )  # fmt: skip
     loaded = None
     if model is not None:
-        need("hf")
+        common.need("hf")
 
-        from lln.lab.core.errors import Refused
         from lln.lab.core.pretrained import load
 
         try:
             loaded = load(model)
         except Refused as error:
-            fail(f"lln compare: {error}")
+            common.fail(f"lln compare: {error}")
     with progress_bar(plan.steps() if loaded is None else None) as step:
         result = measure(plan, store=lambda found: write_json(out / "compare.json", found), progress=step)
         if loaded is not None:
             result |= {"model": Path(str(model)).name, "recorded": measure_on_model(plan, *loaded, step)}
             write_json(out / "compare.json", result)
-    publish(result, out, "compare", write_compare(result), [make_compare_table(result)], as_json=as_json)
+    common.publish(result, out, "compare", write_compare(result), [make_compare_table(result)], as_json=as_json)

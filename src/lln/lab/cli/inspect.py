@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +18,6 @@ EPILOG = (
     "[bold]lln inspect ./my-model --text notes.txt --max-length 256[/bold] for a saved folder and your own lines; "
     '[bold]lln inspect gpt2 --texts "One sentence." --texts "Another." --json[/bold].'
 )
-Bar = Callable[[int], AbstractContextManager[Callable[[str], None]]]
 
 
 def read_texts(file: Path | None, given: list[str]) -> list[str]:
@@ -48,38 +44,6 @@ def read_texts(file: Path | None, given: list[str]) -> list[str]:
     return texts
 
 
-def run(
-    name: str, texts: list[str], *, out: Path, max_length: int, batch_size: int, device: str, seed: int, as_json: bool,
-    bar: Bar,
-) -> None:  # fmt: skip
-    """Measure, print the table (or JSON), write inspect.json and the page. Refused for what cannot be inspected."""
-    import torch
-    from rich.console import Console
-
-    from lln.lab.core.pretrained import load, shorten_name
-    from lln.lab.core.provenance import provenance
-    from lln.lab.inspect.inspect_page import layer_table, write
-    from lln.lab.inspect.inspection import CannotInspect, inspect
-
-    torch.manual_seed(seed)
-    model, tokenizer = load(name, device)
-    try:
-        with bar(-(-len(texts) // batch_size)) as step:
-            found = inspect(model, tokenizer, texts, max_length=max_length, batch_size=batch_size, progress=step)
-    except CannotInspect as error:
-        raise Refused(f"{name} ({type(model).__name__}) cannot be inspected: {error}") from None
-    result = {
-        "model": shorten_name(name), "class": type(model).__name__, "texts": texts, "max_length": max_length, **found,
-        "provenance": provenance(seed, torch.device(device)),
-    }  # fmt: skip
-    page = write(result, out)
-    if as_json:
-        print(json.dumps(result, indent=1, allow_nan=False))
-        return
-    Console().print(layer_table(result))
-    print(f"The page is {page}: open it in a browser. Charts and inspect.json are beside it.")
-
-
 def inspect(
     model: ModelName,
     text: Annotated[Path | None, typer.Option(help="A file with a text in each line; - reads stdin.")] = None,
@@ -98,10 +62,32 @@ def inspect(
     need("hf")
     need_folder(out)
 
+    import torch
+    from rich.console import Console
+
+    from lln.lab.core.pretrained import load, shorten_name
+    from lln.lab.core.provenance import provenance
+    from lln.lab.inspect.inspect_page import layer_table, write
+    from lln.lab.inspect.inspection import CannotInspect
+    from lln.lab.inspect.inspection import inspect as measure
+
+    torch.manual_seed(seed)
     try:
-        run(
-            model, read_texts(text, texts or []), out=out, max_length=max_length, batch_size=batch_size, device=device,
-            seed=seed, as_json=as_json, bar=functools.partial(progress_bar, transient=True),
-        )  # fmt: skip
+        given = read_texts(text, texts or [])
+        loaded, tokenizer = load(model, device)
+        with progress_bar(-(-len(given) // batch_size), transient=True) as step:
+            found = measure(loaded, tokenizer, given, max_length=max_length, batch_size=batch_size, progress=step)
     except Refused as error:
         fail(f"lln inspect: {error}")
+    except CannotInspect as error:
+        fail(f"lln inspect: {model} ({type(loaded).__name__}) cannot be inspected: {error}")
+    result = {
+        "model": shorten_name(model), "class": type(loaded).__name__, "texts": given, "max_length": max_length, **found,
+        "provenance": provenance(seed, torch.device(device)),
+    }  # fmt: skip
+    page = write(result, out)
+    if as_json:
+        typer.echo(json.dumps(result, indent=1, allow_nan=False))
+        return
+    Console().print(layer_table(result))
+    typer.echo(f"The page is {page}: open it in a browser. Charts and inspect.json are beside it.")

@@ -55,8 +55,12 @@ def report(
             raise typer.BadParameter(f"must be of {', '.join(PARTS)}; got {name!r}", param_hint="--sections")
     chosen = tuple(parse_lengths(lengths)) if lengths else QUICK_LENGTHS if quick else LENGTHS
     options = Options(out, quick, seed, device, chosen, repeats or (2 if quick else 5))
-    left_out = []
-    for name, why in find_absent(device).items():
+    absent, left_out = {}, []  # parts that cannot be measured here, and what they need
+    if missing := find_missing("train"):
+        absent["training"] = f"needs {', '.join(missing)}: pip install 'lln-attention[train]'"
+    if not device.startswith("cuda"):
+        absent["kernels"] = "needs a GPU: --device cuda"
+    for name, why in absent.items():
         if sections is not None and name in names:
             raise typer.BadParameter(f"{name}: {why}", param_hint="--sections")
         if name in names:
@@ -79,13 +83,3 @@ def report(
         typer.echo(json.dumps(results, indent=1))
     else:
         typer.echo(f"The page is {page}: open it in a browser. Charts and data are beside it.")
-
-
-def find_absent(device: str) -> dict[str, str]:
-    """Parts that cannot be measured here, and what they need."""
-    found = {}
-    if names := find_missing("train"):
-        found["training"] = f"needs {', '.join(names)}: pip install 'lln-attention[train]'"
-    if not device.startswith("cuda"):
-        found["kernels"] = "needs a GPU: --device cuda"
-    return found

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,15 +58,18 @@ def train(
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if where not in ("cpu", "cuda"):
         raise typer.BadParameter(f"must be cpu or cuda; got {where!r}.", param_hint="--device")
+    first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes, the one that writes
     try:
         config = change(recipe(task, preset, attention, name), asked)
         folder = out or Path("runs") / "-".join(filter(None, (task, name, preset, attention, f"seed{seed}")))
         if dry_run:
             show_sizes(config, data_root)
             return
-        with show_bar(config.optimisation.steps) as (say, progress):
+        with Bars(quiet=not first) as bars:
+            update = bars.add("start", config.optimisation.steps)
             result = run(
-                config, folder, device=where, data_root=data_root, say=say, progress=progress,
+                config, folder, device=where, data_root=data_root, say=bars.say,
+                progress=lambda number, values: update(completed=number, description=describe_metrics(values)),
                 report_to=report_to.split(",") if report_to else [],
             )  # fmt: skip
     except (ValueError, TypeError, DataError) as error:
@@ -80,21 +81,10 @@ def train(
     except OSError as error:
         why = f"{error.strerror or error}: the run in {folder} stops here"
         fail(f"{why}; the same command goes on from its last whole checkpoint.", 1)
-    if os.environ.get("RANK", "0") != "0":
-        return
-    if as_json:
+    if first and as_json:
         typer.echo(json.dumps(result, indent=1))
-    else:
+    elif first:
         show_result(result, folder)
-
-
-@contextlib.contextmanager
-def show_bar(steps: int) -> Iterator[Any]:
-    """(how to say something, how to tell of a step): a bar with the last values beside it; in processes that do not
-    write, nothing."""
-    with Bars(quiet=os.environ.get("RANK", "0") != "0") as bars:
-        update = bars.add("start", steps)
-        yield bars.say, lambda number, values: update(completed=number, description=describe_metrics(values))
 
 
 def show_result(result: dict[str, Any], folder: Path) -> None:

@@ -35,7 +35,7 @@ class Section:
     table: list[list[str]]
     data: dict[str, Any]
     caption: str = "The numbers behind the charts: medians, quartiles in brackets"  # of the table
-    lead: str = ""  # what a reader must know first, no measurement
+    lead: str = ""  # what a reader must know first, no measurement; else what the template says of this name
     explorer: dict[str, Any] | None = None  # what the page's script shows, before the charts
 
 

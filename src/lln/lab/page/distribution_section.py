@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.instruments import entropy, lln_map, lognormal_fit, softmax_map
+from lln.instruments import entropy, lognormal_fit
 from lln.lab.core.charts import Axis
 from lln.lab.core.page import Section
 from lln.lab.core.palette import BLUE, INK, ORANGE, SHORT, SOLID, Style
 from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.timing import one_thread
 from lln.lab.page.shared import Result, Rows, begin_result, chart_lines
-from lln.lab.paper.analysis import Draws, draw_inputs, match_alpha
+from lln.lab.paper.analysis import Draws, make_maps, match_alpha
 
 SIGMA = 1.0
 MATCHING = "entropy"
+SERIES = {"softmax": "softmax", "LLN": MATCHING}  # by the names that the page shows
 BINS = 60
 SHOWN = 3.5  # standard deviations either side: beyond lie a few of a hundred thousand entries
 STYLES = {
@@ -46,7 +47,7 @@ class Plan:
     seeds: int = 4
 
     def count_steps(self) -> int:
-        return self.seeds
+        return len(SERIES)
 
 
 QUICK = Plan(length=256, seeds=2)
@@ -55,19 +56,18 @@ QUICK = Plan(length=256, seeds=2)
 @one_thread()
 def measure(plan: Plan, *, seed: int, progress: Progress = ignore) -> Result:
     draws = Draws(plan.length, plan.dim, plan.seeds)
-    alpha = match_alpha(MATCHING, SIGMA, plan.dim, plan.length)
-    entries: dict[str, list[Tensor]] = {"softmax": [], "LLN": []}
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in entries}
-    for run in range(plan.seeds):
-        progress(f"log P, draw {run + 1} of {plan.seeds}")
-        q, k = (SIGMA * z for z in draw_inputs(draws, seed, run))
-        for name, p in (("softmax", softmax_map(q, k)), ("LLN", lln_map(q, k, alpha, alpha))):
-            entries[name].append(p.dense().log().flatten())
+    attentions = {}
+    for name, series in SERIES.items():
+        progress(f"log P of {name}")
+        maps = make_maps(series, SIGMA, draws, seed)
+        found = []
+        for p in maps:
             fit = lognormal_fit(p)
             values = {"distance": fit.distance, "qq_r2": fit.qq_r2, "skewness": fit.skewness, "entropy": entropy(p)}
-            found[name].append({key: x.item() for key, x in values.items()})
+            found.append({key: x.item() for key, x in values.items()})
+        attentions[name] = summarize(torch.cat([p.dense().log().flatten() for p in maps]), found)
     result = begin_result("log P of attention on Gaussian queries and keys of spread 1, float64", plan, seed)
-    attentions = {name: summarize(torch.cat(entries[name]), found[name]) for name in entries}
+    alpha = match_alpha(MATCHING, SIGMA, plan.dim, plan.length)
     return result | {"alpha": alpha, "matching": MATCHING, "attentions": attentions}
 
 
@@ -129,9 +129,6 @@ def make_section(result: Result) -> Section:
     return Section(
         name="distribution",
         title="What attention looks like",
-        lead="A row of the attention matrix P says how one token divides its attention over all others. Softmax "
-        "attention makes these weights exponentials of sums of many small terms, so that their logarithms are nearly "
-        "normal: P is log-normal. The paper's idea is to give linear attention the same distribution.",
         sentences=write_sentences(softmax, ours, length),
         charts=charts,
         header=["attention", *(heading for heading, _ in COLUMNS.values())],

@@ -88,12 +88,6 @@ def make_section(result: Result) -> Section:
     return Section(
         name="explorer",
         title="Move the temperature",
-        lead="The temperature of attention is 1 / (sigma_q sigma_k): the wider queries and keys are spread, the colder "
-        "it is, and the more softmax attention concentrates on few tokens. Entropy says over how many tokens a row is "
-        "spread: b bits are like an even spread over 2^b tokens. The spectral gap, between 0 and 1, says how fast "
-        "information mixes over the whole sequence: near 1, one step is enough and every token gets the same mixture; "
-        "near 0, parts of the sequence keep to themselves. ReLU, quadratic and ELU are linear attentions with other "
-        "features; the matching is the rule by which LLN sets its two knobs from the spread of queries and keys.",
         sentences=write_sentences(result),
         charts=charts,
         header=["temperature", "attention", "entropy, bits", "spectral gap", "exactly zero"],

@@ -24,8 +24,6 @@ def make_section(result: Result) -> Section:
     return Section(
         name="kernels",
         title="The kernels on this GPU",
-        lead="On a GPU, LLN attention is fused kernels that keep nothing for the backward pass but q, k, v and one "
-        "state for each head.",
         sentences=write_sentences(result, rows),
         charts=[
             Chart(name, drawn, CAPTIONS[name.split("-")[0]], rows=[flatten(row) for row in rows])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from lln.lab.bench.calls import OURS
 from lln.lab.core.charts import draw_against_length
 from lln.lab.core.page import Chart, Section
 from lln.lab.core.tables import show_number, show_timing
@@ -13,11 +12,13 @@ from lln.lab.page.shared import MIB, Result, Rows, pick
 def make_section(result: Result) -> Section:
     rows, made = result["rows"], result["provenance"]
     threads = "" if "cuda" in made else f" with {made['threads']} thread{'s' if made['threads'] > 1 else ''}"
-    times, memory = [], []
+    times, memory, table = [], [], []
     for row in rows:
-        which, ms = {"attention": row["attention"], "length": row["length"]}, row["training"]
-        times.append(which | {"ms": ms["median"], "low": ms["low"], "high": ms["high"]})
-        memory.append(which | {"MiB": row["training_bytes"] / MIB})
+        name, length, ms, extra = row["attention"], row["length"], row["training"], row["training_bytes"] / MIB
+        times.append({"attention": name, "length": length, "ms": ms["median"], "low": ms["low"], "high": ms["high"]})
+        memory.append({"attention": name, "length": length, "MiB": extra})
+        faster = f"{compare_with_softmax(rows, name, length):.2g}"
+        table.append([f"{length:,}", name, show_timing(row["forward"]), show_timing(ms), faster, show_number(extra)])
     charts = [
         Chart(
             "time-against-length", draw_against_length(times, "ms", "forward + backward (ms)"),
@@ -37,20 +38,9 @@ def make_section(result: Result) -> Section:
         sentences=write_sentences(result),
         charts=charts,
         header=["length", "attention", "forward ms", "forward + backward ms", "times as fast", "extra MiB"],
-        table=[list_cells(row, rows) for row in rows],
+        table=table,
         data=result,
     )
-
-
-def list_cells(row: dict[str, Any], rows: Rows) -> list[str]:
-    return [
-        f"{row['length']:,}",
-        row["attention"],
-        show_timing(row["forward"]),
-        show_timing(row["training"]),
-        f"{compare_with_softmax(rows, row['attention'], row['length']):.2g}",
-        show_number(row["training_bytes"] / MIB),
-    ]
 
 
 def compare_with_softmax(rows: Rows, attention: str, length: int) -> float:
@@ -61,25 +51,23 @@ def compare_with_softmax(rows: Rows, attention: str, length: int) -> float:
 
 def write_sentences(result: Result) -> list[str]:
     rows = result["rows"]
-    lengths = sorted({row["length"] for row in rows})
-    longest = lengths[-1]
-    said = [
-        f"At {longest:,} tokens, LLN trains {compare_with_softmax(rows, 'LLN', longest):.3g} times and LLN+Diag "
-        f"{compare_with_softmax(rows, 'LLN+Diag', longest):.3g} times as fast as softmax attention."
-    ]
+    longest = max(row["length"] for row in rows)
+    faster = {name: f"{compare_with_softmax(rows, name, longest):.3g}" for name in OURS}
     memory = {row["attention"]: show_number(row["training_bytes"] / MIB) for row in rows if row["length"] == longest}
-    said.append(
+    return [
+        f"At {longest:,} tokens, LLN trains {faster['LLN']} times and LLN+Diag {faster['LLN+Diag']} times as fast as "
+        "softmax attention.",
         f"Memory there peaks at {memory['LLN']} MiB for LLN, {memory['LLN+Diag']} for LLN+Diag and {memory['softmax']} "
-        "for softmax attention: torch's does not keep its matrix either, so time is the difference."
-    )
-    return said + describe_crossovers(rows)
+        "for softmax attention: torch's does not keep its matrix either, so time is the difference.",
+        *describe_crossovers(rows),
+    ]
 
 
 def describe_crossovers(rows: Rows) -> list[str]:
     """From which length on each is faster than softmax attention."""
     lengths = sorted({row["length"] for row in rows})
     said = []
-    for name in ("LLN", "LLN+Diag"):
+    for name in OURS:
         # From here on, not merely here: a lucky short length is not a crossover.
         faster = [n for i, n in enumerate(lengths) if all(compare_with_softmax(rows, name, m) > 1 for m in lengths[i:])]
         slower = [n for n in lengths if n not in faster]

@@ -173,10 +173,6 @@ def find_where_line_holds(result: Result) -> list[tuple[float, float]]:
 def write_sentences(result: Result, holds: list[tuple[float, float]]) -> list[str]:
     made = result["curves"]["provenance"]
     return [
-        "LLN attention has two knobs, alpha and beta: query i weighs key j by the sum of exp(alpha q_ic + beta k_jc) "
-        "over the channels c, so larger knobs concentrate P, the matrix of weights, on fewer keys. How concentrated "
-        "softmax attention is follows from the spread of queries and keys, their standard deviations sigma_q and "
-        "sigma_k. Moment matching sets alpha and beta from these two, so that LLN concentrates as much.",
         "All that counts is s2 = alpha² sigma_q² + beta² sigma_k². Paper matching gives log P the variance it has in "
         "softmax attention, taking it for a straight line a s2 + b; variance matching does so by a curve measured for "
         "the head dim; entropy matching gives P the same entropy instead. The curves came with the package, measured "

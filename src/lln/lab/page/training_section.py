@@ -82,14 +82,6 @@ def measure(plan: Plan, *, seed: int, device: str, runs: Path, progress: Progres
     }
 
 
-def list_losses(result: Result) -> Rows:
-    return [
-        {"series": name, "step": int(step), "loss": loss}
-        for name, x in result["attentions"].items()
-        for step, loss in x["validation"].items()
-    ]
-
-
 def list_by_layer(result: Result, quantity: str) -> Rows:
     return [
         {"series": f"{name}, {layer}", "step": int(step), "value": value}
@@ -110,7 +102,11 @@ def style_layers(rows: Rows) -> dict[str, Style]:
 
 def make_section(result: Result) -> Section:
     first = result["attentions"]["softmax"]["config"]
-    curves = list_losses(result)
+    curves = [
+        {"series": name, "step": int(step), "loss": loss}
+        for name, x in result["attentions"].items()
+        for step, loss in x["validation"].items()
+    ]
     said = "Loss on held-out text while training, for the three attentions; lower is better."
     x, y = Axis("step", "step"), Axis("loss", "loss on held-out text")
     drawn = [chart_lines("training-loss", curves, style_layers(curves), x, y, said, points=True)]
@@ -140,18 +136,11 @@ def make_section(result: Result) -> Section:
     )
 
 
-def find_ends(x: dict[str, Any], quantity: str) -> tuple[float, float] | None:
-    """Means over the layers at the first and at the last step that was recorded."""
-    points = list(x["layers"][quantity].values())
-    if not points:
-        return None
-    order = [sorted(p, key=int) for p in points]
-    return tuple(sum(p[s[i]] for p, s in zip(points, order, strict=True)) / len(points) for i in (0, -1))
-
-
 def describe_ends(x: dict[str, Any], quantity: str) -> str:
-    pair = find_ends(x, quantity)
-    return "" if pair is None else f"{pair[0]:.3g} to {pair[1]:.3g}"
+    """Means over the layers at the first and at the last step that was recorded."""
+    layers = x["layers"][quantity].values()
+    ends = [sum(points[end(points, key=int)] for points in layers) / len(layers) for end in (min, max) if layers]
+    return " to ".join(f"{value:.3g}" for value in ends)
 
 
 def write_sentences(result: dict[str, Any]) -> list[str]:
