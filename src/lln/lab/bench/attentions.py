@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,29 +118,23 @@ def eq8(block_size: int | None) -> Build:
     return build
 
 
-def lln(block_size: int | None, backend: Backend) -> Build:
-    return lambda case: functools.partial(
-        lln_attention, alpha=ALPHA, beta=BETA, block_size=block_size, is_causal=case.causal, dropout_p=case.dropout,
-        backend=backend,
-    )  # fmt: skip
-
-
-def lln_sample(block_size: int | None, backend: Backend) -> Build:
-    """With the statistics of each sample."""
-    return lambda case: LLNAttention(
-        case.shape.heads, case.shape.dim, statistics="sample", block_size=block_size, backend=backend,
-        dropout=case.dropout,
-    )  # fmt: skip
-
-
 def lln_variant(block_size: int | None = None, *, sample: bool = False, backend: Backend = "auto") -> Attention:
+    """sample: with the statistics of each sample."""
+
+    def build(case: Case, backend: Backend = backend) -> Attend:
+        given: dict[str, Any] = {"block_size": block_size, "backend": backend}
+        if sample:
+            return LLNAttention(case.shape.heads, case.shape.dim, statistics="sample", dropout=case.dropout, **given)
+        given |= {"alpha": ALPHA, "beta": BETA, "is_causal": case.causal, "dropout_p": case.dropout}
+        return functools.partial(lln_attention, **given)
+
     # Forward reads q, k, v and writes out; backward reads q, k, v and grad out and writes three gradients. Blocks need
     # k and v beside the queries, so LLN+Diag reads these two once more in each direction.
     forward, training = (4, 11) if block_size is None else (6, 15)
     statistics = 2 if sample else 0  # one more look at q and k
     return Attention(
-        (lln_sample if sample else lln)(block_size, backend),
-        reference=lln_sample(block_size, "eager") if sample else eq8(block_size),
+        build,
+        reference=functools.partial(build, backend="eager") if sample else eq8(block_size),
         floor=(forward + statistics, training + statistics),
         causality=(False,) if sample else (False, True),
         devices=("cuda",) if backend == "eager" else ("cpu", "cuda"),  # on a CPU "auto" is the eager back end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from lln.lab.bench.attentions import ATTENTIONS, Shape
@@ -18,16 +17,26 @@ def draw_bench(result: dict[str, Any]) -> dict[str, str]:
     """SVG texts by the name of their file. Time and speed-up against length where lengths of one size were measured,
     speed-up as bars for other shapes, and the share of the floor as bars."""
     measured = [row for row in result["rows"] if row["device_ms"] is not None]
+    # Those with a speed-up to show: softmax attention itself is what it is counted from.
+    compared = [row for row in measured if row["speedup"] is not None and not ATTENTIONS[row["attention"]].softmax]
     drawn: dict[str, str] = {}
     for causal in (False, True):
         ways = [row for row in measured if row["causal"] == causal]
         sizes, single = split_by_size(ways, by_batch=result["settings"]["tokens"] is None)
         for size, rows in sizes.items():
             name = name_direction(causal) + (f"-{size}" if len(sizes) > 1 else "")
-            drawn[f"time-{name}"] = draw_times(rows)
-            if faster := keep_compared(rows):
-                drawn[f"speedup-{name}"] = draw_speedups(faster)
-        if faster := keep_compared(single):
+            points = [time_point(row["attention"], row["length"], row["device_ms"]["training"]) for row in rows]
+            values = [point[key] for point in points for key in ("low", "high")]
+            drawn[f"time-{name}"] = draw_points(points, "ms", "forward + backward (ms)", values)
+            if faster := [row for row in rows if row in compared]:
+                values = [row["speedup"]["training"] for row in faster]
+                points = [
+                    {"series": row["attention"], "length": row["length"], "speedup": value}
+                    for row, value in zip(faster, values, strict=True)
+                ]
+                values.append(1.0)  # above 1 it is faster than softmax
+                drawn[f"speedup-{name}"] = draw_points(points, "speedup", "times the fastest softmax", values)
+        if faster := [row for row in single if row in compared]:
             values = [make_bar(row, row["speedup"]["training"]) for row in faster]
             title = f"times as fast as the fastest softmax attention, {name_direction(causal)}"
             drawn[f"speedup-shapes-{name_direction(causal)}"] = draw_bars(values, STYLES, title)
@@ -40,41 +49,17 @@ def draw_bench(result: dict[str, Any]) -> dict[str, str]:
 def split_by_size(rows: Rows, by_batch: bool) -> tuple[dict[str, Rows], Rows]:
     """Rows that differ in length alone, by their size, and the rows whose length is the only one of its size. With a
     number of tokens a batch, the batch follows from the length and is no size of its own."""
-
-    def size(row: dict[str, Any]) -> str:
-        return (f"batch{row['batch']}-" if by_batch else "") + f"{row['heads']}x{row['dim']}"
-
-    found: dict[str, Rows] = {}
-    single: Rows = []
-    for name, group in itertools.groupby(sorted(rows, key=size), size):
-        same = list(group)
-        if len({row["length"] for row in same}) > 1:
-            found[name] = same
-        else:
-            single += same
-    return found, single
-
-
-def keep_compared(rows: Rows) -> Rows:
-    """Those with a speed-up to show: softmax attention itself is what it is counted from."""
-    return [row for row in rows if row["speedup"] is not None and not ATTENTIONS[row["attention"]].softmax]
+    sizes: dict[str, Rows] = {}
+    for row in rows:
+        size = (f"batch{row['batch']}-" if by_batch else "") + f"{row['heads']}x{row['dim']}"
+        sizes.setdefault(size, []).append(row)
+    several = {size: sizes[size] for size in sorted(sizes) if len({row["length"] for row in sizes[size]}) > 1}
+    return several, [row for size in sorted(sizes) if size not in several for row in sizes[size]]
 
 
 def draw_points(points: Rows, field: str, title: str, values: list[float]) -> str:
     axis = Axis(field, title, True, choose_ticks(min(values), max(values)))
     return draw_lines(points, STYLES, length_axis(points), axis, points=True)
-
-
-def draw_times(rows: Rows) -> str:
-    points = [time_point(row["attention"], row["length"], row["device_ms"]["training"]) for row in rows]
-    values = [point[key] for point in points for key in ("low", "high")]
-    return draw_points(points, "ms", "forward + backward (ms)", values)
-
-
-def draw_speedups(rows: Rows) -> str:
-    points = [{"series": r["attention"], "length": r["length"], "speedup": r["speedup"]["training"]} for r in rows]
-    values = [1.0, *(point["speedup"] for point in points)]  # above 1 it is faster than softmax
-    return draw_points(points, "speedup", "times the fastest softmax", values)
 
 
 def make_bar(row: dict[str, Any], value: float) -> dict[str, Any]:

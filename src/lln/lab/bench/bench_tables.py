@@ -166,28 +166,21 @@ def list_columns(result: dict[str, Any], lengths: list[int], temperature: float)
     """(headings, one row of text for each mechanism)"""
     costs = {(row["mechanism"], row["length"]): row for row in result["costs"]}
     spread = {(row["mechanism"], row["temperature"]): row for row in result["concentration"]}
-    headings = ["mechanism"]
-    for length in lengths:
-        headings += [f"ms @{length}", "x", "MiB"]
-    headings += ["bits", "gap", "error"]
+    headings = ["mechanism", *(part for n in lengths for part in (f"ms @{n}", "x", "MiB")), "bits", "gap", "error"]
     rows = []
     for name in result["settings"]["names"]:
         row = [name]
         for length in lengths:
             row += show_cost(costs.get((name, length)), costs.get(("softmax", length)))
-        found = spread.get((name, temperature), {})
-        values = (found.get(key) for key in KEYS)
+        here = [spread[name, temperature]] if (name, temperature) in spread else []
         if "recorded" in result:
             here = [one for one in result["recorded"] if one["mechanism"] == name]
-            values = (average([one[key] for one in here]) for key in KEYS)
-        row += ["-" if value is None else f"{value:.3g}" if abs(value) > 1e-6 else "0" for value in values]
+        for key in KEYS:
+            known = [one[key] for one in here if one[key] is not None]
+            mean = sum(known) / len(known) if known else None
+            row.append("-" if mean is None else f"{mean:.3g}" if abs(mean) > 1e-6 else "0")
         rows.append(row)
     return headings, rows
-
-
-def average(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
 
 
 def choose_temperature(result: dict[str, Any]) -> float:

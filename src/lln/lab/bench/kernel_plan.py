@@ -53,12 +53,6 @@ def parse_shapes(text: str) -> list[Shape]:
     return list(dict.fromkeys(shapes))
 
 
-def list_grid(lengths: list[int], heads: int, dim: int, batch: int | None, tokens: int | None) -> list[Shape]:
-    if batch is not None and tokens is not None:
-        raise WrongOption("--tokens", "already sets the batch at each length; leave out --batch or --tokens")
-    return [Shape(max(1, tokens // n) if tokens else batch or 1, heads, n, dim) for n in lengths]
-
-
 def choose_attentions(
     only: str | None, peers: str | None, causality: list[bool], device: torch.device, drops: bool = False
 ) -> list[str]:
@@ -118,9 +112,12 @@ def make_plan(
         if given := [name for name, value in replaced.items() if value is not None]:
             raise WrongOption("--shapes", f"names whole shapes, so leave out --{given[0]}")
         chosen = parse_shapes(shapes)
+    elif batch is not None and tokens is not None:
+        raise WrongOption("--tokens", "already sets the batch at each length; leave out --batch or --tokens")
     else:
         usual = (QUICK_LENGTHS if quick else LENGTHS)[device.type]
-        chosen = list_grid(lengths or usual, heads or 12, dim or 64, batch, tokens)
+        batches = {n: max(1, tokens // n) if tokens else batch or 1 for n in lengths or usual}
+        chosen = [Shape(size, heads or 12, n, dim or 64) for n, size in batches.items()]
     causality = {"no": [False], "yes": [True], "both": [False, True]}[causal or ("yes" if peers else "both")]
     return Plan(
         shapes=chosen,

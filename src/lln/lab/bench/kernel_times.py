@@ -88,7 +88,7 @@ def measure_shape(plan: Plan, shape: Shape, causal: bool, earlier: Rows, progres
                 works = build_works(plan, attention, shape, causal)
                 row["training_bytes"] = peak_memory(works["training"], plan.device)
                 if plan.device.type == "cuda":
-                    row |= time_on_cuda(works, plan)
+                    time_on_cuda(row, works, plan)
                 else:
                     turns[name] = {part: within_context(attention, work) for part, work in works.items()}
         except Exception as error:  # out of memory, no such back end: a result, and no reason to stop
@@ -115,14 +115,12 @@ def within_context(attention: Attention, work: Work) -> Work:
     return call
 
 
-def time_on_cuda(works: dict[str, Work], plan: Plan) -> dict[str, Any]:
+def time_on_cuda(row: dict[str, Any], works: dict[str, Work], plan: Plan) -> None:
     host = time_host(works["training"], plan.device)
+    row["host_ms"] = None if host is None else dataclasses.asdict(host)
     found = {part: time_device(work, repeats=plan.repeats, device=plan.device) for part, work in works.items()}
-    return {
-        "device_ms": {part: dataclasses.asdict(timing) for part, (timing, _) in found.items()},
-        "host_ms": None if host is None else dataclasses.asdict(host),
-        "graph": all(graph for _, graph in found.values()),
-    }
+    row["device_ms"] = {part: dataclasses.asdict(timing) for part, (timing, _) in found.items()}
+    row["graph"] = all(graph for _, graph in found.values())
 
 
 def explain_skip(name: str, attention: Attention, case: Case, earlier: list[dict[str, Any]]) -> str | None:

@@ -7,6 +7,8 @@ the smallest product of times stays. Compiling takes longer than timing, so that
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
+import functools
 import itertools
 import multiprocessing
 import os
@@ -16,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lln.files import write_json
 from lln.kernels.call import FIELDS, Call
@@ -36,14 +37,14 @@ SHAPES: dict[tuple[int, str], list[Shape]] = {
 }
 # (kernel, whether it has the blocks in it, whether it is causal), in the order of their dependence.
 KERNELS = [("fold", False, False)] + [
-    (kernel, blocks, causal)
-    for causal, kernels in (
-        (False, ("read", "read_backward", "fold_backward")),
-        (True, ("causal", "causal_queries", "causal_keys")),
-    )
-    for blocks in (False, True)
-    for kernel in kernels
+    (kernel, blocks, kernel.startswith("causal"))
+    for kernels in (("read", "read_backward", "fold_backward"), ("causal", "causal_queries", "causal_keys"))
+    for blocks, kernel in itertools.product((False, True), kernels)
 ]
+PARTS = {
+    "causal_queries": "causal_backward",
+    "causal_keys": "causal_backward",
+}  # the others by a call of their name
 PROGRAMS = (2, 3, 4, 6)
 
 
@@ -58,8 +59,7 @@ def list_candidates(kernel: str, dim: int) -> list[tuple[int, int, int]]:
 
 
 def use(kernel: str, blocks: bool, dim: int, size: str, settings: Settings) -> None:
-    values = [settings.warps, settings.stages, settings.programs, settings.registers]
-    plan.table()[plan.key(kernel, blocks, "half", dim, size)] = values
+    plan.table()[plan.key(kernel, blocks, "half", dim, size)] = list(dataclasses.astuple(settings))
     plan.settings.cache_clear()
 
 
@@ -70,18 +70,14 @@ def build_calls(shape: Shape, blocks: bool, causal: bool, device: torch.device) 
 
     batch, heads, length, dim = shape
     q, k, v, g = (torch.randn(batch, heads, length, dim, device=device, dtype=torch.bfloat16) for _ in range(4))
-
-    def number(x: float) -> Tensor:
-        return torch.full((1, 1, 1), x, device=device)
-
+    number = functools.partial(torch.full, (1, 1, 1), device=device)
     given: dict[str, Any] = dict.fromkeys(FIELDS)
     given |= {"query": q, "key": k, "value": v, "alpha": number(2.1), "beta": number(2.1)}
     if blocks:
         given |= {"lln_weight": number(0.5), "block_weight": number(0.5), "block_size": 64}
     given |= {"is_causal": causal, "scale": dim**-0.5, "dropout_p": 0.0}
     call = Call(**given)
-    out, log, mean = Launch(call).forward()
-    del out
+    log, mean = Launch(call).forward()[1:]
 
     def back() -> Backward:
         return Backward(call, (log, mean), g, None, None, set())
@@ -98,10 +94,6 @@ def build_calls(shape: Shape, blocks: bool, causal: bool, device: torch.device) 
     }
 
 
-def find_part(kernel: str) -> str:
-    return "causal_backward" if kernel in ("causal_queries", "causal_keys") else kernel
-
-
 def compile_some(dims: list[int], index: int, count: int, device: str) -> None:
     """Every count-th job, on a short sequence: lengths do not change what is compiled."""
     jobs = [
@@ -112,7 +104,7 @@ def compile_some(dims: list[int], index: int, count: int, device: str) -> None:
     for kernel, blocks, causal, dim, (warps, stages, registers) in jobs[index::count]:
         use(kernel, blocks, dim, "small", Settings(warps, stages, 2, registers))
         try:
-            build_calls((1, 2, 256, dim), blocks, causal, torch.device(device))[find_part(kernel)]()
+            build_calls((1, 2, 256, dim), blocks, causal, torch.device(device))[PARTS.get(kernel, kernel)]()
         except Exception:  # what does not compile is found again, and left out, when it is timed
             continue
         finally:
@@ -142,8 +134,10 @@ def tune(*, device: torch.device, out: Path, progress: Progress, dim: int | None
         name = plan.key(kernel, blocks, "half", head_dim, size)
         progress(name)
         found: dict[Settings, float] = {}
-        calls = [build_calls(shape, blocks, causal, device)[find_part(kernel)] for shape in SHAPES[head_dim, size]]
-        programs = PROGRAMS[:1] if find_part(kernel) == "causal_backward" else PROGRAMS  # that of `causal` rules there
+        calls = [
+            build_calls(shape, blocks, causal, device)[PARTS.get(kernel, kernel)] for shape in SHAPES[head_dim, size]
+        ]
+        programs = PROGRAMS[:1] if kernel in PARTS else PROGRAMS  # that of `causal` rules there
         for (warps, stages, registers), number in itertools.product(list_candidates(kernel, head_dim), programs):
             settings = Settings(warps, stages, number, registers)
             use(kernel, blocks, head_dim, size, settings)
@@ -157,11 +151,7 @@ def tune(*, device: torch.device, out: Path, progress: Progress, dim: int | None
         best = min(found, key=found.__getitem__)
         use(kernel, blocks, head_dim, size, best)
         measured[name] = {"best_ms": found[best], "worst_ms": max(found.values())}
-        result = {
-            "what": "warps, stages, programs a multiprocessor, registers of each kernel by dtype, head dim and size",
-            "provenance": provenance(seed, device),
-            "settings": plan.table(),
-            "measured": measured,
-        }
-        write_json(path, result)
+        what = "warps, stages, programs a multiprocessor, registers of each kernel by dtype, head dim and size"
+        made = {"what": what, "provenance": provenance(seed, device), "settings": plan.table()}
+        write_json(path, made | {"measured": measured})
     return path

@@ -77,10 +77,10 @@ def inspect(
         loaded, tokenizer = load(model, device)
         with progress_bar(-(-len(given) // batch_size), transient=True) as step:
             found = measure(loaded, tokenizer, given, max_length=max_length, batch_size=batch_size, progress=step)
-    except Refused as error:
-        fail(f"lln inspect: {error}")
     except CannotInspect as error:
         fail(f"lln inspect: {model} ({type(loaded).__name__}) cannot be inspected: {error}")
+    except Refused as error:
+        fail(f"lln inspect: {error}")
     result = {
         "model": shorten_name(model), "class": type(loaded).__name__, "texts": given, "max_length": max_length, **found,
         "provenance": provenance(seed, torch.device(device)),

@@ -72,9 +72,7 @@ def draw_lines(
 
     # Above the drawing, since these curves leave no corner free. It shows the shapes of points, else the dashes of
     # lines: both at once make neither plain.
-    look: dict[str, Any] = {"symbolSize": 250, "symbolStrokeWidth": 2.5}
-    if points:
-        look = {"symbolSize": 120}
+    look: dict[str, Any] = {"symbolSize": 120} if points else {"symbolSize": 250, "symbolStrokeWidth": 2.5}
     # Room between columns: where a page has broader letters, names would touch the next sign.
     legend = alt.Legend(title=None, orient="top", columns=count_columns(names), columnPadding=18, **look)
 

@@ -1,4 +1,4 @@
-"""Sections and the one self-contained page they make."""
+"""Sections, what they are made of, and the one self-contained page they make."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from typing import Any
 
 import jinja2
 import markupsafe
+import torch
 
 from lln.files import write_json, write_text
+from lln.lab.core.charts import Axis, draw_lines
+from lln.lab.core.palette import Style
+from lln.lab.core.provenance import provenance
 from lln.lab.core.tables import write_csv
+
+CPU = torch.device("cpu")
+MIB = 2**20
+Result = dict[str, Any]
+Rows = list[dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +48,27 @@ class Section:
     explorer: dict[str, Any] | None = None  # what the page's script shows, before the charts
 
 
+def begin_result(what: str, plan: Any, seed: int) -> Result:
+    """What stands first in a result that was measured on the CPU; `plan` is a dataclass."""
+    return {"what": what, "settings": dataclasses.asdict(plan), "provenance": provenance(seed, CPU)}
+
+
+def chart_lines(
+    name: str, rows: Rows, styles: dict[str, Style], x: Axis, y: Axis, caption: str, **options: Any
+) -> Chart:
+    """A chart with the rows that it shows; options are those of `draw_lines`."""
+    return Chart(name, draw_lines(rows, styles, x, y, **options), caption, rows=rows)
+
+
+def pick(rows: Rows, **values: Any) -> dict[str, Any]:
+    """The first row with these values.
+
+    >>> pick([{"a": 1}, {"a": 2, "b": 3}], a=2)
+    {'a': 2, 'b': 3}
+    """
+    return next(row for row in rows if all(row[name] == value for name, value in values.items()))
+
+
 def load_template(name: str) -> jinja2.Template:
     """One of the templates; all text in it is escaped but for charts, which are drawn here from numbers."""
     environment = jinja2.Environment(
@@ -49,13 +79,11 @@ def load_template(name: str) -> jinja2.Template:
 
 
 def write_page(
-    out: Path, sections: list[Section], provenance: dict[str, Any], *, summary: Sequence[str] = (),
+    out: Path, sections: list[Section], made: dict[str, Any], *, summary: Sequence[str] = (),
     left_out: Sequence[str] = (),
 ) -> Path:  # fmt: skip
     """Writes index.html, an SVG file for each chart with its data as CSV, and a JSON file for each section."""
-    page = load_template("page.html").render(
-        sections=sections, provenance=provenance, summary=summary, left_out=left_out
-    )
+    page = load_template("page.html").render(sections=sections, provenance=made, summary=summary, left_out=left_out)
     for section in sections:
         write_json(out / f"{section.name}.json", section.data)
         for chart in section.charts:

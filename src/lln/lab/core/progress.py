@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypeVar
 
@@ -41,12 +42,7 @@ class Bars:
     def add(self, text: str, total: float | None, **options: Any) -> Callable[..., None]:
         """A new bar, as a function that changes it: what it takes is that of rich's Progress.update (completed, total,
         advance, description, visible)."""
-        task = self.progress.add_task(text, total=total, **options)
-
-        def update(**changes: Any) -> None:
-            self.progress.update(task, **changes)
-
-        return update
+        return functools.partial(self.progress.update, self.progress.add_task(text, total=total, **options))
 
 
 @contextlib.contextmanager

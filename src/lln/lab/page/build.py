@@ -18,11 +18,10 @@ from lln.files import write_json
 from lln.lab.bench.calls import measure_lengths
 from lln.lab.bench.kernel_plan import make_plan
 from lln.lab.bench.kernel_times import measure as measure_kernels
-from lln.lab.core.page import Section, write_page
+from lln.lab.core.page import Result, Section, write_page
 from lln.lab.core.progress import Progress
 from lln.lab.page import distribution_section, explorer_section, kernels_section, lengths_section, moments_section
 from lln.lab.page import training_section as training
-from lln.lab.page.shared import Result
 
 PARTS = ("distribution", "explorer", "moments", "training", "lengths", "kernels")  # in the order of the story
 LENGTHS, QUICK_LENGTHS = (256, 512, 1024, 2048, 4096, 8192), (256, 512, 1024)

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from lln.instruments import entropy, lognormal_fit
 from lln.lab.core.charts import Axis
-from lln.lab.core.page import Section
+from lln.lab.core.page import Result, Rows, Section, begin_result, chart_lines
 from lln.lab.core.palette import BLUE, INK, ORANGE, SHORT, SOLID, Style
 from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.timing import one_thread
-from lln.lab.page.shared import Result, Rows, begin_result, chart_lines
 from lln.lab.paper.analysis import Draws, make_maps, match_alpha
 
 SIGMA = 1.0

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from lln.instruments import entropy, spectral_gap
 from lln.lab.core.charts import Axis
-from lln.lab.core.page import Section
+from lln.lab.core.page import Result, Rows, Section, begin_result, chart_lines
 from lln.lab.core.palette import ATTENTIONS, SOLID
 from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.tables import join_words
 from lln.lab.core.timing import one_thread
-from lln.lab.page.shared import Result, Rows, begin_result, chart_lines
 from lln.lab.paper.analysis import LLN, Draws, make_maps, read_curve, summarize
 from lln.lab.paper.fig2 import SERIES, STYLES
 from lln.peers.simple_kernels import FEATURES

@@ -8,8 +8,7 @@ from lln.lab.bench.attentions import Shape
 from lln.lab.bench.bench_charts import draw_bench
 from lln.lab.bench.bench_tables import HEADER, describe_growth
 from lln.lab.bench.calls import PARTS
-from lln.lab.core.page import Chart, Section
-from lln.lab.page.shared import MIB, Result, Rows
+from lln.lab.core.page import MIB, Chart, Result, Rows, Section
 
 CAPTIONS = {
     "time": "Time of forward and backward against length, as a CUDA graph.",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from lln.lab.bench.calls import OURS
 from lln.lab.core.charts import draw_against_length
-from lln.lab.core.page import Chart, Section
+from lln.lab.core.page import MIB, Chart, Result, Rows, Section, pick
 from lln.lab.core.tables import show_number, show_timing
-from lln.lab.page.shared import MIB, Result, Rows, pick
 
 
 def make_section(result: Result) -> Section:

@@ -14,13 +14,12 @@ from lln.checks import MATCHINGS
 from lln.kernels.common import PAPER_A, PAPER_B
 from lln.lab.calibration import lln_entropy, softmax_entropy
 from lln.lab.core.charts import Axis
-from lln.lab.core.page import Section
+from lln.lab.core.page import CPU, Result, Rows, Section, begin_result, chart_lines, pick
 from lln.lab.core.palette import CURVES, MATCHED
 from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.seeds import normal
 from lln.lab.core.tables import join_words, show_number
 from lln.lab.core.timing import one_thread
-from lln.lab.page.shared import CPU, Result, Rows, begin_result, chart_lines, pick
 from lln.lab.paper.analysis import match_alpha
 from lln.matching.curves import interpolate, pchip, read_curves
 

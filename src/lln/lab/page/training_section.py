@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from lln.lab.core.charts import Axis, choose_ticks
-from lln.lab.core.page import Section
+from lln.lab.core.page import Result, Rows, Section, chart_lines
 from lln.lab.core.palette import ATTENTIONS as LOOKS
 from lln.lab.core.palette import Style
 from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.timing import one_thread
-from lln.lab.page.shared import Result, Rows, chart_lines
 
 ATTENTIONS = {"softmax": "softmax", "lln": "LLN", "lln_diag": "LLN+Diag"}  # by the names that recipes know
 DASHES = ((1, 0), (6, 3), (2, 2), (10, 3, 2, 3))  # by layer
