@@ -32,7 +32,7 @@ def checkpoint(run: Run, step: int, sealed: bool = True) -> Path:
 def test_the_same_config_finds_its_run_again(tmp_path: Path) -> None:
     assert not (Run(tmp_path / "run", CONFIG).path).exists()  # nothing is written before it begins
     begin(tmp_path / "run")
-    assert Run(tmp_path / "run", CONFIG).result is None
+    assert Run(tmp_path / "run", CONFIG).read("result.json") is None
     with pytest.raises(ValueError, match=r"optimisation.steps is 3 there and 4 here"):
         Run(tmp_path / "run", {"task": "mlm", "optimisation": {"steps": 4, "betas": (0.9, 0.98)}})
     assert json.loads((tmp_path / "run" / "config.json").read_text())["optimisation"]["steps"] == 3

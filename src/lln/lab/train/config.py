@@ -142,12 +142,10 @@ class Config:
 
     def __post_init__(self) -> None:
         o, m = self.optimisation, self.model
+        choices = {"task": (self.task, TASKS), "precision": (self.precision, PRECISIONS)}
+        choices |= {"schedule": (o.schedule, SCHEDULES), "model.positions": (m.positions, POSITIONS)}
         need(
-            (self.task in TASKS, f"task must be one of {', '.join(TASKS)}; got {self.task!r}."),
-            (
-                self.precision in PRECISIONS,
-                f"precision must be one of {', '.join(PRECISIONS)}; got {self.precision!r}.",
-            ),
+            *((v in known, f"{k} must be one of {', '.join(known)}; got {v!r}.") for k, (v, known) in choices.items()),
             (  # a mean over steps on both sides of a checkpoint would differ after going on from it
                 self.save_every % self.log_every == 0,
                 f"save_every must be a multiple of log_every; got {self.save_every} and {self.log_every}.",
@@ -162,9 +160,7 @@ class Config:
                 "steps, batch and accumulation must be positive and batch a multiple of accumulation; got "
                 f"{o.steps}, {o.batch} and {o.accumulation}.",
             ),
-            (o.schedule in SCHEDULES, f"schedule must be one of {', '.join(SCHEDULES)}; got {o.schedule!r}."),
             (m.initial >= 0, f"model.initial must be positive, or 0 for the usual; got {m.initial}."),
-            (m.positions in POSITIONS, f"model.positions must be one of {', '.join(POSITIONS)}; got {m.positions!r}."),
             (
                 m.positions == LEARNED or self.task not in ("image", "lra"),
                 f"model.positions must be learned in models of {self.task}; got {m.positions!r}.",

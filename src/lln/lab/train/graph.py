@@ -162,17 +162,12 @@ def compile_layers(model: nn.Module, on: bool) -> Iterator[None]:
 def check_graph(config: Config, processes: int) -> None:
     """ValueError, in one sentence, for what a graph cannot hold."""
     host_seeds = config.model.attention_dropout > 0 and config.attention.name not in ("softmax", "lln", "lln_diag")
+    half = config.precision == "float16"
     need(
         (processes == 1, "graph needs one process only: gradients of several are exchanged outside of the graph."),
         (config.optimisation.accumulation == 1, "graph needs optimisation.accumulation=1: one graph is one pass."),
-        (
-            config.precision != "float16",
-            "graph needs no float16: its loss scale is decided on the host; use bfloat16.",
-        ),
-        (
-            not config.checkpointing,
-            "graph needs checkpointing=no: it saves and restores random numbers on the host.",
-        ),
+        (not half, "graph needs no float16: its loss scale is decided on the host; use bfloat16."),
+        (not config.checkpointing, "graph needs checkpointing=no: it saves and restores random numbers on the host."),
         (
             not host_seeds,
             "graph needs model.attention_dropout=0 with this attention: its dropout takes a seed from the host.",

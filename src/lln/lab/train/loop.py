@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, distributed, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
@@ -31,8 +30,8 @@ from transformers.trainer_pt_utils import safe_globals
 from lln.hf.distillation import NotFinite
 from lln.lab.data.examples import Stream
 from lln.lab.train.config import Config, Optimisation
-from lln.lab.train.objective import Batch, choose_objective
-from lln.lab.train.recording import Recording, average_layers
+from lln.lab.train.objective import Batch
+from lln.lab.train.recording import Recording, average_layers, make_whole
 from lln.lab.train.run_folder import CHECKPOINT, Run, read_step, seal
 from lln.lab.train.tasks import TaskData
 
@@ -58,7 +57,7 @@ class Loop:
         self.processes, self.rank = count_processes()
         self.writes = self.rank == 0
         self.micro = config.optimisation.batch // (config.optimisation.accumulation * self.processes)
-        self.objective = choose_objective(data, model)
+        self.objective = data.make_objective(model)
         # All that hold a part of a gradient have to measure.
         self.recording = Recording(model, config.record_every if self.writes or config.fsdp else 0)
         self.scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "float16")
@@ -95,7 +94,7 @@ class Loop:
 
     def take_step(self) -> None:
         self.recording.open(self.step)
-        self.learn([self.next_batch() for _ in range(self.config.optimisation.accumulation)])
+        self.learn([self.move(next(self.batches)) for _ in range(self.config.optimisation.accumulation)])
 
     def learn(self, batches: list[Batch]) -> None:
         """One update of the weights, from one or more passes."""
@@ -147,9 +146,6 @@ class Loop:
         """Batches of the examples at these places, in pinned memory where they go to a GPU."""
         pin = self.device.type == "cuda"
         return iter(DataLoader(examples, batch_sampler=places, collate_fn=self.data.collate, pin_memory=pin))
-
-    def next_batch(self) -> Batch:
-        return self.move(next(self.batches))
 
     def move(self, batch: Batch) -> Batch:
         return {name: t.to(self.device, non_blocking=True) for name, t in batch.items()}
@@ -345,11 +341,6 @@ def make_optimizer(model: nn.Module, o: Optimisation) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=o.rate, betas=o.betas, eps=o.epsilon, fused=True)
 
 
-def make_whole(t: Tensor) -> Tensor:
-    """A tensor of which processes hold parts, whole."""
-    return t.full_tensor() if isinstance(t, DTensor) else t
-
-
 def load_weights(model: PreTrainedModel, checkpoint: Path) -> None:
     found = model.load_state_dict(load_file(checkpoint / WEIGHTS), strict=False)
     if strange := sorted({*found.missing_keys, *found.unexpected_keys} - set(model.all_tied_weights_keys)):
@@ -380,23 +371,14 @@ def find_not_finite(model: nn.Module, batch: Batch, step: int) -> str:
     for name, parameter in model.named_parameters():
         if not bool(parameter.isfinite().all()):
             return f"The loss is not finite at step {step}: the weights {name} are not."
-    found: list[str] = []
+    names, found = {module: name for name, module in model.named_modules() if name}, list[str]()
 
-    def look(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            tensors = output if isinstance(output, (tuple, list)) else [output]
-            for t in tensors:
-                if isinstance(t, Tensor) and t.is_floating_point() and not bool(t.isfinite().all()) and not found:
-                    found.append(name)
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        tensors = [t for t in (output if isinstance(output, (tuple, list)) else [output]) if isinstance(t, Tensor)]
+        if module in names and not all(bool(t.isfinite().all()) for t in tensors):
+            found.append(names[module])
 
-        return hook
-
-    hooks = [m.register_forward_hook(look(name)) for name, m in model.named_modules() if name]
-    try:
-        with torch.no_grad():
-            model(**batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with torch.no_grad(), nn.modules.module.register_module_forward_hook(look):
+        model(**batch)
     where = f"{found[0]} is the first part of the model whose output is not" if found else "yet the model's outputs are"
     return f"The loss is not finite at step {step}: {where}. A lower optimisation.rate or optimisation.clip=1 may help."

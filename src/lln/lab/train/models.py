@@ -14,15 +14,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertModel,
-    PreTrainedConfig,
-    PreTrainedModel,
-    ViTConfig,
-    ViTForImageClassification,
-    masking_utils,
-)
+from transformers import BertConfig, PreTrainedModel, masking_utils
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import lln.hf  # registers the attentions
@@ -54,7 +46,7 @@ class SequenceClassifier(PreTrainedModel):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.encoder = BertModel(config, add_pooling_layer=False)
+        self.encoder = transformers.BertModel(config, add_pooling_layer=False)
         width, inner = config.hidden_size * (4 if config.pair else 1), config.intermediate_size
         self.head = nn.Sequential(nn.Linear(width, inner), nn.ReLU(), nn.Linear(inner, config.num_labels))
         self.post_init()
@@ -129,9 +121,8 @@ def fix_positions(embedding: nn.Embedding, settings: Any, kind: str) -> None:
     embedding.weight.requires_grad_(False)
 
 
-def build(config: Config, sizes: Sizes) -> PreTrainedModel:
+def build(config: Config, sizes: Sizes) -> Any:
     """A new model, or the one in the folder `model.start` with a new head."""
-    kind: Any
     settings, kind = describe_model(config, sizes)
     settings.lln, given = read_options(config.attention)
     name, learned = config.attention.name, config.model.positions == LEARNED
@@ -139,12 +130,8 @@ def build(config: Config, sizes: Sizes) -> PreTrainedModel:
         name = CONVOLVED if config.attention.options else SOFTMAX
     if config.model.start:
         fit_start(settings, config)
-        model = kind.from_pretrained(
-            config.model.start,
-            config=settings,
-            attn_implementation=name,
-            ignore_mismatched_sizes=not learned,  # a table of fixed positions is made anew, for any length
-        )
+        anew = {"ignore_mismatched_sizes": not learned}  # a table of fixed positions is made anew, for any length
+        model = kind.from_pretrained(config.model.start, config=settings, attn_implementation=name, **anew)
     else:
         settings._attn_implementation = name
         model = kind(settings)
@@ -154,8 +141,7 @@ def build(config: Config, sizes: Sizes) -> PreTrainedModel:
         lln.hf.convert(model, name, alpha=given["alpha"], beta=given["beta"])
     if config.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    found: PreTrainedModel = model
-    return found
+    return model
 
 
 def read_options(attention: Attention) -> tuple[dict[str, Any] | None, dict[str, float]]:
@@ -186,23 +172,21 @@ def check_attention(config: Config) -> None:
         )
     if name not in known:
         raise ValueError(f"attention.name must be one of {', '.join(known)}; got {name!r}.")
-    foreign = sorted(set(config.attention.options) - {"convolution"}) if name == "softmax" else []
-    if foreign:
+    if name == "softmax" and (foreign := sorted(set(config.attention.options) - {"convolution"})):
         raise ValueError(f"attention.options: softmax takes convolution alone; got {', '.join(foreign)}.")
     if name == "lln" and (foreign := [o for o in ("block_size", "mix", "overlap") if o in config.attention.options]):
         raise ValueError(f"attention.options: {foreign[0]} goes with lln_diag; got it with lln.")
     held, _ = read_options(config.attention)
     if held is not None:
-        unknown = sorted(set(held) - {field.name for field in dataclasses.fields(lln.hf.Options)})
-        if unknown:
+        if unknown := sorted(set(held) - {field.name for field in dataclasses.fields(lln.hf.Options)}):
             raise ValueError(f"attention.options: {name} has no option {unknown[0]!r}.")
         lln.hf.Options(**held)
 
 
-def describe_model(config: Config, sizes: Sizes) -> tuple[PreTrainedConfig, Any]:
+def describe_model(config: Config, sizes: Sizes) -> tuple[Any, Any]:
     """(transformers' config, the class of the model)"""
-    m = config.model
-    common: dict[str, Any] = {
+    m, length = config.model, config.data.length
+    options: dict[str, Any] = {
         "hidden_size": m.width,
         "num_hidden_layers": m.layers,
         "num_attention_heads": m.heads,
@@ -212,23 +196,19 @@ def describe_model(config: Config, sizes: Sizes) -> tuple[PreTrainedConfig, Any]
     }
     if m.initial or config.task in ("lra", "needles"):
         # BERT's own 0.02 is for 768 channels: with 64, attention begins so flat that Pathfinder is never learned.
-        common["initializer_range"] = m.initial or m.width**-0.5
+        options["initializer_range"] = m.initial or m.width**-0.5
+    if config.task in ("glue", "image", "lra"):
+        options["num_labels"] = sizes.labels
     if config.task == "image":
-        common |= {"image_size": config.data.length, "patch_size": m.patch, "num_channels": sizes.channels}
-        return ViTConfig(**common, num_labels=sizes.labels), ViTForImageClassification
-    common |= {"vocab_size": sizes.vocabulary, "pad_token_id": sizes.padding}
+        options |= {"image_size": length, "patch_size": m.patch, "num_channels": sizes.channels}
+        return transformers.ViTConfig(**options), transformers.ViTForImageClassification
+    options |= {"vocab_size": sizes.vocabulary, "pad_token_id": sizes.padding, "type_vocab_size": 1}
     if config.task == "lra":
-        bert = BertConfig(**common, max_position_embeddings=config.data.length, type_vocab_size=1)
-        bert.num_labels, bert.pair = sizes.labels, sizes.pair
-        return bert, SequenceClassifier
-    # RoBERTa's positions begin after the padding id.
-    common |= {"max_position_embeddings": config.data.length + sizes.padding + 1, "type_vocab_size": 1}
+        return BertConfig(**options, max_position_embeddings=length, pair=sizes.pair), SequenceClassifier
+    options["max_position_embeddings"] = length + sizes.padding + 1  # RoBERTa's positions begin after the padding id
     family = "RobertaPreLayerNorm" if m.pre_norm else "Roberta"
-    roberta = getattr(transformers, f"{family}Config")(**common)
-    if config.task != "glue":
-        return roberta, getattr(transformers, f"{family}ForMaskedLM")
-    roberta.num_labels = sizes.labels
-    return roberta, getattr(transformers, f"{family}ForSequenceClassification")
+    head = "SequenceClassification" if config.task == "glue" else "MaskedLM"
+    return getattr(transformers, f"{family}Config")(**options), getattr(transformers, f"{family}For{head}")
 
 
 HERE = threading.local()  # a ContextVar would say the same, but torch.compile cannot read one

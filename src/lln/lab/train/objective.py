@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lln.lab.data.examples import IGNORE
-from lln.lab.data.needles import Needles, average_by_distance, score_answers
-from lln.lab.train.tasks import TaskData
+from lln.lab.data.needles import average_by_distance, score_answers
 
 Batch = dict[str, Tensor]
 Forward = Callable[..., Any]  # a model, or what stands around it
@@ -113,12 +112,3 @@ def compare_tokens(logits: Tensor, labels: Tensor) -> Tensor:
     """[B, N], zero where nothing is to be guessed"""
     flat = logits.float().flatten(0, 1)  # [B N, vocabulary]
     return nn.functional.cross_entropy(flat, labels.flatten(), reduction="none").view_as(labels)
-
-
-def choose_objective(data: TaskData, model: Any) -> Objective:
-    if data.guessed is None:
-        return Objective()
-    evaluation = next(iter(data.evaluations.values()))
-    if isinstance(evaluation, Needles):
-        return NeedleGuesses(model.lm_head, data.guessed, evaluation.measure_distances())
-    return Guesses(model.lm_head, data.guessed)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lln.instruments import record
@@ -43,7 +43,10 @@ class Recording:
         """When all passes are done, and before the weights change."""
         # Of `...attention.self.lln` the projections belong to the part that transformers made.
         owners = {layer: layer.removesuffix(".lln") for layer in sorted({row["layer"] for row in self.rows})}
-        self.gradients = {layer: measure_gradient(self.model.get_submodule(name)) for layer, name in owners.items()}
+        self.gradients = {}
+        for layer, name in owners.items():
+            gradients = [p.grad.detach() for p in self.model.get_submodule(name).parameters() if p.grad is not None]
+            self.gradients[layer] = math.sqrt(sum(float(make_whole(g).double().square().sum()) for g in gradients))
 
     def take(self) -> dict[str, Any] | None:
         """What was recorded in the last step, once: `heads` and `gradient_norms`; None where nothing was."""
@@ -51,20 +54,17 @@ class Recording:
         return {"heads": rows, "gradient_norms": self.gradients} if rows else None
 
 
-def measure_gradient(module: nn.Module) -> float:
-    gradients = [p.grad.detach() for p in module.parameters() if p.grad is not None]
-    whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
-    return math.sqrt(sum(float(g.double().square().sum()) for g in whole))
+def make_whole(t: Tensor) -> Tensor:
+    """A tensor of which processes hold parts, whole."""
+    return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def average_layers(rows: list[dict[str, Any]]) -> dict[str, float]:
     """`attention/LAYER/NAME` for what was measured."""
     found: dict[str, float] = {}
-    layers = list(dict.fromkeys(row["layer"] for row in rows))
-    for number, layer in enumerate(layers):
+    for number, layer in enumerate(dict.fromkeys(row["layer"] for row in rows)):
         for name in MEANS:
-            values = [row[name] for row in rows if row["layer"] == layer and isinstance(row.get(name), float)]
-            values = [value for value in values if math.isfinite(value)]
-            if values:
-                found[f"attention/{number}/{name}"] = sum(values) / len(values)
+            values = [row.get(name) for row in rows if row["layer"] == layer]
+            if kept := [value for value in values if isinstance(value, float) and math.isfinite(value)]:
+                found[f"attention/{number}/{name}"] = sum(kept) / len(kept)
     return found

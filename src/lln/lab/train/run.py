@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from torch import distributed
+from transformers.integrations import rewrite_logs
 
 from lln.lab.core.provenance import provenance
 from lln.lab.data.made_once import Place
@@ -23,7 +24,7 @@ from lln.lab.train.config import Config, need
 from lln.lab.train.graph import GraphLoop, check_graph
 from lln.lab.train.loop import Loop, Progress, Report, count_processes
 from lln.lab.train.models import build, check_attention, count_parameters, read_start
-from lln.lab.train.run_folder import Run, list_facts, read_step
+from lln.lab.train.run_folder import ENVIRONMENT, RESULT, Run, list_facts, read_step
 from lln.lab.train.shard import ShardedLoop, check_shards
 from lln.lab.train.tasks import load
 
@@ -70,9 +71,10 @@ def train(
     if config.graph and device == "cpu":
         say("graph: there is no CUDA graph on a CPU; the same steps are run one by one.")
     run = Run(folder, config.to_dict(), list_facts(config))
-    if run.result is not None:
+    result: dict[str, Any] | None = run.read(RESULT)
+    if result is not None:
         say(f"{folder} is finished: its result is shown again.")
-        return run.result
+        return result
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
         if rank == 0:
@@ -90,7 +92,8 @@ def train(
             checkpoint = run.find_newest(say)
             run.go_back(0 if checkpoint is None else read_step(checkpoint))
             versions = {"transformers": transformers.__version__, "processes": processes}
-            run.note_start({**provenance(config.seed, where), **versions, **sizes})
+            environment = {**provenance(config.seed, where), **versions, **sizes}
+            run.write(ENVIRONMENT, [*(run.read(ENVIRONMENT) or []), environment])
             if checkpoint is not None:
                 say(f"Going on from step {read_step(checkpoint)}.")
         checkpoint = share(checkpoint, folder)
@@ -119,7 +122,7 @@ def train(
             model.save_pretrained(folder / MODEL, state_dict=weights)
             if data.tokenizer is not None:
                 data.tokenizer.save(folder / MODEL)
-            run.finish(result)
+            run.write(RESULT, result)
     return result
 
 
@@ -177,7 +180,7 @@ def open_report(name: str, folder: Path, config: Config, stack: contextlib.ExitS
         writer = stack.enter_context(SummaryWriter(str(folder / "runs")))
 
         def write(values: dict[str, float], step: int) -> None:
-            for tag, value in name_tags(values).items():
+            for tag, value in rewrite_logs(values).items():
                 writer.add_scalar(tag, value, step)
             writer.flush()
 
@@ -185,15 +188,7 @@ def open_report(name: str, folder: Path, config: Config, stack: contextlib.ExitS
     service = importlib.import_module(name)  # wandb, and trackio, which is called alike
     service.init(project=os.environ.get(f"{name.upper()}_PROJECT", "lln"), name=folder.name, config=config.to_dict())
     stack.callback(service.finish)
-    return lambda values, step: service.log({**name_tags(values), "train/global_step": step})
-
-
-def name_tags(values: dict[str, float]) -> dict[str, float]:
-    """Under the names that such services show in groups."""
-    evaluated = "eval_"
-    return {
-        f"eval/{k.removeprefix(evaluated)}" if k.startswith(evaluated) else f"train/{k}": v for k, v in values.items()
-    }
+    return lambda values, step: service.log({**rewrite_logs(values), "train/global_step": step})
 
 
 def share(checkpoint: Path | None, folder: Path) -> Path | None:

@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,37 +63,23 @@ class Run:
         path = self.path / name
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
-    @property
-    def result(self) -> dict[str, Any] | None:
-        found: dict[str, Any] | None = self.read(RESULT)
-        return found
-
-    def finish(self, result: dict[str, Any]) -> None:
-        write_json(self.path / RESULT, result)
+    def write(self, name: str, value: Any) -> None:
+        write_json(self.path / name, value)
 
     def begin(self) -> None:
         """From now on the folder is this run's. What is refused before leaves no trace there."""
-        write_json(self.path / CONFIG, self.config)
+        self.write(CONFIG, self.config)
         if self.facts is not None:
-            write_json(self.path / FACTS, self.facts)
+            self.write(FACTS, self.facts)
 
-    def note_start(self, environment: dict[str, Any]) -> None:
-        write_json(self.path / ENVIRONMENT, [*(self.read(ENVIRONMENT) or []), environment])
-
-    @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> contextlib.AbstractContextManager[Any]:
         """One process at a time: two would mix their metrics. A killed process leaves no lock behind."""
         from filelock import FileLock, Timeout
 
-        lock = FileLock(str(self.path / LOCK))
         try:
-            lock.acquire(timeout=0)
+            return FileLock(str(self.path / LOCK)).acquire(timeout=0)
         except Timeout:
             raise ValueError(f"{self.path} is being trained by another process.") from None
-        try:
-            yield
-        finally:
-            lock.release()
 
     # Metrics
 
@@ -102,8 +88,10 @@ class Run:
         return read_json_lines(self.path / METRICS)
 
     def log(self, values: dict[str, Any]) -> None:
+        """JSON has no NaN and no infinity: text says what was measured."""
+        spelt_out = json.loads(json.dumps(values), parse_constant=lambda text: str(float(text)))
         with (self.path / METRICS).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(spell_out(values), allow_nan=False) + "\n")
+            file.write(json.dumps(spelt_out, allow_nan=False) + "\n")
 
     def go_back(self, step: int) -> None:
         """Forget what was measured after this step: it will be measured again."""
@@ -175,20 +163,9 @@ def find_damage(checkpoint: Path) -> str | None:
     return None
 
 
-def spell_out(value: Any) -> Any:
-    """JSON has no NaN: text says what was measured."""
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return str(value)
-    if isinstance(value, dict):
-        return {name: spell_out(v) for name, v in value.items()}
-    return [spell_out(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
 def list_differences(held: Any, asked: Any, name: str = "") -> list[str]:
     """Where two configs differ, as `name: this, asked for that`."""
-    if isinstance(held, dict) and isinstance(asked, dict):
-        found = []
-        for key in sorted({*held, *asked}):
-            found += list_differences(held.get(key), asked.get(key), f"{name}.{key}" if name else key)
-        return found
-    return [] if held == asked else [f"{name} is {held!r} there and {asked!r} here"]
+    if not (isinstance(held, dict) and isinstance(asked, dict)):
+        return [] if held == asked else [f"{name} is {held!r} there and {asked!r} here"]
+    parts = ((held.get(k), asked.get(k), f"{name}.{k}" if name else k) for k in sorted({*held, *asked}))
+    return [difference for part in parts for difference in list_differences(*part)]

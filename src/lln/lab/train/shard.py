@@ -50,11 +50,9 @@ class ShardedLoop(Loop):
 
 def check_shards(config: Config, processes: int) -> None:
     """ValueError, in one sentence, for what cannot be sharded."""
+    half = config.precision == "float16"
     need(
         (processes > 1, "fsdp needs several processes: torchrun --nproc-per-node 2 -m lln train ... --fsdp."),
         (not config.graph, "fsdp needs graph=no: a graph holds one process."),
-        (
-            config.precision != "float16",
-            "fsdp needs no float16: its loss scale is not agreed on by the processes; use bfloat16.",
-        ),
+        (not half, "fsdp needs no float16: its loss scale is not agreed on by the processes; use bfloat16."),
     )

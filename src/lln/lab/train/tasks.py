@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lln.lab.data.examples import Examples, Pad, Sequences
+from lln.lab.data.examples import Examples, Pad
 from lln.lab.data.images import load_images
 from lln.lab.data.labelled import list_tasks, load_byte_text, load_glue, load_pixels, load_retrieval
 from lln.lab.data.listops import Grammar, load_listops
@@ -22,8 +22,9 @@ from lln.lab.data.text import Masking, load_text
 from lln.lab.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from lln.lab.train.config import Config
 from lln.lab.train.models import Sizes, read_start
+from lln.lab.train.objective import Guesses, NeedleGuesses, Objective
 
-Parts = tuple[Any, dict[str, Any]]  # examples to train on, and by split those to evaluate on
+Parts = tuple[Any, dict[str, Any], Any]  # examples to train on, by split those to evaluate on, and the first of these
 Collate = Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
 HOLD_OUT = 0.1  # of the training split, for sets without a validation split
 GENERATED = {"train": 96_000, "validation": 2_000, "test": 2_000}  # examples of ListOps and Pathfinder
@@ -34,11 +35,11 @@ NEEDLES = {"train": 2**16, "validation": 256, "test": 256}  # sequences; each ep
 class TaskData:
     train: Examples
     evaluations: dict[str, Examples]  # the first is the one that counts
-    collate: Collate
     sizes: Sizes
     guess: dict[str, float]  # what a model scores that looks at nothing: a loss, or an accuracy
     tokenizer: TextTokenizer | None = None
-    guessed: float | None = None  # of language models: the share of tokens that are to be guessed
+    collate: Collate = default_collate
+    make_objective: Callable[[Any], Objective] = lambda model: Objective()
 
     @property
     def notes(self) -> list[str]:
@@ -95,56 +96,60 @@ class Sets:
     def make(
         self, load: Callable[..., Any], splits: list[str], counts: dict[str, int] | None = None, **options: Any
     ) -> Parts:
-        """(train, {split: evaluation}) by a function that makes one split. counts: of sets that are as large as one
-        likes, how many examples they have where the config says nothing."""
+        """(train, {split: evaluation}, the first evaluation) by a function that makes one split. counts: of sets that
+        are as large as one likes, how many examples they have where the config says nothing."""
         found, d = {}, self.config.data
         for split in ("train", *splits):
             most = (d.train if split == "train" else d.evaluation) or None
             amount = {"limit": most} if counts is None else {"count": most or counts[split]}
             found[split] = load(split=split, **amount, **options)
-        return found.pop("train"), found
+        return found.pop("train"), found, found[splits[0]]
 
 
 def load_mlm(sets: Sets) -> TaskData:
     d, tokenizer = sets.config.data, sets.find_tokenizer()
     masking = Masking(**d.options)
-    train, held = sets.read(load_text, tokenizer=tokenizer, length=d.length, masking=masking, **sets.drawn)
-    sizes = Sizes(vocabulary=tokenizer.vocab_size, padding=tokenizer.pad_id)
-    guess = {"loss": next(iter(held.values())).unigram_entropy()}
-    return TaskData(train, held, default_collate, sizes, guess, tokenizer, masking.probability)
+    train, held, first = sets.read(load_text, tokenizer=tokenizer, length=d.length, masking=masking, **sets.drawn)
+    sizes, guess = Sizes(tokenizer.vocab_size, padding=tokenizer.pad_id), {"loss": first.unigram_entropy()}
+
+    def make_objective(model: Any) -> Objective:
+        return Guesses(model.lm_head, masking.probability)
+
+    return TaskData(train, held, sizes, guess, tokenizer, default_collate, make_objective)
 
 
 def load_planted(sets: Sets) -> TaskData:
     d, tokenizer = sets.config.data, sets.find_tokenizer()
     planting = Planting.from_options(d.options)
     given = {"tokenizer": tokenizer, "length": d.length, "planting": planting, **sets.drawn}
-    train, held = sets.read(load_needles, NEEDLES, **given)
-    sizes = Sizes(vocabulary=train.vocab_size, padding=tokenizer.pad_id)
+    train, held, first = sets.read(load_needles, NEEDLES, **given)
+    sizes = Sizes(train.vocab_size, padding=tokenizer.pad_id)
     guess = {"accuracy": 1 / planting.values, "loss": math.log(planting.values)}
-    return TaskData(train, held, default_collate, sizes, guess, tokenizer, train.questions / d.length)
+
+    def make_objective(model: Any) -> Objective:
+        return NeedleGuesses(model.lm_head, train.questions / d.length, first.measure_distances())
+
+    return TaskData(train, held, sizes, guess, tokenizer, default_collate, make_objective)
 
 
 def load_sentences(sets: Sets) -> TaskData:
     d, task = sets.config.data, list_tasks()[sets.config.data.subset]
     sets = dataclasses.replace(sets, name=task.name, subset=task.config)
     tokenizer, known = sets.find_tokenizer(), sets.list_splits()
-    splits = [
-        s for s in task.validation if s in known or s == task.validation[0]
-    ]  # a mirror may have one of MNLI's two
+    first, *others = task.validation
+    splits = [first, *(split for split in others if split in known)]  # a mirror may have one of MNLI's two
     places: dict[str, Any] = {"data_root": sets.data_root, "cache_dir": sets.cache_dir}
     made = sets.make(load_glue, splits, task=d.subset, tokenizer=tokenizer, length=d.length, **places)
-    return classify_sequences(*made, sets.config, tokenizer)
+    return classify_sequences(made, sets.config, tokenizer)
 
 
 def load_pictures(sets: Sets) -> TaskData:
-    augments = bool(sets.config.data.options.get("augment", False))
-
-    def load_split(split: str, **options: Any) -> Any:
-        return load_images(split=split, augment=augments and split == "train", **options)
-
-    train, held = sets.read(load_split, size=sets.config.data.length, **sets.drawn)
+    d = sets.config.data
+    train, held, first = sets.read(load_images, size=d.length, **sets.drawn)
+    if d.options.get("augment", False):
+        train = dataclasses.replace(train, augment=True)
     sizes = Sizes(labels=train.num_labels, channels=train.pixels.shape[-1])
-    return TaskData(train, held, default_collate, sizes, {"accuracy": next(iter(held.values())).majority})
+    return TaskData(train, held, sizes, {"accuracy": first.majority})
 
 
 def load_lra(sets: Sets) -> TaskData:
@@ -164,13 +169,12 @@ def load_lra(sets: Sets) -> TaskData:
         made = sets.read(load_pixels, size=side, cache_dir=sets.cache_dir)
     else:
         made = sets.read({"text": load_byte_text, "retrieval": load_retrieval}[d.subset], length=d.length)
-    return classify_sequences(*made, sets.config)
+    return classify_sequences(made, sets.config)
 
 
-def classify_sequences(
-    train: Sequences, held: dict[str, Any], config: Config, tokenizer: TextTokenizer | None = None
-) -> TaskData:
+def classify_sequences(made: Parts, config: Config, tokenizer: TextTokenizer | None = None) -> TaskData:
     """With a graph all are as long as the longest may be."""
+    train, held, first = made
     collate = Pad(train.pad_id, length=train.length if config.graph else None)
     sizes = Sizes(train.vocab_size, train.num_labels, padding=train.pad_id, pair=len(train.parts) == 2)
-    return TaskData(train, held, collate, sizes, {"accuracy": next(iter(held.values())).majority}, tokenizer)
+    return TaskData(train, held, sizes, {"accuracy": first.majority}, tokenizer, collate)
