@@ -46,6 +46,11 @@ def write_result(out: Path, name: str, result: Any, texts: dict[str, str]) -> li
     return paths
 
 
+def read_json(path: Path) -> Any:
+    """What a JSON file holds, None where there is none."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
 def put_between(text: str, marks: tuple[str, str], new: str) -> str:
     """`text` with what stands between two marks replaced."""
     start = text.index(marks[0]) + len(marks[0])

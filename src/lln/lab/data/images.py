@@ -83,15 +83,14 @@ def load_images(
     split: str,
     *,
     size: int | None = None,
-    config: str | None = None,
     augment: bool = False,
     seed: int = 0,
     cache_dir: Place = None,
     **selection: Unpack[Selection],
 ) -> Images:
     """A split of a set with the columns image (or img) and label (or labels). size: cut to the middle square and
-    resized to size x size; None: as stored, if all are of one size. augment, seed: see `Images`. selection: data_root,
-    hold_out and limit, as in `read`. Labels of a set that is not known here are named by their numbers.
+    resized to size x size; None: as stored, if all are of one size. augment, seed: see `Images`. selection: config,
+    data_root, hold_out and limit, as in `read`. Labels of a set that is not known here are named by their numbers.
 
     On the Hub, Dogs vs Cats is one split: use hold_out for a validation split.
 
@@ -101,7 +100,7 @@ def load_images(
     >>> len(digits), digits.num_labels, digits[0]["pixel_values"].shape
     (5, 10, torch.Size([1, 8, 8]))
     """
-    rows = read(name, split, config=config, **selection)
+    rows = read(name, split, **selection)
     names = LABEL_NAMES.get(name)
     labels = rows.labels(_find_column(rows, ("label", "labels")), len(names) if names else None)
     pixels, stored = decode(rows, size, cache_dir)

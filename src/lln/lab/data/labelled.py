@@ -76,7 +76,8 @@ def load_glue(
     if length < 8:
         raise ValueError(f"length must be at least 8, to leave room beside the special tokens; got {length}.")
     chosen = known[task]
-    rows = read(name or chosen.name, split, config=chosen.config, **selection)
+    selection.setdefault("config", chosen.config)
+    rows = read(name or chosen.name, split, **selection)
     hidden = split.startswith("test") and set(rows.column("label")) == {-1}
     identity = {"rows": rows.identity, "task": task, "tokenizer": tokenizer.identity, "length": length}
 

@@ -33,12 +33,7 @@ def find_cache(cache_dir: Place = None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "lln"
 
 
-def build_once(
-    kind: str,
-    key: Mapping[str, Any],
-    build: Callable[[Path], None],
-    cache_dir: Place = None,
-) -> Path:
+def build_once(kind: str, key: Mapping[str, Any], build: Callable[[Path], None], cache_dir: Place = None) -> Path:
     """The folder with what `build(folder)` wrote for this key, which must hold everything that decides its content.
 
     A folder appears complete or not at all: it is built beside its place and renamed. Of several processes that ask at

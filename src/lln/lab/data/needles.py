@@ -159,12 +159,11 @@ def load_needles(
     count: int,
     planting: Planting | None = None,
     seed: int = 0,
-    config: str | None = None,
     cache_dir: Place = None,
     **selection: Unpack[Selection],
 ) -> Needles:
-    """`count` sequences in the text of a set. selection: data_root, hold_out and limit, as in `read`."""
-    rows = read(name, split, config=config, **selection)
+    """`count` sequences in the text of a set. selection: config, data_root, hold_out and limit, as in `read`."""
+    rows = read(name, split, **selection)
     tokens, _ = tokenise(rows, tokenizer, "text", cache_dir)
     identity = {"rows": rows.identity, "tokenizer": tokenizer.identity}
     return Needles(

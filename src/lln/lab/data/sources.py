@@ -5,8 +5,10 @@ A folder has the Hub's parquet layout: its card (README.md) says which files hol
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
@@ -29,13 +31,11 @@ from lln.lab.data.made_once import SPLITS, Place
 # - Whoever has no `datasets` needs the code below all the same, for --data-root.
 
 AAN = "aan"  # the pairs of papers of Long Range Arena's retrieval
-NOT_ON_THE_HUB = {
-    AAN: (
-        "the pairs of papers of Long Range Arena's retrieval are not on the Hub; put a set with the columns text1, "
-        "text2 and label into the folder aan of --data-root, or name one with --set data.name=NAME (`lln train`) or "
-        "--set lra.retrieval.data.name=NAME (`lln reproduce`)"
-    )
-}
+NO_AAN = (
+    f"{AAN} is not here: the pairs of papers of Long Range Arena's retrieval are not on the Hub; put a set with the "
+    f"columns text1, text2 and label into the folder {AAN} of --data-root, or name one with --set data.name=NAME "
+    "(`lln train`) or --set lra.retrieval.data.name=NAME (`lln reproduce`)."
+)
 # Rows on the Hub, by name and configuration, or by name where there is one: a result from a partial set says so.
 PUBLISHED = {
     "nyu-mll/glue/sst2": {"train": 67349, "validation": 872, "test": 1821},
@@ -61,6 +61,7 @@ Layout = dict[str, dict[str, list[str]]]  # patterns of files by configuration a
 class Selection(TypedDict, total=False):
     """Which rows of a set, and from where: see `read`."""
 
+    config: str | None
     data_root: Place
     hold_out: float
     limit: int | None
@@ -154,8 +155,13 @@ def read(
     if carve and "validation" in list_splits(name, config=config, data_root=data_root):
         raise DataError(f"{name} has a validation split of its own, so hold_out must be 0; got {hold_out}.")
     stored = "train" if carve else split
-    here = name.startswith(embedded.PREFIX)
-    rows = _read_embedded(name, stored) if here else _read_parquet(name, stored, config, data_root)
+    if name.startswith(embedded.PREFIX):
+        columns = embedded.make_columns(name, stored)
+        # By content: the help texts differ between versions of Python.
+        identity = {"name": name, "config": None, "split": stored, "content": fingerprint(columns)}
+        rows = Rows(need("pyarrow").table(columns), identity, [embedded.SETS[name][1]])
+    else:
+        rows = _read_parquet(name, stored, config, data_root)
     total, key = len(rows), (name, rows.identity["config"] or "")
     if carve:
         order, count = permutation(total, "hold out", *key), round(total * hold_out)
@@ -218,8 +224,8 @@ def read_layout(folder: Path) -> tuple[Layout, str]:
 
 def _find_folder(name: str, root: Path | None) -> Path:
     """The set's own folder in the root; without a root, a snapshot of the Hub that holds the card."""
-    if name in NOT_ON_THE_HUB and not (root and (root / name).is_dir()):
-        raise DataError(f"{name} is not here: {NOT_ON_THE_HUB[name]}.")
+    if name == AAN and not (root and (root / name).is_dir()):
+        raise DataError(NO_AAN)
     if root is None:
         return _fetch(name, ["README.md"])
     if not (root / name).is_dir():
@@ -229,15 +235,19 @@ def _find_folder(name: str, root: Path | None) -> Path:
 
 def _fetch(name: str, patterns: list[str], revision: str | None = None) -> Path:
     """A snapshot of the set in huggingface_hub's own cache; the folder's name is the commit."""
+    place = f"name a folder that holds {name} with --data-root or LLN_DATA_ROOT, or use an embedded set"
+    with ask_hub(f"{name} could not be fetched from the Hub", f"; without a network, {place}") as hub:
+        return Path(hub.snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=patterns))
+
+
+@contextlib.contextmanager
+def ask_hub(refusal: str, advice: str = "") -> Iterator[Any]:
+    """Yields huggingface_hub; where it finds nothing, a DataError: this refusal, the Hub's reason and the advice."""
     hub = need("huggingface_hub")
     try:
-        return Path(hub.snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=patterns))
+        yield hub
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
-        reason = first_line(error)
-        raise DataError(
-            f"{name} could not be fetched from the Hub ({reason}); without a network, name a folder that holds "
-            f"{name} with --data-root or LLN_DATA_ROOT, or use an embedded set."
-        ) from None
+        raise DataError(f"{refusal} ({first_line(error)}){advice}.") from None
 
 
 def _find_config(layout: Layout, name: str, config: str | None) -> dict[str, list[str]]:
@@ -275,13 +285,6 @@ def _find_files(name: str, split: str, config: str | None, data_root: Place) -> 
         # Half a download must not pass for the whole set.
         raise DataError(f"{files[0].parent} holds {len(files)} of {count} files of this split: {files[0].name}, ...")
     return folder, files, card
-
-
-def _read_embedded(name: str, split: str) -> Rows:
-    columns = embedded.make_columns(name, split)
-    # By content: the help texts differ between versions of Python.
-    identity = {"name": name, "config": None, "split": split, "content": fingerprint(columns)}
-    return Rows(need("pyarrow").table(columns), identity, [embedded.SETS[name][1]])
 
 
 def _read_parquet(name: str, split: str, config: str | None, data_root: Place) -> Rows:

@@ -128,15 +128,14 @@ def load_text(
     tokenizer: TextTokenizer,
     *,
     length: int,
-    config: str | None = None,
     column: str = "text",
     masking: Masking | None = None,
     seed: int = 0,
     cache_dir: Place = None,
     **selection: Unpack[Selection],
 ) -> PackedText:
-    """The text of a set, packed; `masking=Masking()` makes it masked language modelling. selection: data_root, hold_out
-    and limit, as in `read`.
+    """The text of a set, packed; `masking=Masking()` makes it masked language modelling. selection: config,
+    data_root, hold_out and limit, as in `read`.
 
     >>> import tempfile
     >>> from lln.lab.data.tokenizer import train_tokenizer
@@ -147,7 +146,7 @@ def load_text(
     >>> item["input_ids"].shape, int((item["labels"] != -100).sum()) in (4, 5)  # 15 % of 31 tokens
     (torch.Size([32]), True)
     """
-    rows = read(name, split, config=config, **selection)
+    rows = read(name, split, **selection)
     tokens, identity = tokenise(rows, tokenizer, column, cache_dir)
     return PackedText(tokens, tokenizer, length=length, masking=masking, seed=seed, identity=identity, notes=rows.notes)
 

@@ -16,7 +16,7 @@ from lln.files import write_text
 from lln.lab.core.errors import DataError, first_line, need
 from lln.lab.core.progress import busy, track
 from lln.lab.data.made_once import Place, build_once
-from lln.lab.data.sources import Rows, resolve_root
+from lln.lab.data.sources import Rows, ask_hub, resolve_root
 
 FILE = "tokenizer.json"
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")  # ids 0 to 4, the first four as in RoBERTa
@@ -36,15 +36,15 @@ class TextTokenizer:
         self.core.no_padding()
         self.core.no_truncation()
         self.core.encode_special_tokens = True  # "</s>" in a text is four letters, not the end of a line
-        ids = {}
+        ids: list[int] = []
         for role, names in NAMES.items():
             found = [i for i in map(self.core.token_to_id, names) if i is not None]
             if not found:
                 raise DataError(f"{origin} has no {role} token; it needs {' or '.join(names)}.")
-            ids[role] = int(found[0])
-        self.start_id, self.pad_id, self.end_id, self.mask_id = (ids[r] for r in ("start", "pad", "end", "mask"))
+            ids.append(found[0])
+        self.start_id, self.pad_id, self.end_id, self.mask_id = ids
         added = self.core.get_added_tokens_decoder()
-        self.special_ids = sorted({*ids.values(), *(int(i) for i, token in added.items() if token.special)})
+        self.special_ids = sorted({*ids, *(int(i) for i, token in added.items() if token.special)})
         self.vocab_size = int(max(self.core.get_vocab(with_added_tokens=True).values())) + 1
         self.ordinary_ids = np.setdiff1d(np.arange(self.vocab_size), self.special_ids)
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -114,14 +114,8 @@ def load_tokenizer(name: str, *, data_root: Place = None) -> TextTokenizer:
     elif not path.is_file() and root is not None:
         path = root / name / FILE
     elif not path.is_file():
-        hub = need("huggingface_hub")
-        try:
+        with ask_hub(f"The tokenizer {name} is no file or folder here and could not be fetched from the Hub") as hub:
             path = Path(hub.hf_hub_download(name, FILE))
-        except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
-            reason = first_line(error)
-            raise DataError(
-                f"The tokenizer {name} is no file or folder here and could not be fetched from the Hub ({reason})."
-            ) from None
     if not path.is_file():
         raise DataError(f"The tokenizer {name} is not there: expected the file {path}.")
     return TextTokenizer(path.read_text(encoding="utf-8"), str(path))

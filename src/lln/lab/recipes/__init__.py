@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from lln.lab.recipes import glue, image, lra, mlm, needles
-from lln.lab.train.config import Config, choose_attention
+from lln.lab.train.config import Config, choose_attention, need
 
 PRESETS = ("tiny", "mini", "paper")
 RECIPES: dict[str, dict[str, Callable[..., Config]]] = {
@@ -27,18 +27,15 @@ def recipe(task: str, preset: str = "tiny", attention: str = "lln_diag", name: s
     >>> config.data.name, config.data.length, config.attention.options
     ('generated', 64, {'block_size': 16})
     """
-    if task not in RECIPES:
-        raise ValueError(f"task must be one of {', '.join(RECIPES)}; got {task!r}.")
-    if preset not in PRESETS:
-        raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}.")
-    if preset not in RECIPES[task]:
-        raise ValueError(f"{task} has the presets {', '.join(RECIPES[task])}; got {preset!r}.")
-    names = NAMES.get(task)
-    if names is None and name is not None:
-        raise ValueError(f"{task} is one task and takes no name; got {name!r}.")
-    if names is not None and name not in (None, *names):
-        raise ValueError(f"{task} has the tasks {', '.join(names)}; got {name!r}.")
-    config = RECIPES[task][preset](*([name or names[0]] if names else []))
+    presets, names = RECIPES.get(task, {}), NAMES.get(task, [])
+    need(
+        (task in RECIPES, f"task must be one of {', '.join(RECIPES)}; got {task!r}."),
+        (preset in PRESETS, f"preset must be one of {', '.join(PRESETS)}; got {preset!r}."),
+        (preset in presets, f"{task} has the presets {', '.join(presets)}; got {preset!r}."),
+        (name is None or names != [], f"{task} is one task and takes no name; got {name!r}."),
+        (name in (None, *names), f"{task} has the tasks {', '.join(names)}; got {name!r}."),
+    )
+    config = presets[preset](*([name or names[0]] if names else []))
     return dataclasses.replace(config, attention=choose_attention(attention, config.attention.options))
 
 

@@ -72,7 +72,11 @@ class Loop:
         """Stand at the step of a checkpoint, or at the first."""
         if checkpoint is not None:
             self.step = read_step(checkpoint)
-            load_weights(self.model, checkpoint)
+            found = self.model.load_state_dict(load_file(checkpoint / WEIGHTS), strict=False)
+            tied = set(self.model.all_tied_weights_keys)
+            if strange := sorted({*found.missing_keys, *found.unexpected_keys} - tied):
+                raise ValueError(f"The checkpoint is not one of this model: {strange[0]} is in one of the two only.")
+            self.model.tie_weights()
         self.parallel = self.wrap()
         compiled = self.config.compile and not (self.config.graph or self.config.fsdp)  # a graph compiles layers itself
         self.forward = torch.compile(self.parallel, backend=COMPILER) if compiled else self.parallel
@@ -177,12 +181,11 @@ class Loop:
 
     # Several processes
 
-    def wrap(self) -> nn.Module:
+    def wrap(self) -> Any:
         """The model, or what stands around it."""
-        found: nn.Module = self.model
-        if self.processes > 1:
-            found = DistributedDataParallel(found, [self.device] if self.device.type == "cuda" else None)
-        return found
+        if self.processes == 1:
+            return self.model
+        return DistributedDataParallel(self.model, [self.device] if self.device.type == "cuda" else None)
 
     def keep_gradients(self) -> contextlib.AbstractContextManager[None]:
         """For passes that others of the same update follow: gradients are exchanged after the last."""
@@ -243,10 +246,10 @@ class Loop:
     def score(self, examples: Any) -> dict[str, float]:
         """Each example counts once: where there are several processes the last batches begin again with the first
         examples, which are cut off."""
-        order, turn = np.arange(len(examples)), self.processes * self.micro
-        if self.processes > 1:
-            order = np.resize(order, math.ceil(len(order) / turn) * turn)
-        starts = range(self.rank * self.micro, len(order), turn)
+        turn = self.processes * self.micro
+        places = math.ceil(len(examples) / turn) * turn if self.processes > 1 else len(examples)
+        order = np.resize(np.arange(len(examples)), places)
+        starts = range(self.rank * self.micro, places, turn)
         found, labels = [], []
         for batch in map(self.move, self.load(examples, [order[at : at + self.micro].tolist() for at in starts])):
             found.append(self.gather(self.objective.measure(self.run_model, batch)))
@@ -266,7 +269,10 @@ class Loop:
             torch.save(moments, folder / MOMENTS)
             if self.scaler.is_enabled():
                 torch.save(self.scaler.state_dict(), folder / SCALE)
-        torch.save(read_random(self.device), folder / self.name_random_file())
+        states = {"cpu": torch.get_rng_state()}  # of torch's generators; nothing else draws while a model trains
+        if self.device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self.device)
+        torch.save(states, folder / self.name_random_file())
         if self.processes > 1:
             distributed.barrier()  # each process has a file in it
         if self.writes:
@@ -339,19 +345,6 @@ def make_optimizer(model: nn.Module, o: Optimisation) -> torch.optim.AdamW:
         {"params": [p for name, p in learned if name not in decaying], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=o.rate, betas=o.betas, eps=o.epsilon, fused=True)
-
-
-def load_weights(model: PreTrainedModel, checkpoint: Path) -> None:
-    found = model.load_state_dict(load_file(checkpoint / WEIGHTS), strict=False)
-    if strange := sorted({*found.missing_keys, *found.unexpected_keys} - set(model.all_tied_weights_keys)):
-        raise ValueError(f"The checkpoint is not one of this model: {strange[0]} is in one of the two only.")
-    model.tie_weights()
-
-
-def read_random(device: torch.device) -> dict[str, Tensor]:
-    """The states of torch's generators; nothing else draws while a model trains."""
-    found = {"cpu": torch.get_rng_state()}
-    return found | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
 def load_random(file: Path, device: torch.device) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from transformers import BertConfig, PreTrainedModel, masking_utils
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import lln.hf  # registers the attentions
+from lln.files import read_json
 from lln.lab.train.config import LEARNED, NONE, Attention, Config
 
 SOFTMAX, CONVOLVED = "sdpa", "convolved_softmax"
@@ -78,12 +78,11 @@ class SequenceClassifier(PreTrainedModel):
 SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 
 
-def read_start(start: str) -> dict[str, Any]:
+def read_start(start: str) -> Any:
     """The config of a saved model."""
-    file = Path(start) / "config.json"
-    if not file.is_file():
+    found = read_json(Path(start) / "config.json")
+    if found is None:
         raise ValueError(f"model.start: {start} holds no saved model (no config.json).")
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found
 
 
@@ -109,16 +108,13 @@ def fix_positions(embedding: nn.Embedding, settings: Any, kind: str) -> None:
     """Positions that are not learned: of tens of thousands each would be seen too rarely. Sines and cosines have the
     spread that learned ones begin with."""
     places, width = embedding.weight.shape
-    if kind == NONE:
-        table = torch.zeros(places, width)
-    else:
+    table = torch.zeros(places, width)
+    if kind != NONE:
         rates = SLOWEST ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)  # [width / 2]
         angles = torch.arange(places, dtype=torch.float64)[:, None] * rates
         waves = torch.stack([angles.sin(), angles.cos()], -1).flatten(1)[:, :width]
         table = (waves * settings.initializer_range * 2**0.5).float()
-    with torch.no_grad():
-        embedding.weight.copy_(table)
-    embedding.weight.requires_grad_(False)
+    embedding.weight.requires_grad_(False).copy_(table)
 
 
 def build(config: Config, sizes: Sizes) -> Any:

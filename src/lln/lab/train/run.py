@@ -96,7 +96,10 @@ def train(
             run.write(ENVIRONMENT, [*(run.read(ENVIRONMENT) or []), environment])
             if checkpoint is not None:
                 say(f"Going on from step {read_step(checkpoint)}.")
-        checkpoint = share(checkpoint, folder)
+        names = [checkpoint and checkpoint.name]
+        if processes > 1:
+            distributed.broadcast_object_list(names, 0)  # what the writing process found
+        checkpoint = folder / names[0] if names[0] else None
         reports = [open_report(name, folder, config, stack) for name in report_to or [] if rank == 0]
         kind = GraphLoop if config.graph else ShardedLoop if config.fsdp else Loop
         loop = kind(config, data, model, where, run, reports, progress)
@@ -189,12 +192,3 @@ def open_report(name: str, folder: Path, config: Config, stack: contextlib.ExitS
     service.init(project=os.environ.get(f"{name.upper()}_PROJECT", "lln"), name=folder.name, config=config.to_dict())
     stack.callback(service.finish)
     return lambda values, step: service.log({**rewrite_logs(values), "train/global_step": step})
-
-
-def share(checkpoint: Path | None, folder: Path) -> Path | None:
-    """What the writing process found, in all processes."""
-    if not distributed.is_initialized():
-        return checkpoint
-    found: list[Any] = [None if checkpoint is None else checkpoint.name]
-    distributed.broadcast_object_list(found, 0)
-    return None if found[0] is None else folder / found[0]

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lln.files import hash_file, read_json_lines, write_json, write_text
+from lln.files import hash_file, read_json, read_json_lines, write_json, write_text
 from lln.lab.train.config import Config
 
 CONFIG, FACTS, ENVIRONMENT, METRICS, RESULT, MANIFEST = (
@@ -60,8 +60,7 @@ class Run:
 
     def read(self, name: str) -> Any:
         """What a JSON file of the run holds, None where there is none."""
-        path = self.path / name
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        return read_json(self.path / name)
 
     def write(self, name: str, value: Any) -> None:
         write_json(self.path / name, value)
@@ -123,7 +122,7 @@ def list_facts(config: Config) -> dict[str, Any]:
     start = None
     if config.model.start:
         folder = Path(config.model.start).absolute().parent
-        held = json.loads((folder / CONFIG).read_text(encoding="utf-8")) if (folder / CONFIG).exists() else {}
+        held = read_json(folder / CONFIG) or {}
         length = held.get("data", {}).get("length")
         start = {"folder": folder.name, "task": held.get("task"), "seed": held.get("seed"), "length": length}
     return {
@@ -149,11 +148,11 @@ def seal(checkpoint: Path) -> None:
 def find_damage(checkpoint: Path) -> str | None:
     """Why a checkpoint cannot be used, or None."""
     try:
-        files = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return "it was not written to its end"
+        files = read_json(checkpoint / MANIFEST)
     except (OSError, ValueError):
         return f"{MANIFEST} cannot be read"
+    if files is None:
+        return "it was not written to its end"
     for name, expected in files.items():
         path = checkpoint / name
         if not path.is_file():

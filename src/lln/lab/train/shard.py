@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -28,13 +27,12 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 class ShardedLoop(Loop):
     """The loop of a run with `fsdp`."""
 
-    def wrap(self) -> nn.Module:
+    def wrap(self) -> Any:
         mesh = init_device_mesh(self.device.type, (self.processes,))
         for module in [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]:
             fully_shard(module, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
-        model: nn.Module = self.model
-        return model
+        return self.model
 
     def gather_weights(self) -> dict[str, Any]:
         """Whole tensors, in the first process; the others get nothing, and have to ask too."""
