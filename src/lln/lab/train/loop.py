@@ -368,10 +368,12 @@ def find_not_finite(model: nn.Module, batch: Batch, step: int) -> str:
 
     def look(module: nn.Module, args: Any, output: Any) -> None:
         tensors = [t for t in (output if isinstance(output, (tuple, list)) else [output]) if isinstance(t, Tensor)]
-        if module in names and not all(bool(t.isfinite().all()) for t in tensors):
+        if not all(bool(t.isfinite().all()) for t in tensors):
             found.append(names[module])
 
-    with torch.no_grad(), nn.modules.module.register_module_forward_hook(look):
+    with torch.no_grad(), contextlib.ExitStack() as hooks:
+        for module in names:
+            hooks.enter_context(module.register_forward_hook(look))
         model(**batch)
     where = f"{found[0]} is the first part of the model whose output is not" if found else "yet the model's outputs are"
     return f"The loss is not finite at step {step}: {where}. A lower optimisation.rate or optimisation.clip=1 may help."
