@@ -29,7 +29,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 import lln.hf
 from in_readme import command, put
 from lln.files import write_json
-from lln.lab.convert.layer_errors import compare_layers
+from lln.lab.convert.layer_report import compare_layers
 from lln.lab.convert.passages import as_batches, special_tokens
 from lln.lab.core.provenance import provenance
 from lln.lab.core.tables import markdown_table

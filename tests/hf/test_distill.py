@@ -15,7 +15,7 @@ from helpers.tensors import relative_error
 from lln.hf.distillation import NotFinite, choose, distillation, fine_tuning
 from lln.hf.find import attention_modules
 from lln.hf.watch import WATCHERS
-from lln.lab.convert.layer_errors import compare_layers, hidden_error, last_hidden
+from lln.lab.convert.layer_report import compare_layers, hidden_error, last_hidden
 
 KINDS = ("bert", "llama", "bart")
 ALL_OF_IT: dict[str, Any] = {"learnable": "channel", "mix": "scales", "feature_map": "linear"}

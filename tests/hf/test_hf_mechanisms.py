@@ -290,7 +290,7 @@ def test_a_model_without_what_is_learned_gets_its_first_values(name: str, tmp_pa
     loaded = type(plain).from_pretrained(tmp_path, attn_implementation=name, dtype=torch.float64).eval()
     own = {n: p for n, p in loaded.named_parameters() if "lln_peer" in n}
     torch.manual_seed(0)
-    fresh = loaded.encoder.layer[0].attention.self.lln_peer.build(torch.float64)
+    fresh = loaded.encoder.layer[0].attention.self.lln_peer.build()
     for layer in range(2):
         for n, p in fresh.named_parameters():
             found = own[f"encoder.layer.{layer}.attention.self.lln_peer.attention.{n}"]

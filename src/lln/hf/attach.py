@@ -1,18 +1,233 @@
-"""Give a model's attention modules what they run, as the model's config says."""
+"""What a model's attention modules run in the place of softmax, `.lln` or `.lln_peer`, and how they come by it."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lln.hf.attached import ModelAttention, Peer
-from lln.hf.find import attention_modules, check_model, configs, list_parts, own_modules, uses_interface
+from lln.hf.find import attention_modules, check_model, configs, is_cross, list_parts, own_attention, read_sizes
 from lln.hf.options import Options, read, runs_lln, runs_ours, write
+from lln.matching.moments import match_moments
+from lln.nn.attention import LLNAttention
+from lln.nn.weights import check_size, check_weights, dense_weights
+from lln.peers import attention, mechanism, mechanisms
+from lln.peers.registry import Mechanism
+
+# What only a model asks for, by mechanism: it shows its queries one by one while it writes.
+IN_MODELS = {
+    ("cosformer", "cross"): "the position of a query in its sequence does not reach the attention",
+    ("cosformer", "causal"): "weights depend on the length, so on how many tokens follow, unless max_length is given",
+    ("convolved_softmax", "causal"): "the convolution reaches back to queries that no cache keeps",
+}
+
+
+class Attached(nn.Module):
+    """What all of them have. It is made for `host`, the model's own attention module, which has a `name` there."""
+
+    build: Callable[..., nn.Module] | None  # makes what it keeps among the model's weights, as it was in the beginning
+    prefix = ""  # of the names that those have here
+    _is_hf_initialized: bool
+    collects = True  # whether transformers' recorder of outputs is looked at, see `interface.nothing_collected`
+
+    def settle(self, device: torch.device) -> None:
+        self.to(device)
+        # transformers' own mark. Without it a model that is built around this one would initialise what is here again;
+        # one that is being loaded is still empty (`meta`) and has to be.
+        for part in self.modules():
+            part._is_hf_initialized = device.type != "meta"  # type: ignore[assignment]
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Give what no checkpoint brought its first value: transformers leaves it uninitialised."""
+        if self.build is not None:
+            mine = dict(self.named_parameters()) | dict(self.named_buffers())
+            with torch.device("cpu"):
+                fresh = self.build()
+            for name, tensor in (*fresh.named_parameters(), *fresh.named_buffers()):
+                held = mine[self.prefix + name]
+                if not held.is_meta and not getattr(held, "_is_hf_initialized", False):
+                    held.copy_(tensor)
+
+
+def first_weight(host: nn.Module) -> Tensor:
+    """Whose dtype and device those of an attached module are."""
+    return next((p for p in host.parameters() if p.is_floating_point()), torch.empty(0))
+
+
+class ModelAttention(Attached, LLNAttention):
+    """LLNAttention of one attention module of a model, made from the model's options."""
+
+    def __init__(self, host: Any, name: str, options: Options) -> None:
+        """Of `host`, the model's own attention module, on its device and in its dtype."""
+        self.cross = is_cross(host, name)
+        decodes = self.cross or getattr(host, "is_causal", False) or getattr(host, "is_decoder", False)
+        self.kind = "decoder" if decodes else "encoder"
+        self.options, self.implementation = options, options.implementation
+        statistics = options.statistics_of(self.kind)
+        if self.kind == "decoder" and statistics in ("sample", "batch"):
+            raise ValueError(
+                f"lln: statistics={statistics!r} looks at all tokens, so the output of {type(host).__name__} ({name}) "
+                "would depend on later ones; use 'running' or 'fixed', or {'encoder': ..., 'decoder': ...}."
+            )
+        fixed = statistics == "fixed"
+        taken = ["length", "momentum", *(("learnable", "feature_map") if fixed else ())]
+        if not self.cross:
+            taken += ["convolution", *(("block_size", "mix", "overlap") if self.implementation == "lln_diag" else ())]
+        made = read_sizes(host) | {
+            "matching": "paper" if options.matching == "data" else options.matching,
+            "statistics": statistics,
+            "decoder": self.kind == "decoder",
+            **{name: getattr(options, name) for name in taken},
+        }
+        like = first_weight(host)
+        with torch.device("cpu"):  # whatever device (`meta`, while a model is loaded) is the default now
+            if options.coefficients is not None and fixed:  # kept among the weights, at first those of sigma = 1
+                usual: tuple[Any, Any] = match_moments(
+                    1.0, 1.0, made["head_dim"], made["matching"], made["scale"], length=made["length"]
+                )
+                width = [made["head_dim"]] if options.coefficients == "channel" else []
+                for name, heads, value in zip(("alpha", "beta"), ("num_heads", "num_key_heads"), usual, strict=True):
+                    made[name] = torch.full([made[heads], *width], value, dtype=torch.float64)
+            super().__init__(**made, dtype=like.dtype)
+        self.build = functools.partial(LLNAttention, **made)
+        self.settle(like.device)
+
+    def check_weights(self, query: Tensor, key: Tensor) -> None:
+        """ValueError where output_attentions asks for what is too large or does not exist."""
+        check_weights(self, query, key, "output_attentions", "leave it out")
+
+    def weights(self, query: Tensor, key: Tensor, where: dict[str, Any]) -> Tensor:
+        """P [B, H, N, M]"""
+        return dense_weights(self, query, key, **where)
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether alpha and beta are those of sigma = 1 because nobody said anything else."""
+        chosen = self.options.statistics
+        chosen = chosen if isinstance(chosen, str) else chosen[self.kind]
+        return self.kind == "decoder" and chosen == "auto" and self.options.coefficients is None
+
+    @torch.no_grad()
+    def take(self, other: ModelAttention) -> None:
+        """Keep what `other` has learned or measured, where this module has the same."""
+        other.commit()
+        for name, tensor in (*other.named_parameters(), *other.named_buffers()):
+            mine = getattr(self, name, None)
+            if isinstance(mine, Tensor) and mine.shape == tensor.shape:
+                mine.copy_(tensor)
+        # What was given or found may become what is learned, and one number a head one a channel.
+        pairs = list(zip(self.stored, other.stored, strict=False))
+        moved = self.learns != other.learns or any(mine.shape != theirs.shape for mine, theirs in pairs)
+        if pairs and moved and all(theirs.shape[1] in (1, mine.shape[1]) for mine, theirs in pairs):
+            self.set_coefficients(*(theirs.exp() if other.learns else theirs for _, theirs in pairs))
+
+    @property
+    def learns(self) -> bool:
+        """Whether alpha and beta are parameters."""
+        return "log_alpha" in self._parameters
+
+    @property
+    def stored(self) -> list[Tensor]:
+        """What keeps alpha and beta among the weights, [heads, 1 or dim] each: their logarithms where they are learned;
+        nothing where they are not kept."""
+        if self.learns:
+            return [self.get_parameter(name).detach() for name in ("log_alpha", "log_beta")]
+        return [kept[0] for name in ("alpha", "beta") if (kept := self._buffers.get(f"fixed_{name}")) is not None]
+
+    @torch.no_grad()
+    def set_coefficients(self, alpha: Any, beta: Any) -> None:
+        """alpha and beta, numbers or tensors [heads] or [heads, dim], into the buffers or parameters that keep them."""
+        for name, given, target in zip(("alpha", "beta"), (alpha, beta), self.stored, strict=True):
+            if not isinstance(given, (Real, Tensor)):
+                raise TypeError(f"{name} must be a number or a tensor; got {given!r}.")
+            values = torch.as_tensor(given, dtype=torch.float64, device=target.device)
+            if not bool((values > 0).all() & values.isfinite().all()):
+                raise ValueError(f"{name} must be positive and finite; got {given!r}.")
+            values = values[:, None] if values.ndim == 1 else values
+            fits = values.ndim == 2 and values.shape[0] == len(target) and values.shape[1] in (1, target.shape[1])
+            if values.ndim and not fits:
+                raise ValueError(
+                    f"{name} must be a number or a tensor [heads] or [heads, dim] = {list(target.shape)}; "
+                    f"got {list(values.shape)}."
+                )
+            target.copy_((values.log() if self.learns else values).expand(target.shape))
+
+
+class Peer(Attached):
+    """Another mechanism in one attention module of a model. What it learns, if anything, is in `attention`."""
+
+    prefix = "attention."
+
+    def __init__(self, host: Any, name: str, implementation: str, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        sizes = read_sizes(host)
+        self.implementation, self.options, self.scale = implementation, dict(options), sizes["scale"]
+        self.cross = is_cross(host, name)
+        if self.cross:  # as for LLN+Diag: blocks need one sequence
+            options = {k: v for k, v in options.items() if k not in ("block_size", "mix")}
+        self.used, like = dict(options), first_weight(host)
+        self.attention: Any = None
+        self.build = None
+        with torch.device("cpu"):
+            if self.entry.parameters:
+                made = sizes | {"max_length": find_longest(host.config), **options}
+                del made["value_dim"]
+                self.build = functools.partial(mechanism, implementation, dtype=like.dtype, **made)
+                self.attention = self.build()
+            else:  # one token, to hear now and not in the first call what is wrong with the options
+                token = torch.zeros(1, 1, 1, sizes["head_dim"])
+                attention(implementation, token, token, token, **self.options)
+        self.settle(like.device)
+
+    @property
+    def entry(self) -> Mechanism:
+        return mechanisms()[self.implementation]  # by name, so that models can be copied and pickled
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, query_mask: Tensor | None, dropout: float, **where: Any
+    ) -> Tensor:
+        """[B, H, N, E]. where: is_causal, key_mask and cu_seqlens; query_mask is for statistics, and there are none."""
+        if self.cross:
+            self.entry.refuse("cross")
+        causal = where["is_causal"] and not self.options.get("max_length")
+        for feature, asked in (("cross", self.cross), ("causal", causal)):
+            if asked and (why := IN_MODELS.get((self.implementation, feature))):
+                raise ValueError(f"{self.implementation} does not support {feature} attention in models: {why}.")
+        if self.attention is None:
+            given = self.used | {"dropout_p": dropout, "scale": self.scale}
+            return attention(self.implementation, query, key, value, **where, **given)
+        self.attention.dropout = dropout
+        out: Tensor = self.attention(query, key, value, **where)
+        return out
+
+    def check_weights(self, query: Tensor, key: Tensor) -> None:
+        if not self.entry.matrix:
+            raise ValueError(f"output_attentions: {self.implementation} has no attention matrix; leave it out.")
+        check_size(query, key, "output_attentions", "leave it out")
+
+    def weights(self, query: Tensor, key: Tensor, where: dict[str, Any]) -> Tensor:
+        # By giving the mechanism the unit vectors for values.
+        units = torch.eye(key.shape[2], dtype=key.dtype, device=key.device).expand(*key.shape[:2], -1, -1)
+        return self.forward(query, key, units, **where, dropout=0.0)
+
+
+def find_longest(config: Any) -> int | None:
+    """The most tokens that a model of this config takes, where it says so."""
+    if (positions := getattr(config, "max_position_embeddings", None)) is not None:
+        return int(positions)
+    image, patch = (getattr(config, name, None) for name in ("image_size", "patch_size"))
+    if isinstance(image, int) and isinstance(patch, int):
+        return (image // patch) ** 2 + 1  # and the class token
+    return None
 
 
 def attach(model: PreTrainedModel, *, fresh: bool) -> None:
@@ -23,30 +238,26 @@ def attach(model: PreTrainedModel, *, fresh: bool) -> None:
     guessed = False
     for part in list_parts(model):
         options, implementation = read(part.config), part.config._attn_implementation
-        if runs_ours(part.config):
+        ours, lln = runs_ours(part.config), runs_lln(part.config)
+        if ours:
             check_model(part, implementation)
-            options = dataclasses.replace(options or Options(), implementation=implementation)
         elif options is None:
             continue
-        elif implementation is not None:
-            options = dataclasses.replace(options, implementation=implementation)
-        hosts = [(name, module) for name, module in own_modules(part) if uses_interface(module)]
-        peers = {}
-        if runs_ours(part.config) and not runs_lln(part.config):
-            held = options.mechanisms.get(implementation, {})
-            peers = {module: find_peer(module, name, implementation, held) for name, module in hosts}
+        options = options or Options()
+        options = dataclasses.replace(options, implementation=implementation or options.implementation)
         write(part.config, options)
-        for _, module in hosts:
+        hosts = list(own_attention(part))
+        for name, module in hosts:
             follow(part, module)
-        for module, peer in peers.items():
-            module.lln_peer = peer
-        if not runs_lln(part.config):
+            if ours and not lln:
+                module.lln_peer = find_peer(module, name, implementation, options.mechanisms.get(implementation, {}))
+        if not lln:
             # Another attention runs now, but what LLN has learned or measured stays with the model.
             if not options.keeps_values:
                 continue
             options = dataclasses.replace(options, implementation="lln_diag" if isinstance(options.mix, str) else "lln")
         for name, module in hosts:
-            guessed |= attach_one(module, name, options, fresh) and runs_lln(part.config)
+            guessed |= attach_one(module, name, options, fresh) and lln
     if guessed:
         warnings.warn(
             f"{type(model).__name__} has causal or cross attention, and the spread of its queries and keys is not "
@@ -59,18 +270,18 @@ def attach(model: PreTrainedModel, *, fresh: bool) -> None:
 @contextlib.contextmanager
 def undo_refused(model: PreTrainedModel) -> Iterator[None]:
     """After a refusal all is as it was: what configs say, and what runs."""
-    before = [(config, getattr(config, "lln", None), config._attn_implementation) for config in configs(model)]
-    old = [(module, getattr(module, "lln", None)) for _, module in attention_modules(model)]
+    gone = object()
+    holders = (*configs(model), *(module for _, module in attention_modules(model)))
+    names = ("lln", "lln_peer", "_attn_implementation_internal")
+    before = [(holder, name, getattr(holder, name, gone)) for holder in holders for name in names]
     try:
         yield
     except (ValueError, TypeError):
-        for config, _, implementation in before:
-            config._attn_implementation_internal = implementation
-        for holder, was in (*((config, options) for config, options, _ in before), *old):
-            if was is not None:
-                holder.lln = was
-            elif hasattr(holder, "lln"):
-                del holder.lln
+        for holder, name, was in before:
+            if was is not gone:
+                setattr(holder, name, was)
+            elif hasattr(holder, name):
+                delattr(holder, name)
         raise
 
 
@@ -78,7 +289,7 @@ def find_peer(host: Any, name: str, implementation: str, options: Mapping[str, A
     """What an attention module of a model runs: a mechanism that learns stays the one that is there. ValueError where
     what another one has learned would be lost."""
     old = getattr(host, "lln_peer", None)
-    if not isinstance(old, Peer) or old.kept is None:
+    if not isinstance(old, Peer) or old.attention is None:
         return Peer(host, name, implementation, options)
     if (old.implementation, old.options) == (implementation, dict(options)):
         return old
@@ -102,7 +313,7 @@ def attach_one(module: Any, name: str, options: Options, fresh: bool) -> bool:
     if isinstance(old, ModelAttention):
         if old.options == options or not runs_lln(module.config):
             return False
-        if isinstance(old.mix, str) and old.mix == options.mix and options.blocks is None:
+        if isinstance(old.mix, str) and old.mix == options.mix and options.implementation == "lln":
             raise ValueError(
                 f"attn_implementation={options.implementation!r}: the learned mix={old.mix!r} of {name} would be lost; "
                 f"lln.hf.convert(model, {options.implementation!r}, mix=0.5) drops it."
@@ -127,13 +338,11 @@ def attach_one(module: Any, name: str, options: Options, fresh: bool) -> bool:
 
 def check_saved(model: PreTrainedModel) -> None:
     """ValueError where config.lln no longer says what runs, so that a saved model would come back as another one."""
-    for part in list_parts(model):
-        if not runs_lln(part.config):
-            continue
+    for part in (part for part in list_parts(model) if runs_lln(part.config)):
         options = read(part.config)
-        for name, module in own_modules(part):
-            attention = getattr(module, "lln", None)
-            if isinstance(attention, ModelAttention) and attention.options != options:
+        for name, module in own_attention(part):
+            held = getattr(module, "lln", None)
+            if isinstance(held, ModelAttention) and held.options != options:
                 raise ValueError(
                     f"config.lln was changed by hand and is not what {name} runs; use lln.hf.convert(model, ...) to "
                     f"change options, or model.set_attn_implementation({part.config._attn_implementation!r}) to run "

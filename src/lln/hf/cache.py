@@ -7,6 +7,7 @@ it the next one. A layer that attends to another sequence (an encoder's) folds t
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,10 +17,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from lln.state import LLNState
 
 TAG = "lln_layer"  # the attribute of a key tensor that says which layer it came through
-
-
-def find_layer(key: Tensor) -> StateLayer | None:
-    return getattr(key, TAG, None)
 
 
 class StateLayer(CacheLayerMixin):
@@ -52,11 +49,8 @@ class StateLayer(CacheLayerMixin):
                 "attn_implementation='lln' or 'lln_diag', and with models that hand a cache's keys on as they are."
             )
         self.waits = True
-        return self.tag(key_states), value_states
-
-    def tag(self, key: Tensor) -> Tensor:
-        setattr(key, TAG, self)
-        return key
+        setattr(key_states, TAG, self)
+        return key_states, value_states
 
     def keep(self, state: LLNState, new: int, cross: bool, dtype: torch.dtype) -> None:
         """The state after `new` more keys of that dtype."""
@@ -83,14 +77,17 @@ class StateLayer(CacheLayerMixin):
 
     # An encoder's sequence is asked for again in every step: there is nothing left of it but the state.
     def nothing(self, side: int) -> Tensor | None:
-        """No keys (2) or values (3) [B, key heads, 0, D or E], as the state's are."""
-        mean = None if self.state is None else self.state.mean_value  # [B, key heads, D, E]
-        return None if mean is None else mean.new_empty(*mean.shape[:2], 0, mean.shape[side], dtype=self.dtype)
+        """No keys (2) or values (3) [B, key heads, 0, D or E], as the state's are, and on them this layer."""
+        if self.state is None:
+            return None
+        mean = self.state.mean_value  # [B, key heads, D, E]
+        none = mean.new_empty(*mean.shape[:2], 0, mean.shape[side], dtype=self.dtype)
+        setattr(none, TAG, self)
+        return none
 
     @property
     def keys(self) -> Tensor | None:
-        key = self.nothing(2)
-        return None if key is None else self.tag(key)
+        return self.nothing(2)
 
     @property
     def values(self) -> Tensor | None:
@@ -152,10 +149,9 @@ class StateLayer(CacheLayerMixin):
             self.state, self.length, self.is_initialized = None, 0, False
             return
         self.length.zero_()
-        for name in ("log_sum", "mean_value", "count", "block_key", "block_value", "block_mask"):
-            tensor = getattr(self.state, name, None)
-            if tensor is not None:
-                tensor.fill_(-torch.inf if name == "log_sum" else 0)
+        for name, value in vars(self.state).items() if self.state is not None else ():
+            if isinstance(value, Tensor) and name != "beta":
+                value.fill_(-torch.inf if name == "log_sum" else 0)
 
 
 def list_tensors(state: LLNState) -> list[Tensor]:
@@ -187,27 +183,18 @@ class LLNCache(Cache):
         (True, True)
     """
 
+    is_croppable = False
+
     def __init__(self, layers: int = 0, *, static: bool = False) -> None:
         self.static = static
         super().__init__(layers=[StateLayer(static) for _ in range(layers)])
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        while len(self.layers) <= layer_idx:
-            self.layers.append(StateLayer(self.static))
-        layer: StateLayer = self.layers[layer_idx]
-        return layer.update(key_states, value_states)
+        self.layer_class_to_replicate = functools.partial(StateLayer, static)
 
     def activate_past_recording(self) -> None:
         raise ValueError(
             "assisted and prompt-lookup decoding take tokens back, and LLNCache keeps sums, from which no token can be "
             "taken away again; decode without them, or pass past_key_values=DynamicCache(), which keeps everything."
         )
-
-    @property
-    def is_croppable(self) -> bool:
-        return False
 
     @property
     def nbytes(self) -> int:

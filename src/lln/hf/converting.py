@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lln.hf.attach import attach, undo_refused
-from lln.hf.attached import ModelAttention
+from lln.hf.attach import ModelAttention, attach, undo_refused
 from lln.hf.find import attention_modules, check_model, list_parts
 from lln.hf.options import IMPLEMENTATIONS, KINDS, LLN, Options, read, write
 from lln.hf.watch import SoftmaxCall, show_softmax
 from lln.matching.data import match_data
-from lln.matching.moments import both_moments, sigma
+from lln.matching.moments import both_moments
 from lln.nn.statistics import Where
 
 ROWS = 64  # of a sample's queries that data matching looks at; there are many samples
@@ -94,8 +93,7 @@ def convert(
     parts = list_parts(model)
     held = next((one for part in parts if (one := read(part.config)) is not None), None)
     if implementation is None:
-        implementation = held.implementation if held is not None else "lln_diag"
-        implementation = implementation if implementation in IMPLEMENTATIONS else "lln_diag"
+        implementation = held.implementation if held and held.implementation in IMPLEMENTATIONS else "lln_diag"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}; got {implementation!r}.")
     asked = {
@@ -104,38 +102,17 @@ def convert(
         "momentum": momentum,
     }  # fmt: skip
     changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    if implementation not in LLN:
+    if options and implementation in LLN:
+        raise TypeError(f"{implementation} has no option {next(iter(options))!r}; see the arguments of lln.hf.convert.")
+    if implementation in LLN:
+        complete(changes, implementation, held or Options(), (alpha, beta), batches is not None)
+    else:
         measured = {"alpha": alpha, "beta": beta, "batches": batches}
         for name in (*changes, *(name for name, value in measured.items() if value is not None)):
             if name not in OF_PEERS:
                 raise ValueError(f"{name} goes with 'lln' and 'lln_diag'; got implementation={implementation!r}.")
         mechanisms = (held or Options()).mechanisms
-        mechanisms = mechanisms | {implementation: mechanisms.get(implementation, {}) | options | changes}
-        change(model, parts, {"implementation": implementation, "mechanisms": mechanisms})
-        return model
-    if options:
-        raise TypeError(f"{implementation} has no option {next(iter(options))!r}; see the arguments of lln.hf.convert.")
-    for name, usual in (("block_size", None), ("mix", 0.5), ("overlap", False)):
-        if implementation == "lln" and changes.get(name, usual) != usual:
-            raise ValueError(f"{name} goes with implementation='lln_diag'; got {changes[name]!r}.")
-    if (alpha is None) != (beta is None):
-        raise ValueError("alpha and beta go together; give both or neither.")
-    if matching == "data" and alpha is None and batches is None:
-        raise ValueError("matching='data' needs batches to find alpha and beta on, or alpha and beta themselves.")
-    fixes = alpha is not None or learnable is not None or feature_map is not None
-    if statistics is None and (matching == "data" or fixes):
-        changes["statistics"] = "fixed"
-    if alpha is not None or matching == "data":
-        changes["coefficients"] = "channel" if any(map(per_channel, (alpha, beta))) else "head"
-    elif statistics not in (None, "fixed") or matching is not None:
-        # What was given or found before goes when something else is asked for in its place.
-        changes["coefficients"] = None
-        if statistics is not None:
-            changes["learnable"], changes["feature_map"] = learnable, feature_map
-        elif held is not None and held.coefficients is not None and learnable is None and held.learnable is None:
-            changes["statistics"] = "auto"
-        if matching is None and held is not None and held.matching == "data":
-            changes["matching"] = "paper"
+        changes = {"mechanisms": mechanisms | {implementation: mechanisms.get(implementation, {}) | options | changes}}
     for part in parts:
         check_model(part, implementation)
     changes["implementation"] = implementation
@@ -147,32 +124,51 @@ def convert(
     for what, given in (("alpha", alpha), ("beta", beta)):
         if isinstance(given, Mapping) and (unknown := sorted(set(given) - set(modules))):
             raise ValueError(f"{what}: {unknown[0]!r} is no attention module in model.named_modules().")
-    found = None if batches is None else measure(model, batches, data)
+    found = {} if batches is None else measure(model, batches, data)
 
     with undo_refused(model):
-        change(model, parts, changes)
+        for part, new in zip(parts, chosen, strict=True):
+            write(part.config, new)
+            part.config._attn_implementation_internal = implementation
+        attach(model, fresh=True)
         for name, module in modules.items():
-            attention: ModelAttention = module.lln
-            if alpha is not None and beta is not None and attention.statistics == "fixed":
-                attention.set_coefficients(*(pick(what, c, name) for what, c in (("alpha", alpha), ("beta", beta))))
-            if found is not None:
-                found[name].give(attention)
+            if alpha is not None and beta is not None and module.lln.statistics == "fixed":
+                module.lln.set_coefficients(pick("alpha", alpha, name), pick("beta", beta, name))
+            if name in found:
+                found[name].give(module.lln)
     return model
 
 
-def change(model: PreTrainedModel, parts: list[PreTrainedModel], changes: dict[str, Any]) -> None:
-    """Bring the options into the parts' configs and attach what they ask for; after a refusal all is as it was."""
-    chosen = [dataclasses.replace(read(part.config) or Options(), **changes) for part in parts]
-    with undo_refused(model):
-        for part, options in zip(parts, chosen, strict=True):
-            write(part.config, options)
-            part.config._attn_implementation_internal = options.implementation
-        attach(model, fresh=True)
+def complete(
+    changes: dict[str, Any], implementation: str, held: Options, given: tuple[Any, Any], measured: bool
+) -> None:
+    """Add to the options of LLN that were asked for what follows from them, and from those that the model held.
 
-
-def per_channel(given: Coefficients | None) -> bool:
-    values = given.values() if isinstance(given, Mapping) else [given]
-    return any(isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] > 1 for value in values)
+    given: alpha and beta. measured: whether there are batches."""
+    for name, usual in (("block_size", None), ("mix", 0.5), ("overlap", False)):
+        if implementation == "lln" and changes.get(name, usual) != usual:
+            raise ValueError(f"{name} goes with implementation='lln_diag'; got {changes[name]!r}.")
+    if (given[0] is None) != (given[1] is None):
+        raise ValueError("alpha and beta go together; give both or neither.")
+    matching, statistics, learnable = (changes.get(name) for name in ("matching", "statistics", "learnable"))
+    if matching == "data" and given[0] is None and not measured:
+        raise ValueError("matching='data' needs batches to find alpha and beta on, or alpha and beta themselves.")
+    kept = given[0] is not None or matching == "data"
+    if statistics is None and (kept or learnable is not None or "feature_map" in changes):
+        changes["statistics"] = "fixed"
+    if kept:
+        values = [value for one in given for value in (one.values() if isinstance(one, Mapping) else [one])]
+        wide = any(isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] > 1 for value in values)
+        changes["coefficients"] = "channel" if wide else "head"
+    elif statistics not in (None, "fixed") or matching is not None:
+        # What was given or found before goes when something else is asked for in its place.
+        changes["coefficients"] = None
+        if statistics is not None:
+            changes |= {"learnable": learnable, "feature_map": changes.get("feature_map")}
+        elif held.coefficients is not None and learnable is None and held.learnable is None:
+            changes["statistics"] = "auto"
+        if matching is None and held.matching == "data":
+            changes["matching"] = "paper"
 
 
 def pick(what: str, given: Coefficients, name: str) -> float | Tensor:
@@ -186,28 +182,27 @@ def pick(what: str, given: Coefficients, name: str) -> float | Tensor:
 class Seen:
     """What one attention module showed: moments of queries and keys, and alpha and beta that match softmax on them."""
 
-    def __init__(self, module: Any, data: bool) -> None:
-        self.module, self.data = module, data
+    def __init__(self, data: bool) -> None:
+        self.data = data
         self.moments: Tensor | float = 0.0  # [2, 3, key heads]
-        self.log_alpha: Tensor | float = 0.0  # [heads], a sum over samples
-        self.log_beta: Tensor | float = 0.0  # [key heads]
+        self.logs: tuple[Tensor | float, ...] = (0.0, 0.0)  # of alpha [heads] and beta [key heads], sums over samples
         self.samples = 0
 
     def look(self, call: SoftmaxCall) -> None:
         query, key = call.query, call.key
-        learned = getattr(self.module, "lln", None)  # LLN attention that the module has from before
+        learned = getattr(call.module, "lln", None)  # LLN attention that the module has from before
         if isinstance(learned, ModelAttention):  # statistics are of what it has learned to make of them
             query, key = learned.convolve(query, key, Where(**call.where))
-        self.moments = self.moments + both_moments(query, key, key.shape[1], call.query_mask, call.key_mask).sum(2)
+        masks = call.where["query_mask"], call.where["key_mask"]
+        self.moments = self.moments + both_moments(query, key, key.shape[1], *masks).sum(2)
         if self.data:
             if isinstance(learned, ModelAttention) and learned.has_moved():
                 raise ValueError(
                     "matching='data': the model's convolution or feature map has learned something, and data matching "
                     "would set alpha and beta as if it had not; leave out matching and batches."
                 )
-            alpha, beta = match_data(query, key, **call.where, scale=call.scale, rows=ROWS)
-            self.log_alpha = self.log_alpha + alpha.log().sum(0)
-            self.log_beta = self.log_beta + beta.log().sum(0)
+            found = match_data(query, key, **call.where, scale=call.scale, rows=ROWS)
+            self.logs = tuple(before + new.log().sum(0) for before, new in zip(self.logs, found, strict=True))
             self.samples += len(query)
 
     def give(self, attention: ModelAttention) -> None:
@@ -217,24 +212,21 @@ class Seen:
                 "batches: an attention module of the model was never reached; give it inputs for all of it."
             )
         if attention.statistics == "running":
-            spreads = sigma(*self.moments.unbind(1)).square()
-            attention.running_variance_q.copy_(spreads[0])
-            attention.running_variance_k.copy_(spreads[1])
-            attention.running_count.fill_(1)
-            attention.pending.zero_()
+            attention.pending.copy_(self.moments)
+            attention.running_count.zero_()  # what is brought in first replaces what was there
+            attention.commit()
         if self.data and attention.statistics == "fixed":
-            alpha, beta = (torch.as_tensor(x / self.samples).exp() for x in (self.log_alpha, self.log_beta))
-            attention.set_coefficients(alpha, beta)
+            attention.set_coefficients(*(torch.as_tensor(log / self.samples).exp() for log in self.logs))
 
 
 def measure(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]], data: bool) -> dict[str, Seen]:
     """Run the model with softmax attention, and return what each attention module saw, by its name."""
-    observers = {name: Seen(module, data) for name, module in attention_modules(model)}
+    seen = {name: Seen(data) for name, _ in attention_modules(model)}
     count = 0
-    with show_softmax(model, observers) as run:
+    with show_softmax(model, lambda call: seen[call.layer].look(call)) as run:
         for batch in batches:
             run(batch)
             count += 1
     if not count:
         raise ValueError("batches must hold at least one batch; it is empty.")
-    return observers
+    return seen

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lln.hf.attached import ModelAttention
 from lln.hf.find import attention_modules
 from lln.hf.options import runs_lln
 from lln.hf.watch import SoftmaxCall, evaluating, on_device, show_softmax
@@ -31,7 +30,6 @@ Progress = Callable[[int, float], None]  # steps done, loss
 RATE = 0.03
 FINE_RATE, FINE_LLN_RATE = 1e-4, 1e-3
 WARMUP = 10  # steps over which the rate rises; then it falls in a straight line to 0
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 class NotFinite(ArithmeticError):
@@ -61,24 +59,34 @@ class Learner:
 
     def state(self) -> dict[str, Tensor]:
         """The parameters and what Adam knows about them, by names."""
-        found = {}
+        found = {name: parameter.detach() for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
-            found[name] = parameter.detach()
-            for moment, value in self.adam.state[parameter].items():
-                found[f"{name}/{moment}"] = value
+            found |= {f"{name}/{moment}": value for moment, value in self.adam.state[parameter].items()}
         return found
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor], done: int) -> None:
         """Go on from a state after so many steps."""
-        for name, parameter in self.parameters.items():
-            parameter.copy_(state[name])
-            held = {moment: state[f"{name}/{moment}"] for moment in MOMENTS if f"{name}/{moment}" in state}
-            self.adam.state[parameter] = {
-                moment: value.clone() if moment == "step" else value.to(parameter, copy=True)
-                for moment, value in held.items()
-            }
+        for key, value in state.items():
+            name, _, moment = key.partition("/")
+            parameter = self.parameters[name]
+            if moment:
+                held = value.clone() if moment == "step" else value.to(parameter, copy=True)
+                self.adam.state[parameter][moment] = held
+            else:
+                parameter.copy_(value)
         self.done = done
+
+    def learn(self, batches: Sequence[Batch], seed: int, teach: Callable[[Batch], float], progress: Progress) -> None:
+        """Take the steps that are left. teach: leaves the gradients of a batch, and returns its loss."""
+        if not isinstance(batches, Sequence):
+            raise TypeError(f"batches must be a list, since they are gone through again; got {type(batches).__name__}.")
+        if not batches:
+            raise ValueError("batches must hold at least one batch; it is empty.")
+        while self.done < self.steps:
+            loss = teach(choose(batches, self.done, seed))
+            self.step(loss)
+            progress(self.done, loss)
 
 
 def choose(batches: Sequence[Any], step: int, seed: int) -> Any:
@@ -98,40 +106,18 @@ def relative_error(student: Tensor, teacher: Tensor, rows: Tensor | None, dims: 
     return (error.sum(dims) / size.sum(dims).clamp_min(torch.finfo(size.dtype).tiny)).mean()
 
 
-def check_batches(batches: Sequence[Any]) -> None:
-    if not isinstance(batches, Sequence):
-        raise TypeError(f"batches must be a list, since they are gone through again; got {type(batches).__name__}.")
-    if not batches:
-        raise ValueError("batches must hold at least one batch; it is empty.")
-
-
-class Lesson:
-    """Asks the LLN attention of one module for what softmax gave, and leaves its gradients."""
-
-    def __init__(self, attention: ModelAttention, name: str) -> None:
-        self.attention, self.name = attention, name
-        self.losses: list[float] = []
-
-    def look(self, call: SoftmaxCall) -> None:
-        check_pattern(call, self.name)
-        with torch.enable_grad():
-            out = self.attention(call.query, call.key, call.value, **call.where)
-            loss = relative_error(out.transpose(1, 2), call.out, call.query_mask, (0, 1, 3))
-            loss.backward()
-        self.losses.append(loss.item())
-
-
-def check_pattern(call: SoftmaxCall, name: str) -> None:
+def check_pattern(call: SoftmaxCall) -> None:
     """ValueError where the model hides single pairs, which LLN attention cannot."""
     if call.mask is None or call.mask.shape[2] != call.query.shape[2]:
         return
-    seen = torch.ones_like(call.mask) if call.key_mask is None else call.key_mask[:, None, None].expand_as(call.mask)
-    seen = seen.tril() if call.is_causal else seen
-    counts = True if call.query_mask is None else call.query_mask[:, None, :, None]
+    is_causal, key_mask, query_mask = (call.where[name] for name in ("is_causal", "key_mask", "query_mask"))
+    seen = torch.ones_like(call.mask) if key_mask is None else key_mask[:, None, None].expand_as(call.mask)
+    seen = seen.tril() if is_causal else seen
+    counts = True if query_mask is None else query_mask[:, None, :, None]
     if bool(((seen != call.mask) & counts).any()):
         raise ValueError(
-            f"batches: {name} hides other keys from each query (packed sequences, a window), and LLN attention would "
-            "not; give each sequence a row of its own."
+            f"batches: {call.layer} hides other keys from each query (packed sequences, a window), and LLN attention "
+            "would not; give each sequence a row of its own."
         )
 
 
@@ -189,22 +175,30 @@ def distill(
         >>> losses[-1] < losses[0]
         True
     """
-    check_batches(batches)
     if not runs_lln(model.config):
         raise ValueError(
             f"distill: the model runs {model.config._attn_implementation!r}; first lln.hf.convert(model, 'lln_diag')."
         )
     learner = distillation(model, steps, rate) if learner is None else learner
-    lessons = {name: Lesson(module.lln, name) for name, module in attention_modules(model)}
-    with show_softmax(model, lessons) as run:
-        while learner.done < learner.steps:
-            run(choose(batches, learner.done, seed))
-            losses = [loss for lesson in lessons.values() for loss in lesson.losses]
-            for lesson in lessons.values():
-                lesson.losses.clear()
-            loss = sum(losses) / len(losses)
-            learner.step(loss)
-            progress(learner.done, loss)
+    losses: list[float] = []
+
+    def look(call: SoftmaxCall) -> None:
+        """Ask the LLN attention of a module for what softmax gave, and leave its gradients."""
+        check_pattern(call)
+        with torch.enable_grad():
+            out = call.module.lln(call.query, call.key, call.value, **call.where)
+            loss = relative_error(out.transpose(1, 2), call.out, call.where["query_mask"], (0, 1, 3))
+            loss.backward()
+        losses.append(loss.item())
+
+    with show_softmax(model, look) as run:
+
+        def teach(batch: Batch) -> float:
+            losses.clear()
+            run(batch)
+            return sum(losses) / len(losses)
+
+        learner.learn(batches, seed, teach, progress)
     return model
 
 
@@ -252,19 +246,20 @@ def fine_tune(
         >>> losses[-1] < losses[0]
         True
     """
-    check_batches(batches)
     if model is teacher or any(a is b for a, b in zip(model.parameters(), teacher.parameters(), strict=False)):
         raise ValueError("teacher must be another model than the one that learns, with weights of its own.")
     learner = fine_tuning(model, steps, rate) if learner is None else learner
+
+    def teach(batch: Batch) -> float:
+        batch = on_device(batch, model)
+        with torch.no_grad():
+            wanted = teacher.base_model(**batch).last_hidden_state
+        rows = batch.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+        found = model.base_model(**batch).last_hidden_state
+        loss = relative_error(found, wanted, None if rows is None else rows.bool(), (0, 1, 2))
+        loss.backward()
+        return loss.item()
+
     with evaluating(model), evaluating(teacher):
-        while learner.done < learner.steps:
-            batch = on_device(choose(batches, learner.done, seed), model)
-            with torch.no_grad():
-                wanted = teacher.base_model(**batch).last_hidden_state
-            rows = batch.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
-            found = model.base_model(**batch).last_hidden_state
-            loss = relative_error(found, wanted, None if rows is None else rows.bool(), (0, 1, 2))
-            loss.backward()
-            learner.step(loss.item())
-            progress(learner.done, loss.item())
+        learner.learn(batches, seed, teach, progress)
     return model

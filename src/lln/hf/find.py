@@ -26,19 +26,13 @@ def uses_interface(module: nn.Module) -> bool:
 
 @functools.cache
 def names_interface(kind: Any) -> bool:
-    for base in kind.__mro__:
-        for method in vars(base).values():
-            method = inspect.unwrap(method) if callable(method) else method
-            if isinstance(method, types.FunctionType) and INTERFACE in method.__code__.co_names:
-                return True
-    return False
+    methods = (inspect.unwrap(m) if callable(m) else m for base in kind.__mro__ for m in vars(base).values())
+    return any(isinstance(m, types.FunctionType) and INTERFACE in m.__code__.co_names for m in methods)
 
 
 def attention_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The modules whose attention runs through transformers' interface, with their names; a shared one once."""
-    for name, module in model.named_modules():
-        if uses_interface(module):
-            yield name, module
+    return ((name, module) for name, module in model.named_modules() if uses_interface(module))
 
 
 def check_class(model: PreTrainedModel, implementation: str) -> None:
@@ -50,9 +44,8 @@ def check_class(model: PreTrainedModel, implementation: str) -> None:
     here: list[Any] = [c for c in classes if issubclass(c, nn.Module) and c.__module__ == type(model).__module__]
     tables = [t for t in names.values() if isinstance(t, dict) and isinstance(t.get("eager"), type)]
     if tables or (here and not any(map(names_interface, here))):
-        what = "some" if tables else "no"
-        does = "ignores" if tables else "uses"
-        raise ValueError(say_ignored(f"{what} attention of {type(model).__name__} {does}", implementation))
+        said = "some attention of {} ignores" if tables else "no attention of {} uses"
+        raise ValueError(say_ignored(said.format(type(model).__name__), implementation))
 
 
 def say_ignored(what: str, implementation: str) -> str:
@@ -81,6 +74,11 @@ def own_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from own_modules(child, f"{prefix}{name}.")
 
 
+def own_attention(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Those of them whose attention runs through transformers' interface."""
+    return ((name, module) for name, module in own_modules(model) if uses_interface(module))
+
+
 def list_parts(model: nn.Module) -> list[PreTrainedModel]:
     """The model and the models inside it."""
     return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
@@ -94,17 +92,13 @@ def configs(model: PreTrainedModel) -> list[Any]:
 
 
 def find_first(holders: tuple[Any, ...], *names: str) -> Any:
-    for holder in holders:
-        for name in names:
-            found = getattr(holder, name, None)
-            if found is not None:
-                return found
-    return None
+    found = (getattr(holder, name, None) for holder in holders for name in names)
+    return next((one for one in found if one is not None), None)
 
 
-def read_sizes(module: Any) -> tuple[int, int, int, int, float | None]:
-    """(heads, key heads, head_dim, value_dim, scale) of a model's attention module, from the names that transformers
-    uses. What comes in a call is compared with them."""
+def read_sizes(module: Any) -> dict[str, Any]:
+    """num_heads, num_key_heads, head_dim, value_dim and scale (or None) of a model's attention module, from the names
+    that transformers uses. What comes in a call is compared with them."""
     config = module.config
     heads = find_first((module, config), "num_attention_heads", "num_heads", "n_heads", "n_head")
     dim = find_first((module,), "qk_head_dim", "head_dim", "attention_head_size", "head_size")
@@ -117,8 +111,13 @@ def read_sizes(module: Any) -> tuple[int, int, int, int, float | None]:
     if groups is not None:
         key_heads = heads // int(groups)  # some (VideoPrism) say 1.0
     scale = find_first((module,), "scaling", "scale")
-    value_dim = find_first((module,), "v_head_dim") or dim
-    return heads, key_heads or heads, dim, value_dim, float(scale) if isinstance(scale, (int, float)) else None
+    return {
+        "num_heads": heads,
+        "num_key_heads": key_heads or heads,
+        "head_dim": dim,
+        "value_dim": find_first((module,), "v_head_dim") or dim,
+        "scale": float(scale) if isinstance(scale, (int, float)) else None,
+    }
 
 
 def rescale_query(query: Tensor, scale: float | None, scaling: float | None) -> Tensor:

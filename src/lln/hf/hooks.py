@@ -8,18 +8,43 @@ import functools
 import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import EncoderDecoderCache, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationMode
 
-from lln.hf.attach import attach, check_saved, undo_refused
-from lln.hf.attached import Attached, ModelAttention
+from lln.files import write_text
+from lln.hf.attach import Attached, ModelAttention, attach, check_saved, undo_refused
 from lln.hf.cache import LLNCache
-from lln.hf.card import write_card
 from lln.hf.find import attention_modules, check_class, check_model, list_parts
 from lln.hf.options import IMPLEMENTATIONS, read, runs_lln, runs_ours, write
+
+Folder = str | os.PathLike[str]
+# What a folder with a saved model says about how to load it.
+HEADER = """---
+library_name: transformers
+tags:
+- lln-attention
+---
+
+# A transformers model with attention from lln-attention
+"""
+SECTION = """
+## How to load this model
+
+Its attention is the one that `lln` in `config.json` names, which transformers does not know by itself:
+
+    pip install 'lln-attention[hf]'
+
+```python
+import lln.hf  # before the model is loaded; without it transformers runs softmax attention
+from transformers import AutoModel
+
+model = AutoModel.from_pretrained("this folder")
+```
+"""
 
 
 def install() -> None:
@@ -100,37 +125,29 @@ def align(module: nn.Module) -> None:
             tensor.data = tensor.data.clone()
 
 
-def save(
-    original: Any, model: PreTrainedModel, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
-) -> Any:
+def save(original: Any, model: PreTrainedModel, save_directory: Folder, *args: Any, **kwargs: Any) -> Any:
     check_saved(model)
     result = original(model, save_directory, *args, **kwargs)
     explain(model, save_directory)
     return result
 
 
-def upload(
-    original: Any, model: PreTrainedModel, working_dir: str | os.PathLike[str], *args: Any, **kwargs: Any
-) -> Any:
+def upload(original: Any, model: PreTrainedModel, working_dir: Folder, *args: Any, **kwargs: Any) -> Any:
     """To the Hub. transformers has just put a README.md of its own in the place of ours."""
     explain(model, working_dir)
     return original(model, working_dir, *args, **kwargs)
 
 
-def explain(model: PreTrainedModel, folder: str | os.PathLike[str]) -> None:
+def explain(model: PreTrainedModel, folder: Folder) -> None:
+    """A README.md that says how to load the model, or that section at the end of the one that is there."""
     if os.path.isdir(folder) and any(runs_ours(part.config) for part in list_parts(model)):
-        write_card(folder)
+        path = Path(folder) / "README.md"
+        text = path.read_text(encoding="utf-8") if path.exists() else HEADER
+        if "lln.hf" not in text:
+            write_text(path, text.rstrip("\n") + "\n" + SECTION)
 
 
-def give_cache(
-    original: Any,
-    model: Any,
-    generation_config: Any,
-    model_kwargs: dict[str, Any],
-    mode: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def give_cache(original: Any, model: Any, generation_config: Any, model_kwargs: Any, mode: Any, *more: Any) -> Any:
     """generate's own cache is an LLNCache where the model's decoder runs LLN throughout."""
     given, how = model_kwargs.get("past_key_values"), generation_config.cache_implementation
     encoded = bool(model.config.is_encoder_decoder)
@@ -142,10 +159,8 @@ def give_cache(
             )
         static = how == "static"
         layers = model.config.get_text_config(decoder=True).num_hidden_layers if static else 0
-        cache = LLNCache(layers, static=static)
-        model_kwargs["past_key_values"] = (
-            EncoderDecoderCache(cache, LLNCache(layers, static=static)) if encoded else cache
-        )
+        cache, other = (LLNCache(layers, static=static) for _ in range(2))
+        model_kwargs["past_key_values"] = EncoderDecoderCache(cache, other) if encoded else cache
         if mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant:
             cache.activate_past_recording()
         return None
@@ -153,7 +168,7 @@ def give_cache(
         given.activate_past_recording()
     if isinstance(given, LLNCache) and encoded:
         model_kwargs["past_key_values"] = EncoderDecoderCache(given, LLNCache(static=given.static))
-    return original(model, generation_config, model_kwargs, mode, *args, **kwargs)
+    return original(model, generation_config, model_kwargs, mode, *more)
 
 
 def decodes_with_lln(model: PreTrainedModel) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils.output_capturing import _active_collector
 
-from lln.hf.attached import Attached, ModelAttention
-from lln.hf.cache import StateLayer, find_layer
+from lln.hf.attach import Attached, ModelAttention, Peer
+from lln.hf.cache import TAG, StateLayer
 from lln.hf.find import rescale_query
 from lln.hf.masks import lln_mask, split
 from lln.hf.options import IMPLEMENTATIONS, LLN
@@ -39,7 +39,7 @@ def register() -> None:
         AttentionMaskInterface.register(name, lln_mask)
 
 
-def make_function(name: str) -> Callable[..., Any]:
+def make_function(name: str) -> Any:
     def function(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
         return attend(name, module, query, key, value, attention_mask, **kwargs)
 
@@ -53,27 +53,25 @@ class Request:
     """A call of a module's attention, in the words of lln's own. Not frozen: torch.compile makes and changes it."""
 
     host: str  # the class of the model's attention module
-    attention: Attached
+    attention: ModelAttention | Peer
     query: Tensor  # [B, H, N, D]
     key: Tensor  # [B, key heads, M, D]
     value: Tensor  # [B, key heads, M, E]
     dropout: float
     wanted: bool  # whether P was asked for
-    is_causal: bool
-    key_mask: Tensor | None
-    query_mask: Tensor | None = None
-    cu_seqlens: Any = None
-
-    @property
-    def where(self) -> dict[str, Any]:
-        names = ("is_causal", "key_mask", "query_mask", "cu_seqlens")
-        return {name: getattr(self, name) for name in names}
+    where: dict[str, Any]  # is_causal, key_mask, query_mask and cu_seqlens, as in `lln.LLNAttention`
 
     def count_all(self) -> None:
         """Between two sequences every query counts."""
         batch, _, length, _ = self.query.shape
-        self.attention.check_lengths(self.host, length, self.key.shape[2])
-        self.query_mask = torch.ones(batch, length, dtype=torch.bool, device=self.query.device)
+        attention = self.attention
+        if isinstance(attention, ModelAttention) and attention.statistics in ("sample", "batch"):
+            raise ValueError(
+                f"{self.host} attends from {length} queries to {self.key.shape[2]} keys, so statistics="
+                f"{attention.statistics!r} cannot know which queries are padding; use lln.hf.convert(model, "
+                "statistics='running') or 'fixed'."
+            )
+        self.where["query_mask"] = torch.ones(batch, length, dtype=torch.bool, device=self.query.device)
 
     def run(self, layer: StateLayer | None = None) -> Result:
         """layer: of an LLNCache, whose state comes before the keys and which is given the one after them."""
@@ -104,9 +102,14 @@ def attend(
     **kwargs: Any,
 ) -> Result:
     """As transformers' other functions."""
-    attention = find_attached(module, implementation)
+    attention = getattr(module, "lln" if implementation in LLN else "lln_peer", None)
+    if not isinstance(attention, (ModelAttention, Peer)) or attention.implementation != implementation:
+        raise RuntimeError(
+            f"{type(module).__name__} was not set up for attn_implementation={implementation!r}; call "
+            f"model.set_attn_implementation({implementation!r}), or load the model after `import lln.hf`."
+        )
     refuse(module, kwargs)
-    layer, lengths = find_layer(key), kwargs.get("cu_seq_lens_q")
+    layer, lengths = getattr(key, TAG, None), kwargs.get("cu_seq_lens_q")
     causal, key_mask, offsets = split(attention_mask, key.shape[2], layer is not None)
     if causal is None:
         causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
@@ -115,9 +118,10 @@ def attend(
             f"{type(module).__name__} attends causally here, so with statistics={attention.statistics!r} its output "
             "would depend on later tokens; use lln.hf.convert(model, statistics='running', batches=...) or 'fixed'."
         )
+    where: dict[str, Any] = {"is_causal": causal, "key_mask": key_mask, "query_mask": None, "cu_seqlens": None}
     call = Request(
         type(module).__name__, attention, rescale_query(query, attention.scale, scaling), key, value,
-        dropout if module.training else 0.0, wants_weights(module, attention, kwargs), causal, key_mask,
+        dropout if module.training else 0.0, wants_weights(module, attention, kwargs), where,
     )  # fmt: skip
     if layer is not None:
         if offsets is not None or lengths is not None:
@@ -125,9 +129,7 @@ def attend(
         return attend_with_state(call, layer)
     if lengths is not None:
         keys = kwargs.get("cu_seq_lens_k")
-        call = dataclasses.replace(
-            call, cu_seqlens=(lengths, keys) if attention.cross and keys is not None else lengths
-        )
+        where["cu_seqlens"] = (lengths, keys) if attention.cross and keys is not None else lengths
     elif offsets is not None:
         return attend_packed(call, offsets)
     if causal and key.shape[2] > query.shape[2]:
@@ -143,7 +145,7 @@ def attend_packed(call: Request, offsets: Tensor) -> Result:
     call.query, call.key, call.value = (  # [B, H, N, D] -> [1, H, B N, D]
         t.transpose(0, 1).flatten(1, 2).unsqueeze(0) for t in (call.query, call.key, call.value)
     )
-    call.cu_seqlens = offsets
+    call.where["cu_seqlens"] = offsets
     out, weights = call.run()
     if weights is not None:  # [1, H, B N, B N]: rows attend within themselves
         rows = weights.squeeze(0).unflatten(2, (batch, -1)).unflatten(1, (batch, -1))
@@ -159,7 +161,7 @@ def attend_with_state(call: Request, layer: StateLayer) -> Result:
             f"past_key_values: LLNCache keeps the state of 'lln' and 'lln_diag', and {call.host} runs "
             f"{attention.implementation!r}; use DynamicCache."
         )
-    if not attention.cross and not call.is_causal:
+    if not attention.cross and not call.where["is_causal"]:
         raise ValueError(
             f"past_key_values: {call.host} is not causal here, so earlier rows would change; use no cache."
         )
@@ -171,7 +173,7 @@ def attend_with_state(call: Request, layer: StateLayer) -> Result:
     if attention.cross:
         call.count_all()
         if not new:  # all of them, and what hides some, are in the state
-            call.key_mask = None
+            call.where["key_mask"] = None
     if call.wanted and not layer.empty:
         raise ValueError(
             "output_attentions: the keys of earlier tokens are gone with LLNCache, and P has a column for each; "
@@ -187,22 +189,12 @@ def attend_after_cached(call: Request) -> Result:
         raise ValueError(
             "past_key_values: the convolution reaches back to queries that no cache keeps; use use_cache=False."
         )
-    past = call.key.shape[2] - call.query.shape[2]
+    past, key_mask = call.key.shape[2] - call.query.shape[2], call.where["key_mask"]
     counts = torch.arange(call.key.shape[2], device=call.key.device)[None] >= past
-    call.query_mask = counts.expand(len(call.key), -1) if call.key_mask is None else counts & call.key_mask
+    call.where["query_mask"] = counts.expand(len(call.key), -1) if key_mask is None else counts & key_mask
     call.query = nn.functional.pad(call.query, (0, 0, past, 0))
     out, weights = call.run()
     return out[:, past:], None if weights is None else weights[:, :, past:]
-
-
-def find_attached(module: Any, implementation: str) -> Attached:
-    attention = getattr(module, "lln" if implementation in LLN else "lln_peer", None)
-    if not isinstance(attention, Attached) or attention.implementation != implementation:
-        raise RuntimeError(
-            f"{type(module).__name__} was not set up for attn_implementation={implementation!r}; call "
-            f"model.set_attn_implementation({implementation!r}), or load the model after `import lln.hf`."
-        )
-    return attention
 
 
 def refuse(module: Any, kwargs: dict[str, Any]) -> None:

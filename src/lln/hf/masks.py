@@ -50,11 +50,13 @@ def lln_mask(
         )
     if attention_mask is not None and attention_mask.shape[-1] == 0:
         attention_mask = None  # a mask from here: some models (PaliGemma) make one for a model inside, which does again
+    device = torch.device(kwargs["device"])
     if isinstance(kv_offset, Tensor) or kv_offset:
-        return mask_after_state(batch_size, kv_length, kv_offset, attention_mask, torch.device(kwargs["device"]))
-    length, device = query_positions(kv_length, attention_mask, kwargs)
+        return mask_after_state(batch_size, kv_length, kv_offset, attention_mask, device)
+    if kwargs.get("allow_is_bidirectional_skip") is None:  # of masks that are not bidirectional
+        check_positions(kv_length, attention_mask, kwargs["q_length"], kwargs["q_offset"])
     if packed:
-        return find_offsets(mask_function, batch_size, length, device)
+        return find_offsets(mask_function, batch_size, kwargs["q_length"], device)
     kind = BIDIRECTIONAL if mask_function is bidirectional_mask_function else CAUSAL
     if attention_mask is None:
         return torch.empty(batch_size, 0, dtype=kind, device=device)
@@ -75,25 +77,22 @@ def mask_after_state(
     return attention_mask[:, None, None, attention_mask.shape[-1] - new :].to(CAUSAL)
 
 
-def query_positions(kv_length: int, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> tuple[int, torch.device]:
-    """(number of queries, their device). ValueError where the queries are not the last of the keys: a mask of another
-    length, or a cache with places that nothing was written to yet."""
-    length, device, first = kwargs["q_length"], torch.device(kwargs["device"]), kwargs["q_offset"]
-    bidirectional = kwargs.get("allow_is_bidirectional_skip") is not None
-    if not bidirectional and isinstance(first, int) and attention_mask is not None:
+def check_positions(keys: int, attention_mask: Tensor | None, length: int, first: int | Tensor) -> None:
+    """ValueError where the queries are not the last of the keys: a mask of another length, or a cache with places that
+    nothing was written to yet."""
+    if isinstance(first, int) and attention_mask is not None:
         seen, came = first + length, attention_mask.shape[-1]
         # Without a cache transformers takes the length of the mask for that of the keys.
-        if came < seen or came == kv_length != seen:
+        if came < seen or came == keys != seen:
             raise ValueError(
                 f"attention_mask must have a column for each of the {seen} tokens, those in the cache included; "
                 f"got shape {list(attention_mask.shape)}."
             )
-    if not bidirectional and (not isinstance(first, int) or first + length != kv_length):
+    if not isinstance(first, int) or first + length != keys:
         raise ValueError(
             "past_key_values: a cache with places for tokens to come (StaticCache) cannot be read by linear attention; "
             "use DynamicCache, or LLNCache(static=True) for 'lln' and 'lln_diag' without overlap."
         )
-    return length, device
 
 
 def find_offsets(mask_function: Callable[..., Any], batch_size: int, length: int, device: torch.device) -> Tensor:

@@ -104,12 +104,11 @@ class Options:
                 f"lln: statistics={parts['decoder']!r} looks at all tokens, so a decoder's output would depend on "
                 "later ones; use 'running' or 'fixed' for the decoder."
             )
-        fixed = "fixed" in (self.statistics_of("encoder"), self.statistics_of("decoder"))
-        if self.matching == "data" and not fixed:
-            raise ValueError(f"lln: matching='data' goes with statistics='fixed'; got statistics={self.statistics!r}.")
-        for name in ("learnable", "coefficients", "feature_map"):
-            if getattr(self, name) is not None and not fixed:
-                raise ValueError(f"lln: {name} goes with statistics='fixed'; got statistics={self.statistics!r}.")
+        asked = {"matching='data'": self.matching == "data"}
+        asked |= {name: getattr(self, name) is not None for name in ("learnable", "coefficients", "feature_map")}
+        for what, wanted in asked.items():
+            if wanted and "fixed" not in map(self.statistics_of, KINDS):
+                raise ValueError(f"lln: {what} goes with statistics='fixed'; got statistics={self.statistics!r}.")
         if self.matching == "data" and self.coefficients is None and self.learnable is None:
             raise ValueError(
                 "lln: matching='data' needs alpha and beta; use lln.hf.convert(model, matching='data', ...)."
@@ -131,16 +130,11 @@ class Options:
         return "sample" if kind == "encoder" else "fixed"
 
     @property
-    def blocks(self) -> int | None:
-        return self.block_size if self.implementation == "lln_diag" else None
-
-    @property
     def keeps_values(self) -> bool:
         """Whether anything of it lives among the weights."""
-        parts = {self.statistics_of(kind) for kind in KINDS}
-        mixes = isinstance(self.mix, str) and self.implementation != "lln"
         learned = (self.learnable, self.coefficients, self.feature_map, self.convolution)
-        return "running" in parts or any(one is not None for one in learned) or mixes
+        mixes = isinstance(self.mix, str) and self.implementation != "lln"
+        return mixes or "running" in map(self.statistics_of, KINDS) or any(one is not None for one in learned)
 
 
 KINDS = ("encoder", "decoder")

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,22 +41,15 @@ class Call:
     query: Tensor  # [B, H, N, D]
     key: Tensor  # [B, key heads, M, D]
     value: Tensor  # [B, key heads, M, E]
-    mask: Any  # in the form that the implementation takes
+    mask: Any  # in the form that the implementation takes; of softmax here [B, 1, N, M] or None
     given: dict[str, Any]  # the other arguments
 
 
 Around = Callable[[Call, Callable[[], Any]], Any]  # is given a call and what runs it, and returns what that gives
 
 
-class Watcher:
-    """One watched model."""
-
-    def __init__(self, model: nn.Module, around: Around) -> None:
-        self.around, self.names = around, {id(module): name for name, module in model.named_modules()}
-
-
 # One exchange serves all watchers, and it is there only while somebody watches.
-WATCHERS: list[Watcher] = []
+WATCHERS: list[tuple[dict[int, str], Around]] = []  # each with the names of its model's modules
 LOCK = threading.Lock()
 plain_get_interface: Callable[..., Any] = AttentionInterface.get_interface
 
@@ -70,10 +63,10 @@ def get_interface(interface: AttentionInterface, attn_implementation: str, defau
 
     def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *more: Any, **given: Any) -> Any:
         go = functools.partial(function, module, query, key, value, mask, *more, **given)
-        for watcher in tuple(WATCHERS):
-            if (layer := watcher.names.get(id(module))) is not None:
+        for names, around in tuple(WATCHERS):
+            if (layer := names.get(id(module))) is not None:
                 call = Call(layer, attn_implementation, module, query, key, value, mask, given)
-                go = functools.partial(watcher.around, call, go)
+                go = functools.partial(around, call, go)
         return go()
 
     return attend
@@ -85,7 +78,7 @@ def watch(model: nn.Module, around: Around) -> Callable[[], None] | None:
     global plain_get_interface
     if not any(True for _ in attention_modules(model)):
         return None
-    watcher = Watcher(model, around)
+    watcher = ({id(module): name for name, module in model.named_modules()}, around)
     with LOCK:
         if not WATCHERS:
             plain_get_interface = AttentionInterface.get_interface
@@ -102,41 +95,29 @@ def watch(model: nn.Module, around: Around) -> Callable[[], None] | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class SoftmaxCall:
-    """One call of softmax attention, without gradients."""
+class SoftmaxCall(Call):
+    """A call of softmax attention, without gradients, and what it gave."""
 
-    query: Tensor  # [B, H, N, D]
-    key: Tensor  # [B, key heads, M, D]
-    value: Tensor  # [B, key heads, M, E]
     out: Tensor  # [B, N, H, E]
     scale: float | None  # of q . k; None: 1 / sqrt(D)
-    is_causal: bool
-    key_mask: Tensor | None  # [B, M]
-    query_mask: Tensor | None  # [B, N], rows that are no padding; None: all
-    mask: Tensor | None  # [B, 1, N, M], which pairs attended
-
-    @property
-    def where(self) -> dict[str, Any]:
-        return {"is_causal": self.is_causal, "key_mask": self.key_mask, "query_mask": self.query_mask}
-
-
-class Observer(Protocol):
-    """Who looks at one attention module."""
-
-    def look(self, call: SoftmaxCall) -> None: ...
+    where: dict[str, Any]  # is_causal; key_mask [B, M]; query_mask [B, N], rows that are no padding; None: all
 
 
 @contextlib.contextmanager
 def show_softmax(
-    model: PreTrainedModel, observers: Mapping[str, Observer]
+    model: PreTrainedModel, look: Callable[[SoftmaxCall], None]
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Yields a function that runs the model, in eval and with softmax attention, on a batch of its arguments, and shows
-    each attention module to the observer of its name. ValueError for what LLN attention could not do."""
+    each call of an attention module. ValueError for what LLN attention could not do."""
 
-    def look(call: Call, go: Callable[[], Any]) -> Any:
-        check_softmax(call)
+    def around(call: Call, go: Callable[[], Any]) -> Any:
+        refuse(call.module, call.given)
+        if call.given.get("cu_seq_lens_q") is not None:
+            raise ValueError("batches: softmax here does not keep packed sequences apart; give each a row of its own.")
+        if call.mask is not None and call.mask.dtype != torch.bool:
+            raise ValueError("batches: attention_mask must be a padding mask [batch, length], not numbers to be added.")
         result = go()
-        observers[call.layer].look(read_softmax(call, result[0]))
+        look(read_softmax(call, result[0]))
         return result
 
     @torch.no_grad()
@@ -146,7 +127,7 @@ def show_softmax(
         model(**on_device(batch, model))
 
     before = [(config, config._attn_implementation) for config in configs(model)]
-    remove = watch(model, look)
+    remove = watch(model, around)
     try:
         with evaluating(model, caches=True):
             for config, _ in before:
@@ -159,14 +140,6 @@ def show_softmax(
             remove()
 
 
-def check_softmax(call: Call) -> None:
-    refuse(call.module, call.given)
-    if call.given.get("cu_seq_lens_q") is not None:
-        raise ValueError("batches: softmax here does not keep packed sequences apart; give each a row of its own.")
-    if call.mask is not None and call.mask.dtype != torch.bool:
-        raise ValueError("batches: attention_mask must be a padding mask [batch, length], not numbers to be added.")
-
-
 def read_softmax(call: Call, out: Tensor) -> SoftmaxCall:
     rows, keys, said = call.query.shape[2], call.key.shape[2], call.given.get("is_causal")
     is_causal = bool(getattr(call.module, "is_causal", False) if said is None else said) and rows == keys
@@ -175,10 +148,10 @@ def read_softmax(call: Call, out: Tensor) -> SoftmaxCall:
     query_mask = key_mask
     if rows != keys or is_cross(call.module, call.layer):  # which queries are padding is not said
         query_mask = torch.ones(call.query.shape[0], rows, dtype=torch.bool, device=call.query.device)
-    scale = read_sizes(call.module)[4]
-    query = rescale_query(call.query, scale, call.given.get("scaling")).detach()
-    key, value = call.key.detach(), call.value.detach()
-    return SoftmaxCall(query, key, value, out.detach(), scale, is_causal, key_mask, query_mask, call.mask)
+    scale = read_sizes(call.module)["scale"]
+    where = {"is_causal": is_causal, "key_mask": key_mask, "query_mask": query_mask}
+    given = vars(call) | {"query": rescale_query(call.query, scale, call.given.get("scaling"))}
+    return SoftmaxCall(**given, out=out, scale=scale, where=where)
 
 
 def on_device(batch: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any]:

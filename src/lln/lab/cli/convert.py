@@ -60,7 +60,7 @@ def convert(
     import torch
 
     from lln.hf.distillation import NotFinite
-    from lln.lab.convert.layer_tables import describe_whole, list_rows, name_stages
+    from lln.lab.convert.layer_report import describe_whole, list_rows, name_stages
     from lln.lab.convert.passages import read_texts
     from lln.lab.convert.pipeline import Plan, convert_checkpoint
     from lln.lab.core.errors import Refused
@@ -74,9 +74,9 @@ def convert(
             fine_rate=fine_rate, seed=seed,
         )  # fmt: skip
         texts = read_texts(calibration)
-        with StageBars() as told:
+        with StageBars() as bars:
             about = provenance(seed, torch.device(device))
-            result = convert_checkpoint(model, out, texts, plan, device=device, about=about, progress=told)
+            result = convert_checkpoint(model, out, texts, plan, device=device, about=about, progress=bars)
     except (Refused, ValueError, TypeError) as error:
         fail(f"lln convert: {error}")
     except NotFinite as error:
@@ -102,16 +102,7 @@ class StageBars(Bars):
 
     stage = ""
 
-    def __exit__(self, *error: object) -> None:
-        self.finish()
-        super().__exit__(*error)
-
-    def finish(self) -> None:
-        if self.stage:
-            self.update(completed=self.progress.tasks[-1].total)
-
     def __call__(self, stage: str, done: int, total: int, text: str) -> None:
         if stage != self.stage:
-            self.finish()
             self.stage, self.update = stage, self.add(stage, total)
         self.update(completed=done, total=total, description=f"{stage} {text}")

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lln.lab.core.errors import Refused
-from lln.lab.inspect.inspection import count_positions
 
 
 def read_texts(files: Sequence[Path]) -> list[str]:
@@ -38,16 +38,7 @@ def read_texts(files: Sequence[Path]) -> list[str]:
 
 
 def fingerprint(texts: Sequence[str]) -> str:
-    found = hashlib.sha256()
-    for text in texts:
-        found.update(hashlib.sha256(text.encode()).digest())
-    return found.hexdigest()[:16]
-
-
-def find_longest(model: Any, tokenizer: Any) -> int | None:
-    """How many tokens the model takes at most; None: it does not say."""
-    limit = min(tokenizer.model_max_length, count_positions(model))
-    return int(limit) if limit < 10**9 else None
+    return hashlib.sha256(b"".join(hashlib.sha256(text.encode()).digest() for text in texts)).hexdigest()[:16]
 
 
 def cut_passages(tokenizer: Any, texts: Sequence[str], length: int, shortest: int) -> list[list[int]]:
@@ -83,9 +74,8 @@ def as_batches(model: Any, tokenizer: Any, found: Sequence[Sequence[int]], size:
     batches = []
     for first in range(0, len(found), size):
         part = found[first : first + size]
-        width = max(map(len, part))
-        ids = torch.tensor([[*one, *[filler] * (width - len(one))] for one in part])
-        mask = torch.tensor([[1] * len(one) + [0] * (width - len(one)) for one in part])
+        ids = pad_sequence([torch.tensor(one) for one in part], batch_first=True, padding_value=filler)
+        mask = pad_sequence([torch.ones(len(one), dtype=torch.int64) for one in part], batch_first=True)
         batch = {"input_ids": ids, "attention_mask": mask}
         if getattr(model.config, "is_encoder_decoder", False):
             batch |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}

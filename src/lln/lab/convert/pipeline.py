@@ -16,18 +16,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lln.checks import MATCHINGS
-from lln.hf.card import add_section
+from lln.files import write_text
 from lln.hf.converting import convert
 from lln.hf.distillation import FINE_RATE, RATE, Learner, distill, distillation, fine_tune, fine_tuning
 from lln.hf.options import LLN, runs_ours
 from lln.hf.watch import evaluating
-from lln.lab.convert.layer_errors import compare_layers, hidden_error, last_hidden
-from lln.lab.convert.layer_tables import write_report
-from lln.lab.convert.passages import as_batches, cut_passages, find_longest, fingerprint
+from lln.lab.convert.layer_report import compare_layers, hidden_error, last_hidden, write_report
+from lln.lab.convert.passages import as_batches, cut_passages, fingerprint
 from lln.lab.convert.workplace import MODEL, Workplace
 from lln.lab.core.errors import Refused, first_line
 from lln.lab.core.pretrained import load, quiet, shorten_name
-from lln.lab.inspect.inspection import label_layers
+from lln.lab.inspect.inspection import count_positions, label_layers
 
 MATCHED = 32  # passages that matching looks at
 REPORTED = 4  # passages that the report is measured on
@@ -121,36 +120,34 @@ def convert_checkpoint(
         raise Refused(
             f"{name} runs {model.config._attn_implementation!r} already; convert the softmax model it was made from"
         )
-    limit = find_longest(model, tokenizer)
-    length = plan.length if limit is None else min(plan.length, limit)
+    length = int(min(plan.length, tokenizer.model_max_length, count_positions(model)))
     if length < plan.shortest:
         raise Refused(f"passages of {length} tokens are too short; at least {plan.shortest} are needed")
-    found = cut_passages(tokenizer, texts, length, plan.shortest)
-    kept, learned = split(found)
-    batches = [as_batches(model, tokenizer, part, plan.batch_size) for part in (kept, learned)]
-    few = learned[:: max(1, len(learned) // MATCHED)][:MATCHED]
-    matched = as_batches(model, tokenizer, few, plan.batch_size)
+    kept, learned = split(cut_passages(tokenizer, texts, length, plan.shortest))
+    parts = kept, learned, learned[:: max(1, len(learned) // MATCHED)][:MATCHED]
+    reported, lessons, matched = (as_batches(model, tokenizer, part, plan.batch_size) for part in parts)
     with work.alone():
         with evaluating(model):
-            conversion = Conversion(work, plan, model, batches[0], progress)
+            conversion = Conversion(work, plan, model, reported, progress)
             conversion.match(matched)
             if plan.distill:
                 learner = distillation(model, plan.distill, plan.rate)
-                conversion.learn("distilled", learner, functools.partial(distill, model, batches[1]))
+                conversion.learn("distilled", learner, functools.partial(distill, model, lessons))
             if plan.fine_tune:
-
-                def tune(**options: Any) -> None:
-                    fine_tune(model, load(name, device, headed=True)[0], batches[1], **options)
-
-                conversion.learn("fine_tuned", fine_tuning(model, plan.fine_tune, plan.fine_rate), tune)
+                learner = fine_tuning(model, plan.fine_tune, plan.fine_rate)
+                conversion.learn(
+                    "fine_tuned", learner,
+                    lambda **how: fine_tune(model, load(name, device, headed=True)[0], lessons, **how),
+                )  # fmt: skip
         result = {
+            "request": work.request,
             "class": type(model).__name__,
             "passages": {"learned": len(learned), "reported": len(kept), "held_out": kept != learned, "tokens": length},
             **conversion.report(),
             "provenance": {**(about or {}), "transformers": transformers.__version__},
         }
         save(model, tokenizer, work, name, result)
-    return {"request": work.request, **result}
+    return result
 
 
 def split(found: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
@@ -195,9 +192,8 @@ class Conversion:
         if plan.matching != "data":
             options["statistics"] = {"encoder": "sample", "decoder": "running"}
         if (held := self.work.stage("matched")) is not None:
-            if plan.matching == "data":
-                options |= {"alpha": 1.0, "beta": 1.0}
-            convert(self.model, **options)
+            number = 1.0 if plan.matching == "data" else None
+            convert(self.model, **options, alpha=number, beta=number)
             self.take("matched", *held)
             return
 
@@ -205,6 +201,7 @@ class Conversion:
             for number, batch in enumerate(batches):
                 self.progress("matching", number, len(batches), "")
                 yield batch
+            self.progress("matching", len(batches), len(batches), "")
 
         convert(self.model, **options, batches=follow())
         self.end("matched", {})
@@ -215,9 +212,8 @@ class Conversion:
             return
         losses: dict[str, float] = {}
         if (begun := self.work.learning(stage)) is not None:
-            notes, tensors = begun
-            learner.load(tensors, int(notes["done"]))
-            losses["first"] = float(notes["first"])
+            learner.load(begun[1], int(begun[0]["done"]))
+            losses["first"] = float(begun[0]["first"])
 
         def tell(done: int, loss: float) -> None:
             losses.setdefault("first", loss)
@@ -231,11 +227,11 @@ class Conversion:
 
     def end(self, stage: str, found: dict[str, Any]) -> None:
         """Measure the layers after a stage, and put it away."""
-        self.progress(f"measuring, {stage.replace('_', '-')}", 0, 1, "")
-        found |= {
-            "layers": compare_layers(self.model, self.kept),
-            "hidden_error": hidden_error(last_hidden(self.model, self.kept), self.wanted),
-        }
+        what = f"measuring, {stage.replace('_', '-')}"
+        self.progress(what, 0, 1, "")
+        found["layers"] = compare_layers(self.model, self.kept)
+        found["hidden_error"] = hidden_error(last_hidden(self.model, self.kept), self.wanted)
+        self.progress(what, 1, 1, "")
         state = self.model.state_dict()
         changed = state if stage == "fine_tuned" else {name: t for name, t in state.items() if ".lln." in name}
         self.work.keep_stage(stage, found, changed)
@@ -247,18 +243,18 @@ class Conversion:
         self.found[stage] = found
 
     def report(self) -> dict[str, Any]:
-        stages = list(self.found)
-        first = self.found[stages[0]]["layers"]
+        first = next(iter(self.found.values()))["layers"]
         labels = label_layers([(row["layer"], 0) for row in first])
-        layers = []
-        for number, row in enumerate(first):
-            mine = {stage: self.found[stage]["layers"][number]["lln"] for stage in stages}
-            layers.append({"layer": row["layer"], "label": labels[row["layer"], 0], "softmax": row["softmax"], **mine})
+        layers = [
+            {"layer": row["layer"], "label": labels[row["layer"], 0], "softmax": row["softmax"]}
+            | {stage: found["layers"][number]["lln"] for stage, found in self.found.items()}
+            for number, row in enumerate(first)
+        ]
         return {
-            "stages": stages,
+            "stages": list(self.found),
             "layers": layers,
-            "hidden_error": {stage: self.found[stage]["hidden_error"] for stage in stages},
-            "loss": {stage: self.found[stage]["loss"] for stage in stages if "loss" in self.found[stage]},
+            "hidden_error": {stage: found["hidden_error"] for stage, found in self.found.items()},
+            "loss": {stage: found["loss"] for stage, found in self.found.items() if "loss" in found},
         }
 
 
@@ -271,5 +267,7 @@ def save(model: PreTrainedModel, tokenizer: Any, work: Workplace, name: str, res
     with quiet(transformers, bars=False):
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    add_section(folder, "How it was converted", write_report({"request": work.request, **result}))
+    card = folder / "README.md"
+    said = f"## How it was converted\n\n{write_report(result)}"
+    write_text(card, card.read_text(encoding="utf-8").rstrip("\n") + "\n\n" + said)
     work.finish(result)

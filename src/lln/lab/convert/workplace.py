@@ -25,7 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lln.files import replace_file, write_json
+from lln.files import read_json, replace_file, write_json
 from lln.lab.core.errors import Refused
 
 REQUEST, RESULT, LEARNING, MODEL = "request.json", "conversion.json", "learning.safetensors", "model"
@@ -38,24 +38,18 @@ class Workplace:
         self.request = json.loads(json.dumps(request))
         if out.exists() and not out.is_dir():
             raise Refused(f"{out} is a file; name a folder for the converted model")
-        for folder, name in ((out, RESULT), (self.place, REQUEST)):
-            held = read_json(folder / name)
-            if held is None:
-                if folder == out and folder.exists() and any(folder.iterdir()):
-                    raise Refused(f"{out} is not empty and holds no conversion; name another folder")
-                continue
-            held = held["request"] if name == RESULT else held
-            if changed := [key for key in sorted({*held, *self.request}) if held.get(key) != self.request.get(key)]:
-                key = changed[0]
-                raise Refused(
-                    f"{folder} holds a conversion that was asked for differently: {key} is {held.get(key)!r} there and "
-                    f"{self.request.get(key)!r} here; name another folder or remove this one"
-                )
-
-    @property
-    def result(self) -> dict[str, Any] | None:
-        """Of a conversion that is finished."""
-        return read_json(self.out / RESULT)
+        self.result: dict[str, Any] | None = read_json(out / RESULT)  # of a conversion that is finished
+        if self.result is None and out.exists() and any(out.iterdir()):
+            raise Refused(f"{out} is not empty and holds no conversion; name another folder")
+        finished: Any = None if self.result is None else self.result["request"]
+        for folder, held in ((out, finished), (self.place, read_json(self.place / REQUEST))):
+            for key in sorted({*held, *self.request}) if held is not None else ():
+                there, here = held.get(key), self.request.get(key)
+                if there != here:
+                    raise Refused(
+                        f"{folder} holds a conversion that was asked for differently: {key} is {there!r} there and "
+                        f"{here!r} here; name another folder or remove this one"
+                    )
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -101,18 +95,11 @@ class Workplace:
 
     def finish(self, result: dict[str, Any]) -> None:
         """Move the model that was saved in `place / MODEL` to OUT."""
-        write_json(self.place / MODEL / RESULT, {"request": self.request, **result})
+        write_json(self.place / MODEL / RESULT, result)
         if self.out.exists():
             self.out.rmdir()  # empty, and not every system moves a folder onto one
         os.replace(self.place / MODEL, self.out)
         shutil.rmtree(self.place)
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: dict[str, str]) -> None:

@@ -1,4 +1,5 @@
-"""How far LLN attention is from the softmax attention of the same model, layer by layer, on the same inputs."""
+"""How far LLN attention is from the softmax attention of the same model, layer by layer, on the same inputs; and the
+report of it as rows of text, for the screen and the model card."""
 
 from __future__ import annotations
 
@@ -9,13 +10,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lln.hf.attached import ModelAttention
+from lln.hf.attach import ModelAttention
 from lln.hf.find import attention_modules
 from lln.hf.watch import SoftmaxCall, evaluating, on_device, show_softmax
 from lln.instruments.observation import Observation, default_scale, measure
 from lln.instruments.watchers import find_mix
+from lln.lab.core.tables import markdown_table
 
 MEASURED = ("entropy", "spectral_gap")
+TITLES = {"matched": "matched", "distilled": "distilled", "fine_tuned": "fine-tuned"}
 
 
 class Witness:
@@ -23,15 +26,15 @@ class Witness:
 
     def __init__(self, attention: ModelAttention, name: str) -> None:
         self.attention, self.name = attention, name
-        self.found: dict[str, list[Tensor]] = {}  # [B, H] each
+        self.found: dict[str, dict[str, list[Tensor]]] = {"softmax": {}, "lln": {}}  # [B, H] each
         self.error = self.size = 0.0
 
     def look(self, call: SoftmaxCall) -> None:
         lln = self.attention
         out = lln(call.query, call.key, call.value, **call.where).transpose(1, 2)
         difference, size = (out - call.out).double().square(), call.out.double().square()
-        if call.query_mask is not None:
-            rows = call.query_mask[:, :, None, None]
+        if (mask := call.where["query_mask"]) is not None:
+            rows = mask[:, :, None, None]
             difference, size = difference * rows, size * rows
         self.error += float(difference.sum())
         self.size += float(size.sum())
@@ -44,18 +47,17 @@ class Witness:
             block_size=lln.block_size, mix=find_mix(lln), overlap=lln.overlap,
         )  # fmt: skip
         for kind, seen in (("softmax", softmax), ("lln", ours)):
-            for name, values in measure(seen, MEASURED).items():
-                if name in MEASURED:
-                    self.found.setdefault(f"{kind}.{name}", []).append(values.cpu())
+            found = measure(seen, MEASURED)
+            for name in MEASURED:
+                self.found[kind].setdefault(name, []).append(found[name].cpu())
 
     def row(self) -> dict[str, Any]:
-        means = {name: mean(torch.cat(values)) for name, values in self.found.items()}
-        return {
-            "layer": self.name,
-            "softmax": {name: means[f"softmax.{name}"] for name in MEASURED},
-            "lln": {name: means[f"lln.{name}"] for name in MEASURED}
-            | {"error": (self.error / self.size) ** 0.5 if self.size else 0.0, "mix": learned_mix(self.attention)},
+        means: dict[str, dict[str, Any]] = {
+            kind: {name: mean(torch.cat(values)) for name, values in found.items()}
+            for kind, found in self.found.items()
         }
+        error = (self.error / self.size) ** 0.5 if self.size else 0.0
+        return {"layer": self.name, **means, "lln": means["lln"] | {"error": error, "mix": learned_mix(self.attention)}}
 
 
 def mean(values: Tensor) -> float | None:
@@ -83,7 +85,7 @@ def compare_layers(model: PreTrainedModel, batches: Sequence[Mapping[str, Any]])
 
     Means over heads and samples; padding does not count. The inputs of all layers are those of the softmax model."""
     witnesses = {name: Witness(module.lln, name) for name, module in attention_modules(model)}
-    with evaluating(model), show_softmax(model, witnesses) as run:
+    with evaluating(model), show_softmax(model, lambda call: witnesses[call.layer].look(call)) as run:
         for batch in batches:
             run(batch)
     return [witness.row() for witness in witnesses.values()]
@@ -107,3 +109,56 @@ def hidden_error(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     parts = [(float((a - b).square().sum()), float(b.square().sum())) for a, b in zip(found, wanted, strict=True)]
     error, size = (sum(column) for column in zip(*parts, strict=True))
     return float((error / size) ** 0.5)
+
+
+def name_stages(result: dict[str, Any]) -> str:
+    return " → ".join(TITLES[stage] for stage in result["stages"])
+
+
+def list_rows(result: dict[str, Any]) -> list[list[str]]:
+    """The columns' names, then a row for each layer: what softmax attention has, and LLN's after each stage."""
+    mixes = any(layer[stage]["mix"] is not None for layer in result["layers"] for stage in result["stages"])
+    rows = [["layer", "entropy, softmax", "entropy", "gap, softmax", "gap", "error", *["mix"] * mixes]]
+    for layer in result["layers"]:
+        stages = [layer[stage] for stage in result["stages"]]
+        row = [layer["label"]]
+        for what, digits in (("entropy", 2), ("spectral_gap", 3), ("error", 3), ("mix", 2))[: 3 + mixes]:
+            if what in layer["softmax"]:
+                row.append(show_steps([layer["softmax"][what]], digits))
+            row.append(show_steps([stage[what] for stage in stages], digits))
+        rows.append(row)
+    return rows
+
+
+def show_steps(values: list[float | None], digits: int) -> str:
+    return " → ".join("-" if value is None else f"{value:.{digits}f}" for value in values)
+
+
+def describe_whole(result: dict[str, Any]) -> str:
+    """One sentence about the model as a whole."""
+    errors = ", ".join(f"{TITLES[stage]} {error:.3f}" for stage, error in result["hidden_error"].items())
+    held = "kept apart from learning" if result["passages"]["held_out"] else "that were also learned from"
+    return (
+        f"Relative error of the last hidden states against the softmax model's: {errors}; on "
+        f"{result['passages']['reported']} passages {held}."
+    )
+
+
+def write_report(result: dict[str, Any]) -> str:
+    """Markdown, for the model card."""
+    request, (columns, *rows) = result["request"], list_rows(result)
+    steps = f"{request['distill']} steps of distillation and {request['fine_tune']} of fine-tuning"
+    later = " After fine-tuning both are those of the new weights." if "fine_tuned" in result["stages"] else ""
+    lines = [
+        f"From {request['model']} by `lln convert`: {request['attention']}, `{request['matching']}` matching, {steps} "
+        f"on {result['passages']['learned']} passages of up to {result['passages']['tokens']} tokens.",
+        f"Numbers: {name_stages(result)}.",
+        "",
+        *markdown_table(columns, rows, "l"),
+        "",
+        "Entropy in bits; gap: 1 - abs(second eigenvalue); error: of the outputs, against softmax attention on the "
+        f"same queries, keys and values; mix: the weight of LLN beside the blocks. Means over heads.{later}",
+        "",
+        describe_whole(result),
+    ]
+    return "\n".join(lines) + "\n"
