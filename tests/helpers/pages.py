@@ -9,13 +9,15 @@ class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.links: list[str] = []
+        self.tags: list[str] = []
         self.open: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
         if tag not in ("meta", "br", "link", "input"):
             self.open.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "srcset")]
 
     def outside(self, folder: Path) -> list[str]:
         """Links to anything but this page and the files beside it, which a reader may follow and no page loads."""

@@ -11,7 +11,18 @@ import torch
 import transformers as tf
 
 import lln.hf
-from helpers.hf_models import BERT, CAUSAL, build_model, guesses, make_config, output, recorded, sentence, tokens
+from helpers.hf_models import (
+    BERT,
+    CAUSAL,
+    build_model,
+    find_minilm,
+    guesses,
+    make_config,
+    output,
+    recorded,
+    sentence,
+    tokens,
+)
 from helpers.tensors import relative_error
 from lln.hf.find import attention_modules
 from lln.hf.masks import lln_mask
@@ -148,10 +159,11 @@ def embed(model: Any, tokenizer: Any, sentences: list[str]) -> torch.Tensor:
     return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
 
 
-def test_minilm_embeds_sentences_saves_and_reloads(tmp_path: Path, minilm_folder: Path) -> None:
-    tokenizer = tf.AutoTokenizer.from_pretrained(minilm_folder)
-    model = tf.AutoModel.from_pretrained(minilm_folder, attn_implementation="lln_diag")
-    softmax = tf.AutoModel.from_pretrained(minilm_folder)
+def test_minilm_embeds_sentences_saves_and_reloads(tmp_path: Path) -> None:
+    folder = find_minilm()
+    tokenizer = tf.AutoTokenizer.from_pretrained(folder)
+    model = tf.AutoModel.from_pretrained(folder, attn_implementation="lln_diag")
+    softmax = tf.AutoModel.from_pretrained(folder)
     ours, theirs = (embed(m, tokenizer, SENTENCES) for m in (model, softmax))
     assert relative_error(ours, theirs) > 1e-3
     likeness = ours @ ours.T

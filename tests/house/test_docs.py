@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
+from helpers.command import run_command
 from lln.lab.cli.app import app
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def test_help_and_page_name_the_same_options() -> None:
         rows = [line for line in section.splitlines() if line.startswith("| `--")]
         shown = {option for row in rows for option in re.findall(r"`(-[^`]+)`", row.split(" | ")[0])}
         assert shown == {o for p in command.params for o in p.opts if o.startswith("-")} - {"--help", "-h"}, name
-    assert CliRunner().invoke(app, ["--help"]).exit_code == 0
+    assert run_command("--help").exit_code == 0
 
 
 def test_pages_that_are_made_are_up_to_date() -> None:

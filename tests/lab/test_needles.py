@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner, Result
 
+from helpers.command import Answer, run_command
 from helpers.fake_runs import asked, jobs_of
-from lln.lab.cli.app import app
+from helpers.runs import Stop, stop_at
 from lln.lab.core.tables import write_csv
 from lln.lab.data.examples import IGNORE, Stream
 from lln.lab.data.needles import Needles, Planting, average_by_distance, score_answers
@@ -143,17 +143,17 @@ def test_odd_options_are_refused_before_anything_runs(
     command: list[str], option: str, sentence: str, tmp_path: Path
 ) -> None:
     asked = [*command, "--set", f"data.options.{option}", "--dry-run", "--out", str(tmp_path / "x")]
-    done = CliRunner().invoke(app, asked, env={"COLUMNS": "300"})
+    done = run_command(*asked, columns=300)
     assert done.exit_code == 2, done.output
     assert sentence in " ".join(done.output.replace("│", " ").split())
 
 
 def test_learned_positions_go_with_one_length_and_no_judging_means_the_usual(tmp_path: Path) -> None:
     asked = ["reproduce", "lengths", "--set", "model.positions=learned", "--dry-run", "--out", str(tmp_path / "x")]
-    done = CliRunner().invoke(app, asked, env={"COLUMNS": "300"})
+    done = run_command(*asked, columns=300)
     assert done.exit_code == 2
     assert "model.positions: a model that goes on" in " ".join(done.output.replace("│", " ").split())
-    done = CliRunner().invoke(app, [*asked, "--set", "lengths=128"])
+    done = run_command(*asked, "--set", "lengths=128")
     assert done.exit_code == 0, done.output
     config = change(recipe("needles", "tiny", "lln"), {"data.evaluation": "0"})
     assert set_length(config, 512).data.evaluation == 0
@@ -314,15 +314,8 @@ def test_a_stopped_run_and_one_with_a_graph_end_like_a_whole_one(tmp_path: Path,
     short = {"optimisation__steps": "20", "save_every": "10", "evaluate_every": "10", "data__evaluation": "8"}
     whole = train(easy("lln_diag", **short), tmp_path / "whole", cache_dir=cache)
 
-    class Stop(Exception):
-        pass
-
-    def stop(step: int, values: dict[str, float]) -> None:
-        if step == 14:
-            raise Stop
-
     with pytest.raises(Stop):
-        train(easy("lln_diag", **short), tmp_path / "stopped", cache_dir=cache, progress=stop)
+        train(easy("lln_diag", **short), tmp_path / "stopped", cache_dir=cache, progress=stop_at(14))
     resumed = train(easy("lln_diag", **short), tmp_path / "stopped", cache_dir=cache)
     graph = train(easy("lln_diag", graph="yes", **short), tmp_path / "graph", cache_dir=cache)
     assert whole["metrics"] == resumed["metrics"] == graph["metrics"]
@@ -360,20 +353,19 @@ SHORT = [
 ]  # fmt: skip
 
 
-def lln(*arguments: str | Path, cache: Path) -> Result:
+def reproduce(*arguments: str | Path, cache: Path) -> Answer:
     changes = [word for text in SHORT for word in ("--set", text)]
-    everything = ["reproduce", "lengths", *map(str, arguments), "--device", "cpu", *changes]
-    environment = {"COLUMNS": "200", "NO_COLOR": "1", "LLN_CACHE": os.fspath(cache), "LLN_DATA_ROOT": ""}
-    return CliRunner().invoke(app, everything, env=environment)
+    environment = {"LLN_CACHE": os.fspath(cache), "LLN_DATA_ROOT": ""}
+    return run_command("reproduce", "lengths", *arguments, "--device", "cpu", *changes, environment=environment)
 
 
 def test_lengths_from_the_command_to_the_table_and_nothing_twice(tmp_path: Path, cache: Path) -> None:
     asked_for: list[str | Path]
     asked_for = ["--attentions", "softmax,block_diagonal,lln_diag", "--set", "lengths=32,64", "--out", tmp_path]
-    dry = lln(*asked_for, "--dry-run", cache=cache)
+    dry = reproduce(*asked_for, "--dry-run", cache=cache)
     assert dry.exit_code == 0, dry.output
     assert "needles-64-after-32-tiny-lln_diag-seed0: new" in dry.stdout
-    first = lln(*asked_for, cache=cache)
+    first = reproduce(*asked_for, cache=cache)
     assert first.exit_code == 0, first.output
     result = json.loads((tmp_path / "lengths.json").read_text())
     assert result["lengths"] == [32, 64]
@@ -394,10 +386,10 @@ def test_lengths_from_the_command_to_the_table_and_nothing_twice(tmp_path: Path,
     rows = list(csv.DictReader((tmp_path / "lengths.csv").read_text().splitlines()))
     assert write_csv(result["rows"]) == (tmp_path / "lengths.csv").read_text()
     assert len(rows) == 6
-    again = lln(*asked_for, cache=cache)
+    again = reproduce(*asked_for, cache=cache)
     assert again.exit_code == 0
     assert "all 6 runs are there (6 finished)" in again.stderr
-    drawn = lln("--from", tmp_path, *asked_for[:2], "--out", tmp_path / "other", "--no-charts", cache=cache)
+    drawn = reproduce("--from", tmp_path, *asked_for[:2], "--out", tmp_path / "other", "--no-charts", cache=cache)
     assert drawn.exit_code == 0, drawn.output
     assert json.loads((tmp_path / "other" / "lengths.json").read_text())["cells"] == result["cells"]
     assert not list((tmp_path / "other").glob("*.svg"))
@@ -412,7 +404,7 @@ def test_lengths_from_the_command_to_the_table_and_nothing_twice(tmp_path: Path,
     ],
 )
 def test_lengths_that_cannot_be_are_refused(arguments: list[str], message: str, tmp_path: Path, cache: Path) -> None:
-    found = lln(*arguments, "--out", tmp_path, cache=cache)
+    found = reproduce(*arguments, "--out", tmp_path, cache=cache)
     assert found.exit_code == 2
     assert message in found.stderr
 
@@ -456,14 +448,14 @@ def test_lengths_are_read_from_text() -> None:
 
 def test_a_model_to_begin_from_must_be_there_and_have_the_same_shape(tmp_path: Path) -> None:
     asked = ["train", "needles", "--set", "optimisation.steps=2", "--set", "data.evaluation=4", "--out"]
-    done = CliRunner().invoke(app, [*asked, str(tmp_path / "a")])
+    done = run_command(*asked, tmp_path / "a")
     assert done.exit_code == 0, done.output
     start = ["--start", str(tmp_path / "a" / "model")]
     other = ["--set", "data.options.keys=8"]
-    done = CliRunner().invoke(app, [*asked, str(tmp_path / "b"), *start, *other])
+    done = run_command(*asked, tmp_path / "b", *start, *other)
     assert done.exit_code == 2
     assert "has a vocab_size of 592; got settings (model, data.options) with 552." in done.output
     for more in ([], ["--dry-run"]):
-        done = CliRunner().invoke(app, [*asked, str(tmp_path / "c"), "--start", str(tmp_path / "none"), *more])
+        done = run_command(*asked, tmp_path / "c", "--start", tmp_path / "none", *more)
         assert done.exit_code == 2
         assert "none holds no saved model (no config.json)." in done.output

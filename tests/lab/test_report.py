@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from lln.lab.cli.app import app
+from helpers.command import run_command
 from lln.lab.core import charts
 from lln.lab.core.page import Chart, Section, write_page
 from lln.lab.core.palette import Style
@@ -25,10 +24,6 @@ from lln.peers.simple_kernels import FEATURES
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SMALL = explorer.Plan(length=48, dims=(16, 64), temperatures=(0.25, 1.0, 8.0), seeds=1)
-
-
-def lln(*arguments: str) -> Any:
-    return CliRunner().invoke(app, list(arguments))
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +211,7 @@ def test_a_stopped_report_says_how_it_goes_on(tmp_path: Path, monkeypatch: pytes
         raise KeyboardInterrupt
 
     monkeypatch.setattr(build, "make", stop)
-    found = lln("report", "--sections", "distribution", "--out", str(tmp_path))
+    found = run_command("report", "--sections", "distribution", "--out", str(tmp_path))
     assert found.exit_code == 130
     assert "the same command goes on" in found.output
 
@@ -225,18 +220,20 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_measur
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    found = lln("report", "--sections", "distribution", "--out", str(tmp_path / "file" / "page"))
+    found = run_command("report", "--sections", "distribution", "--out", str(tmp_path / "file" / "page"))
     assert found.exit_code == 2
     assert "is a file; name a folder" in " ".join(found.output.replace("│", " ").split())
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
-    found = lln("report", "--sections", "distribution", "--out", str(tmp_path / "page"))
+    found = run_command("report", "--sections", "distribution", "--out", str(tmp_path / "page"))
     assert found.exit_code == 2
     assert "may not write to" in " ".join(found.output.replace("│", " ").split())
 
 
 def test_other_settings_are_measured_anew(tmp_path: Path) -> None:
     def at(seed: int) -> str:
-        out = lln("report", "--quick", "--sections", "distribution", "--seed", str(seed), "--out", str(tmp_path))
+        out = run_command(
+            "report", "--quick", "--sections", "distribution", "--seed", str(seed), "--out", str(tmp_path)
+        )
         assert out.exit_code == 0, out.output
         return out.output
 
@@ -252,7 +249,7 @@ def test_options_that_do_not_fit_are_refused_in_a_sentence(tmp_path: Path) -> No
         (["--lengths", "12,x"], "positive whole numbers"),
         (["--device", "nowhere"], "torch cannot use"),
     ):
-        found = lln("report", "--out", str(tmp_path / "page"), *arguments)
+        found = run_command("report", "--out", str(tmp_path / "page"), *arguments)
         assert found.exit_code == 2
         assert words in " ".join(found.output.replace("│", " ").split())
         assert not (tmp_path / "page").exists()

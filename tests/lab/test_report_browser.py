@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from lln.lab.cli.app import app
+from helpers.command import run_command
 
 sync_playwright = pytest.importorskip("playwright.sync_api").sync_playwright
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -23,9 +22,7 @@ def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page with everything but the training run, which has its own test."""
     out = tmp_path_factory.mktemp("report")
     parts = "distribution,explorer,moments,lengths"
-    found = CliRunner().invoke(
-        app, ["report", "--quick", "--sections", parts, "--lengths", "64,128", "--repeats", "1", "--out", str(out)]
-    )
+    found = run_command("report", "--quick", "--sections", parts, "--lengths", "64,128", "--repeats", "1", "--out", out)
     assert found.exit_code == 0, found.output
     return out / "index.html"
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from helpers.command import run_command
 from lln.instruments import log_moments
-from lln.lab.cli.app import app
 from lln.lab.cli.reproduce import MEASURED, TRAINED, FigureName
 from lln.lab.paper import fig2, fig5_fig7, fig6
 from lln.lab.paper.analysis import WORDS, Draws, Rows, make_maps, read_curve
@@ -164,7 +163,7 @@ def test_features_are_not_negative() -> None:
 
 
 def test_the_command_writes_data_and_charts_and_says_what_holds(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["reproduce", "fig6a", "--quick", "--out", str(tmp_path)], env={"COLUMNS": "200"})
+    result = run_command("reproduce", "fig6a", "--quick", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     assert {path.name for path in tmp_path.iterdir()} == {"fig6a.json", "fig6a.svg"}
     for verdict in json.loads((tmp_path / "fig6a.json").read_text())["verdicts"]:
@@ -177,7 +176,7 @@ def test_the_command_writes_data_and_charts_and_says_what_holds(tmp_path: Path) 
     [(["fig11"], "'fig11' is not one of"), (["fig2", "--seeds", "0"], "--seeds"), ([], "Missing argument")],
 )
 def test_a_wrong_figure_is_one_sentence_and_exit_code_2(arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["reproduce", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    result = run_command("reproduce", *arguments)
     assert result.exit_code == 2
     assert message in result.output
     assert "Traceback" not in result.output

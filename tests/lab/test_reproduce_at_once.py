@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helpers.fake_runs import asked, jobs_of
-from helpers.small import SMALLEST
+from helpers.runs import SMALLEST
 from lln.lab.paper import run_jobs as side_by_side
 from lln.lab.paper.jobs import Job, find_state
 from lln.lab.paper.run_jobs import Hooks, run_jobs
@@ -29,7 +29,7 @@ def jobs(runs: Path) -> list[Job]:
     return found
 
 
-def metrics(runs: Path) -> dict[str, str]:
+def texts_of_metrics(runs: Path) -> dict[str, str]:
     return {path.parent.name: path.read_text() for path in sorted(runs.glob("*/metrics.jsonl"))}
 
 
@@ -44,8 +44,8 @@ def test_runs_at_once_give_what_they_give_one_by_one(
     )  # fmt: skip
     run_jobs(jobs(tmp_path / "one"), tmp_path / "one", device="cpu", cache_dir=cache)
     run_jobs(jobs(tmp_path / "two"), tmp_path / "two", at_once=2, device="cpu", cache_dir=cache, hooks=hooks)
-    assert metrics(tmp_path / "one") == metrics(tmp_path / "two")
-    assert len(metrics(tmp_path / "two")) == 4
+    assert texts_of_metrics(tmp_path / "one") == texts_of_metrics(tmp_path / "two")
+    assert len(texts_of_metrics(tmp_path / "two")) == 4
     folders = [job.folder for job in jobs(tmp_path)]
     for folder in folders:
         assert said.index(("begin", folder)) < said.index((folder, 6)) < said.index(("finished", folder))

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from lln.lab.cli.app import app
+from helpers.command import run_command
 from lln.lab.core.timing import time_calls
 from lln.lab.paper import costs
 from lln.lab.paper.costs import TABLES, Cell, Setting, measure_step, measure_steps, parse_setting, write_markdown
@@ -88,21 +87,19 @@ def test_the_command_writes_the_table(tmp_path: Path, monkeypatch: pytest.Monkey
         if c.column == "256" and c.attention in ("softmax", "lln")
     ]
     monkeypatch.setitem(TABLES, "table2", dataclasses.replace(TABLES["table2"], cells=lambda scale, setting: few))
-    done = CliRunner().invoke(app, ["reproduce", "table2", "--quick", "--out", str(tmp_path)])
+    done = run_command("reproduce", "table2", "--quick", "--out", tmp_path)
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "table2.json").read_text())
     assert [row["attention"] for row in result["rows"]] == ["softmax", "lln"]
     assert all(row["note"] is None for row in result["rows"])
     assert "| nystromformer | 1.8 | 1.9 | 2.6 | 4.7 | 8.8 | 16.7 |" in (tmp_path / "table2.md").read_text()
     again = tmp_path / "again"
-    done = CliRunner().invoke(app, ["reproduce", "table2", "--from", str(tmp_path), "--out", str(again)])
+    done = run_command("reproduce", "table2", "--from", tmp_path, "--out", again)
     assert done.exit_code == 0, done.output
     for name in ("table2.json", "table2.md", "table2-time.svg", "table2-memory.svg"):
         assert (again / name).read_text() == (tmp_path / name).read_text()
     assert "lln" in (again / "table2-time.svg").read_text()
-    done = CliRunner().invoke(
-        app, ["reproduce", "table2", "--from", str(tmp_path), "--no-charts", "--out", str(tmp_path / "b")]
-    )
+    done = run_command("reproduce", "table2", "--from", tmp_path, "--no-charts", "--out", tmp_path / "b")
     assert done.exit_code == 0, done.output
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == ["table2.json", "table2.md"]
 
@@ -151,7 +148,7 @@ def test_table_2_at_other_lengths_batches_and_compiled(tmp_path: Path, monkeypat
     assert mixed == {torch.bfloat16}
     monkeypatch.setitem(TABLES, "table2", dataclasses.replace(TABLES["table2"], cells=lambda s, t: [small(cell)]))
     asked = ["--set", "tokens=128", "--set", "compile=yes", "--attentions", "lln", "--quick", "--out", str(tmp_path)]
-    done = CliRunner().invoke(app, ["reproduce", "table2", *asked])
+    done = run_command("reproduce", "table2", *asked)
     assert done.exit_code == 0, done.output
     assert "batches of 128 tokens, float32, torch.compile" in (tmp_path / "table2-128-tokens-compiled.md").read_text()
 
@@ -180,6 +177,6 @@ def watched(linear: Any, seen: set[torch.dtype]) -> Any:
     ],
 )
 def test_what_single_steps_cannot_have_is_refused(arguments: list[str], words: str, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["reproduce", *arguments, "--out", str(tmp_path / "x")], env={"COLUMNS": "200"})
+    done = run_command("reproduce", *arguments, "--out", tmp_path / "x")
     assert done.exit_code == 2
     assert words in " ".join(done.output.replace("│", " ").split())

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
+from helpers.command import run_command
 from helpers.fake_runs import asked, fail, finish, jobs_of
-from lln.lab.cli.app import app
 from lln.lab.paper.experiments import EXPERIMENTS, Asked
 from lln.lab.paper.jobs import Job
 from lln.lab.paper.reproduction import Reproduction
@@ -105,18 +104,18 @@ def test_the_command_extends_what_is_stored_and_reads_a_result_by_its_name(tmp_p
     Reproduction(EXPERIMENTS["table3"], what, {}, tmp_path).collect()
     what.runs.rename(tmp_path.parent / f"{tmp_path.name}-elsewhere")
 
-    def lln(*words: str) -> Any:
+    def reproduce(*words: str) -> Any:
         everything = ["reproduce", "table3", "--attentions", "softmax,lln", "--device", "cpu", *words]
-        return CliRunner().invoke(app, everything, env={"COLUMNS": "200", "NO_COLOR": "1"})
+        return run_command(*everything)
 
-    dry = lln("--out", str(tmp_path), "--seeds", "2", "--dry-run")
+    dry = reproduce("--out", str(tmp_path), "--seeds", "2", "--dry-run")
     assert "4 runs of 2 attentions on cpu; 2 stored. To do: 2" in dry.stderr
     assert "image-tiny-softmax-seed0: stored\nimage-tiny-lln-seed0: stored\nimage-tiny-softmax-seed1: new" in dry.stdout
     before = (tmp_path / "table3.json").read_text()
-    same = lln("--from", str(tmp_path / "table3.json"), "--out", str(tmp_path / "again"))
+    same = reproduce("--from", str(tmp_path / "table3.json"), "--out", str(tmp_path / "again"))
     assert same.exit_code == 0, same.output
     assert (tmp_path / "again" / "table3.json").read_text() == before
-    other = CliRunner().invoke(app, ["reproduce", "table5", "--from", str(tmp_path / "table3.json")])
+    other = run_command("reproduce", "table5", "--from", str(tmp_path / "table3.json"))
     assert other.exit_code == 2
     assert "holds another result than table5" in other.output
 

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
+from helpers.command import Answer, run_command
 from helpers.fake_runs import asked, finish, jobs_of
 from helpers.mirror import write_card, write_set
 from lln.lab.cli import reproduce_runs as command
-from lln.lab.cli.app import app
 from lln.lab.core.errors import DataError
 from lln.lab.paper.jobs import Job
 from lln.lab.recipes import recipe
@@ -33,10 +32,9 @@ def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("LLN_DATA_ROOT", raising=False)
 
 
-def lln(*arguments: str | Path, short: bool = True) -> Result:
+def reproduce(*arguments: str | Path, short: bool = True) -> Answer:
     changes = [word for change in SHORT for word in ("--set", change)] if short else []
-    everything = ["reproduce", *map(str, arguments), "--device", "cpu", *changes]
-    return CliRunner().invoke(app, everything, env={"COLUMNS": "200", "NO_COLOR": "1"})
+    return run_command("reproduce", *arguments, "--device", "cpu", *changes)
 
 
 def load(path: Path) -> Any:
@@ -48,7 +46,9 @@ def files(folder: Path) -> dict[str, int]:
 
 
 def test_table_1_from_the_command_to_the_table_and_nothing_twice(tmp_path: Path) -> None:
-    first = lln("table1", "--attentions", "softmax,elu_diag", "--tasks", "sst2", "--tunings", "2", "--out", tmp_path)
+    first = reproduce(
+        "table1", "--attentions", "softmax,elu_diag", "--tasks", "sst2", "--tunings", "2", "--out", tmp_path
+    )
     assert first.exit_code == 0, first.output
     assert "table1, scale tiny: 6 runs of 2 attentions on cpu. To do: 6, very roughly" in first.stderr
     result = load(tmp_path / "table1.json")
@@ -68,12 +68,16 @@ def test_table_1_from_the_command_to_the_table_and_nothing_twice(tmp_path: Path)
     assert (tmp_path / "table1.md").read_text() in first.stdout
     assert "Made from this Python's help texts" in first.stdout  # the runs' own notes
     before_again = files(tmp_path / "runs")
-    again = lln("table1", "--attentions", "softmax,elu_diag", "--tasks", "sst2", "--tunings", "2", "--out", tmp_path)
+    again = reproduce(
+        "table1", "--attentions", "softmax,elu_diag", "--tasks", "sst2", "--tunings", "2", "--out", tmp_path
+    )
     assert again.exit_code == 0
     assert "all 6 runs are there (6 finished)" in again.stderr
     assert files(tmp_path / "runs") == before_again
     # More seeds are added to what is there; other attentions stay in the table.
-    more = lln("table1", "--attentions", "softmax", "--tasks", "sst2", "--tunings", "3", "--out", tmp_path, "--json")
+    more = reproduce(
+        "table1", "--attentions", "softmax", "--tasks", "sst2", "--tunings", "3", "--out", tmp_path, "--json"
+    )
     assert more.exit_code == 0, more.output
     assert {k: v for k, v in files(tmp_path / "runs").items() if k in before_again} == before_again
     rows = {row["attention"]: row["cells"]["sst2"]["n"] for row in json.loads(more.stdout)["rows"]}
@@ -82,7 +86,7 @@ def test_table_1_from_the_command_to_the_table_and_nothing_twice(tmp_path: Path)
 
 def test_a_stopped_command_goes_on_from_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "image-tiny-softmax-seed0"
-    whole = lln("table3", "--attentions", "softmax", "--out", tmp_path / "whole")
+    whole = reproduce("table3", "--attentions", "softmax", "--out", tmp_path / "whole")
     assert whole.exit_code == 0, whole.output
     step = command.RunBars.step
 
@@ -93,14 +97,14 @@ def test_a_stopped_command_goes_on_from_the_checkpoint(tmp_path: Path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(command.RunBars, "step", stop)
-        stopped = lln("table3", "--attentions", "softmax", "--out", tmp_path / "parts")
+        stopped = reproduce("table3", "--attentions", "softmax", "--out", tmp_path / "parts")
     assert stopped.exit_code == 130
     assert "Stopped. The same command goes on where it was" in stopped.stderr
     assert load(tmp_path / "parts" / "table3.json")["unfinished"] == [name]
-    dry = lln("table3", "--attentions", "softmax", "--out", tmp_path / "parts", "--dry-run")
+    dry = reproduce("table3", "--attentions", "softmax", "--out", tmp_path / "parts", "--dry-run")
     assert "1 begun" in dry.stderr
     assert dry.stdout == f"{name}: begun\n"
-    resumed = lln("table3", "--attentions", "softmax", "--out", tmp_path / "parts")
+    resumed = reproduce("table3", "--attentions", "softmax", "--out", tmp_path / "parts")
     assert resumed.exit_code == 0, resumed.output
     assert "Going on from step 4" in resumed.stderr
     texts = [(tmp_path / p / "runs" / name / "metrics.jsonl").read_text() for p in ("whole", "parts")]
@@ -109,27 +113,27 @@ def test_a_stopped_command_goes_on_from_the_checkpoint(tmp_path: Path, monkeypat
 
 
 def test_a_run_that_fails_is_recorded_and_the_rest_goes_on(tmp_path: Path) -> None:
-    done = lln("table3", "--attentions", "softmax,lln", "--out", tmp_path, "--set", "optimisation.rate=1e30")
+    done = reproduce("table3", "--attentions", "softmax,lln", "--out", tmp_path, "--set", "optimisation.rate=1e30")
     assert done.exit_code == 1
     result = load(tmp_path / "table3.json")
     assert [failed["folder"] for failed in result["failed"]] == ["image-tiny-lln-seed0", "image-tiny-softmax-seed0"]
     assert all("not finite at step" in failed["sentence"] for failed in result["failed"])
     assert "| softmax | failed | 81.37 |" in done.stdout
-    again = lln("table3", "--attentions", "softmax,lln", "--out", tmp_path, "--set", "optimisation.rate=1e30")
+    again = reproduce("table3", "--attentions", "softmax,lln", "--out", tmp_path, "--set", "optimisation.rate=1e30")
     assert "all 2 runs are there (2 failed)" in again.stderr
 
 
 def test_running_and_drawing_are_separable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:  # as on a machine without altair
         patch.setattr(command, "find_missing", lambda extra: ["altair"])
-        refused = lln("fig9", "--out", tmp_path / "gpu")
+        refused = reproduce("fig9", "--out", tmp_path / "gpu")
         assert refused.exit_code == 2
         assert "charts need altair" in refused.stderr
-        ran = lln("fig9", "--out", tmp_path / "gpu", "--no-charts")
+        ran = reproduce("fig9", "--out", tmp_path / "gpu", "--no-charts")
         assert ran.exit_code == 0, ran.output
     assert {p.name for p in (tmp_path / "gpu").iterdir()} == {"fig9.json", "fig9.csv", "runs"}
     before = files(tmp_path / "gpu")
-    drawn = lln("fig9", "--from", tmp_path / "gpu", "--out", tmp_path / "page", short=False)
+    drawn = reproduce("fig9", "--from", tmp_path / "gpu", "--out", tmp_path / "page", short=False)
     assert drawn.exit_code == 0, drawn.output
     assert files(tmp_path / "gpu") == before
     assert {p.name for p in (tmp_path / "page").iterdir()} == {
@@ -152,7 +156,7 @@ def test_running_and_drawing_are_separable(tmp_path: Path, monkeypatch: pytest.M
     alone = tmp_path / "alone"
     alone.mkdir()
     (alone / "fig9.json").write_text((tmp_path / "page" / "fig9.json").read_text())
-    again = lln("fig9", "--from", alone, "--out", tmp_path / "again", short=False)
+    again = reproduce("fig9", "--from", alone, "--out", tmp_path / "again", short=False)
     assert again.exit_code == 0, again.output
     svgs = [(tmp_path / p / "fig9-alpha-lln.svg").read_text() for p in ("page", "again")]
     assert svgs[0] == svgs[1]
@@ -176,14 +180,14 @@ def test_charts_of_every_figure_are_written(tmp_path: Path) -> None:
             ]
             finish(tmp_path / "runs" / job.folder, job.config, 0.5, lines=lines)
     for name, charts in (("fig1", 3), ("fig8", 3), ("fig10", 2)):
-        done = lln(name, "--from", tmp_path, "--out", tmp_path / name, short=False)
+        done = reproduce(name, "--from", tmp_path, "--out", tmp_path / name, short=False)
         assert done.exit_code == 0, done.output
         assert len(list((tmp_path / name).glob(f"{name}-*.svg"))) == charts
         assert load(tmp_path / name / f"{name}.json")["provenance"]["seeds"] == [0]
 
 
 def test_attentions_that_models_cannot_run_are_said_to_be_missing(tmp_path: Path) -> None:
-    plan = lln(
+    plan = reproduce(
         "table1",
         "--scale",
         "paper",
@@ -238,7 +242,7 @@ def test_a_wrong_request_is_one_sentence_and_exit_code_2(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["reproduce", *arguments], env={"COLUMNS": "250", "NO_COLOR": "1"})
+    done = run_command("reproduce", *arguments, columns=250)
     assert done.exit_code == 2, done.output
     assert message in done.output
     assert "Traceback" not in done.output
@@ -247,13 +251,13 @@ def test_a_wrong_request_is_one_sentence_and_exit_code_2(
 
 def test_what_is_planned_says_how_many_run_at_once(tmp_path: Path) -> None:
     arguments = "table3", "--attentions", "softmax", "--out", tmp_path / "parts", "--dry-run"
-    assert "one by one" not in lln(*arguments).stderr
-    assert "one by one, and less with 3 at once" in lln(*arguments, "--at-once", "3").stderr
+    assert "one by one" not in reproduce(*arguments).stderr
+    assert "one by one, and less with 3 at once" in reproduce(*arguments, "--at-once", "3").stderr
 
 
 def test_a_set_without_training_data_is_refused_before_anything_runs(tmp_path: Path) -> None:
     root = mirror(tmp_path / "hub", first="test")
-    done = lln("fig8", "--scale", "mini", "--data-root", root, "--out", tmp_path / "out", short=False)
+    done = reproduce("fig8", "--scale", "mini", "--data-root", root, "--out", tmp_path / "out", short=False)
     assert done.exit_code == 2
     assert "wikitext-103-v1 has no split 'train' here (it has test, validation)" in done.stderr
     assert not (tmp_path / "out").exists()

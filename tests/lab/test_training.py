@@ -1,26 +1,27 @@
 """Training runs: stopped at any moment they end where an uninterrupted one ends, on one process or two."""
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from helpers.small import SMALLEST
+from helpers.runs import SMALLEST, make_tiny, read_metrics
 from lln.hf.distillation import NotFinite
 from lln.lab.recipes import recipe
-from lln.lab.train.config import Config, change
+from lln.lab.train.config import change
 from lln.lab.train.run import train
 
 SMALL = SMALLEST | {
     "optimisation.steps": "12", "log_every": "2", "save_every": "4", "evaluate_every": "4", "record_every": "0",
     "attention.options.block_size": "8",
 }  # fmt: skip
+tiny = functools.partial(make_tiny, SMALL)
 PROGRAM = """
 import json, sys, torch
 torch.set_num_threads(1)
@@ -34,17 +35,8 @@ train(change(recipe("mlm", "tiny", attention), changes), folder, cache_dir=cache
 """
 
 
-def config(attention: str = "lln_diag", **changes: str) -> Config:
-    small = {k: v for k, v in SMALL.items() if attention == "lln_diag" or not k.startswith("attention.options")}
-    return change(recipe("mlm", "tiny", attention), small | {k.replace("__", "."): v for k, v in changes.items()})
-
-
 def command(folder: Path, cache: Path, **changes: str) -> list[str]:
     return [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(SMALL | changes), str(folder), str(cache)]
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +50,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
 def test_a_run_is_a_folder_with_everything_in_it(whole: Path) -> None:
     result = json.loads((whole / "result.json").read_text())
     assert result["config"]["optimisation"]["steps"] == 12
-    assert result["metrics"]["loss"] == metrics(whole)[-1]["final_loss"]
+    assert result["metrics"]["loss"] == read_metrics(whole)[-1]["final_loss"]
     assert result["guess"]["loss"] > 0
     assert result["notes"]
     assert result["provenance"]["torch"] == torch.__version__
@@ -67,15 +59,15 @@ def test_a_run_is_a_folder_with_everything_in_it(whole: Path) -> None:
     environment = json.loads((whole / "environment.json").read_text())
     assert len(environment) == 1
     assert {"transformers", "commit", "device", "data"} <= environment[0].keys()
-    losses = [m for m in metrics(whole) if "loss" in m]
+    losses = [m for m in read_metrics(whole) if "loss" in m]
     assert [m["step"] for m in losses] == [2, 4, 6, 8, 10, 12]
-    assert [m["step"] for m in metrics(whole) if "eval_loss" in m] == [4, 8, 12]
+    assert [m["step"] for m in read_metrics(whole) if "eval_loss" in m] == [4, 8, 12]
     assert {p.name for p in (whole / "model").iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
     assert not list(whole.rglob("*.bin"))
 
 
 def test_the_loss_falls(whole: Path) -> None:
-    found = [m["eval_loss"] for m in metrics(whole) if "eval_loss" in m]
+    found = [m["eval_loss"] for m in read_metrics(whole) if "eval_loss" in m]
     assert found[-1] < found[0]
 
 
@@ -108,7 +100,7 @@ def test_a_killed_run_ends_where_an_uninterrupted_one_does(
     assert killed.returncode == -signal.SIGKILL
     assert not (folder / "result.json").exists()
     subprocess.run(asked, check=True)
-    assert metrics(folder) == metrics(whole)  # to the last bit
+    assert read_metrics(folder) == read_metrics(whole)  # to the last bit
     assert len(json.loads((folder / "environment.json").read_text())) == 2
 
 
@@ -120,11 +112,11 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, cache:
     weights.write_bytes(weights.read_bytes()[:-10])
     said: list[str] = []
     threads = torch.get_num_threads()
-    train(config(), folder, cache_dir=cache, say=said.append)
+    train(tiny(), folder, cache_dir=cache, say=said.append)
     assert torch.get_num_threads() == threads
     assert said[0].startswith("checkpoint-12 is not whole (model.safetensors has changed)")
     assert said[1] == "Going on from step 8."
-    assert metrics(folder) == metrics(whole)
+    assert read_metrics(folder) == read_metrics(whole)
 
 
 def test_the_checkpoints_of_the_last_steps_are_kept_whatever_the_clock_says(tmp_path: Path, cache: Path) -> None:
@@ -132,22 +124,22 @@ def test_the_checkpoints_of_the_last_steps_are_kept_whatever_the_clock_says(tmp_
         for folder in tmp_path.glob("run/checkpoint-*"):  # older ones seem to be newer
             os.utime(folder, (2**32 - step, 2**32 - step))
 
-    train(config(), tmp_path / "run", cache_dir=cache, progress=set_back)
+    train(tiny(), tmp_path / "run", cache_dir=cache, progress=set_back)
     assert {p.name for p in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-8", "checkpoint-12"}
 
 
 def test_a_finished_run_is_not_run_again(whole: Path, cache: Path) -> None:
     before = sorted((p, p.stat().st_mtime_ns) for p in whole.rglob("*") if p.name != "config.json")
     said: list[str] = []
-    result = train(config(), whole, cache_dir=cache, say=said.append)
+    result = train(tiny(), whole, cache_dir=cache, say=said.append)
     assert result == json.loads((whole / "result.json").read_text())
     assert "is finished" in said[0]
     assert before == sorted((p, p.stat().st_mtime_ns) for p in whole.rglob("*") if p.name != "config.json")
 
 
 def test_attention_and_seed_matter(tmp_path: Path, cache: Path, whole: Path) -> None:
-    other = train(config(seed="1"), tmp_path / "seed", cache_dir=cache)
-    softmax = train(config("softmax"), tmp_path / "softmax", cache_dir=cache)
+    other = train(tiny(seed="1"), tmp_path / "seed", cache_dir=cache)
+    softmax = train(tiny("softmax"), tmp_path / "softmax", cache_dir=cache)
     losses = {r["metrics"]["loss"] for r in (other, softmax, json.loads((whole / "result.json").read_text()))}
     assert len(losses) == 3
 
@@ -162,7 +154,7 @@ def test_two_processes_train_as_one(tmp_path: Path, cache: Path) -> None:
     together += ["--master-port", str(20000 + os.getpid() % 20000)]
     arguments = [str(script), json.dumps(SMALL | changes), str(tmp_path / "two"), str(cache)]
     subprocess.run([*together, *arguments], check=True, capture_output=True)
-    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    one, two = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two")
     assert [m["step"] for m in one] == [m["step"] for m in two]
     for a, b in zip(one, two, strict=True):
         for name in {"loss", "eval_loss", "final_loss", "grad_norm"} & a.keys():
@@ -171,7 +163,7 @@ def test_two_processes_train_as_one(tmp_path: Path, cache: Path) -> None:
 
 def test_a_loss_that_is_not_finite_stops_with_the_layer(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(NotFinite, match=r"not finite at step \d+: the weights \S+ are not|first part of the model"):
-        train(config(optimisation__rate="1e30", optimisation__clip="0"), tmp_path / "run", cache_dir=cache)
+        train(tiny(optimisation__rate="1e30", optimisation__clip="0"), tmp_path / "run", cache_dir=cache)
 
 
 @pytest.mark.parametrize(
@@ -201,24 +193,24 @@ def test_fine_tuning_starts_from_a_trained_model(tmp_path: Path, cache: Path, wh
 
 
 def test_mixed_precision_accumulation_and_checkpointing_are_settings(tmp_path: Path, cache: Path) -> None:
-    plain = train(config(), tmp_path / "plain", cache_dir=cache)["metrics"]["loss"]
-    again = train(config(checkpointing="yes"), tmp_path / "checkpointing", cache_dir=cache)["metrics"]["loss"]
+    plain = train(tiny(), tmp_path / "plain", cache_dir=cache)["metrics"]["loss"]
+    again = train(tiny(checkpointing="yes"), tmp_path / "checkpointing", cache_dir=cache)["metrics"]["loss"]
     assert again == pytest.approx(plain, rel=1e-6)
-    parts = train(config(optimisation__accumulation="2"), tmp_path / "parts", cache_dir=cache)["metrics"]["loss"]
+    parts = train(tiny(optimisation__accumulation="2"), tmp_path / "parts", cache_dir=cache)["metrics"]["loss"]
     assert parts == pytest.approx(plain, rel=1e-5)
-    norms = [[m["grad_norm"] for m in metrics(tmp_path / n) if "grad_norm" in m] for n in ("plain", "parts")]
+    norms = [[m["grad_norm"] for m in read_metrics(tmp_path / n) if "grad_norm" in m] for n in ("plain", "parts")]
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
-    narrow = train(config(precision="bfloat16"), tmp_path / "narrow", cache_dir=cache)["metrics"]["loss"]
+    narrow = train(tiny(precision="bfloat16"), tmp_path / "narrow", cache_dir=cache)["metrics"]["loss"]
     assert narrow == pytest.approx(plain, rel=2e-2)
     assert narrow != plain
 
 
 @pytest.mark.parametrize("attention", ["softmax", "lln_diag"])
 def test_attention_is_recorded_while_training(attention: str, tmp_path: Path, cache: Path) -> None:
-    plain = train(config(attention), tmp_path / "plain", cache_dir=cache)["metrics"]
-    found = train(config(attention, record_every="5"), tmp_path / "run", cache_dir=cache)["metrics"]
+    plain = train(tiny(attention), tmp_path / "plain", cache_dir=cache)["metrics"]
+    found = train(tiny(attention, record_every="5"), tmp_path / "run", cache_dir=cache)["metrics"]
     assert found == plain  # watching changes nothing
-    rows = [m for m in metrics(tmp_path / "run") if "heads" in m]
+    rows = [m for m in read_metrics(tmp_path / "run") if "heads" in m]
     assert [m["step"] for m in rows] == [1, 6, 11]
     for m in rows:
         assert len(m["heads"]) == 2  # one layer of two heads
@@ -229,6 +221,6 @@ def test_attention_is_recorded_while_training(attention: str, tmp_path: Path, ca
             assert (head["alpha"] is not None and head["alpha"] > 0) == (attention == "lln_diag")
         assert all(norm > 0 for norm in m["gradient_norms"].values())
         assert m["loss_scale"] is None
-    means = [m for m in metrics(tmp_path / "run") if "attention/0/entropy" in m]
+    means = [m for m in read_metrics(tmp_path / "run") if "attention/0/entropy" in m]
     first = [head["entropy"] for head in rows[0]["heads"]]
     assert means[0]["attention/0/entropy"] == pytest.approx(sum(first) / 2)

@@ -1,35 +1,26 @@
 """Flags of a run: compiled models, TensorBoard, and what cannot be asked for."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from typer.testing import CliRunner
 
-from lln.lab.cli.app import app
+from helpers.command import run_command
+from helpers.runs import SMALLEST, as_options, make_tiny, read_metrics
 from lln.lab.recipes import recipe
 from lln.lab.train import loop
-from lln.lab.train.config import Config, Optimisation, change
+from lln.lab.train.config import Optimisation
 from lln.lab.train.models import Sizes, build
 from lln.lab.train.run import train
 
-SMALL = {
-    "model.layers": "1", "model.width": "32", "model.heads": "2", "model.inner": "32", "data.length": "32",
-    "data.vocabulary": "300", "data.evaluation": "20", "optimisation.steps": "6", "optimisation.batch": "4",
-    "optimisation.warmup": "2", "log_every": "2", "save_every": "4", "evaluate_every": "6", "record_every": "0",
+SMALL = SMALLEST | {
+    "optimisation.steps": "6", "log_every": "2", "save_every": "4", "evaluate_every": "6", "record_every": "0",
 }  # fmt: skip
-
-
-def config(attention: str = "lln_diag", **changes: str) -> Config:
-    return change(recipe("mlm", "tiny", attention), SMALL | changes)
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+tiny = functools.partial(make_tiny, SMALL)
 
 
 @pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")  # torch's own
@@ -40,32 +31,32 @@ def test_a_compiled_model_trains_alike_and_goes_on(
     # Without code generation, which takes a minute on a CPU and is torch's own affair.
     monkeypatch.setattr(loop, "COMPILER", "aot_eager")
     counters = torch._dynamo.utils.counters["stats"]
-    plain = train(config(attention), tmp_path / "plain", cache_dir=cache)
+    plain = train(tiny(attention), tmp_path / "plain", cache_dir=cache)
     before = counters["unique_graphs"]
-    made = train(config(attention, compile="yes"), tmp_path / "compiled", cache_dir=cache)
+    made = train(tiny(attention, compile="yes"), tmp_path / "compiled", cache_dir=cache)
     assert counters["unique_graphs"] > before
     assert made["metrics"] == pytest.approx(plain["metrics"], rel=1e-5)
-    for one, other in zip(metrics(tmp_path / "plain"), metrics(tmp_path / "compiled"), strict=True):
+    for one, other in zip(read_metrics(tmp_path / "plain"), read_metrics(tmp_path / "compiled"), strict=True):
         assert other == pytest.approx(one, rel=1e-4)
-    whole = metrics(tmp_path / "compiled")
+    whole = read_metrics(tmp_path / "compiled")
     for lost in ("result.json", "checkpoint-6/manifest.json"):
         (tmp_path / "compiled" / lost).unlink()
     said: list[str] = []
-    train(config(attention, compile="yes"), tmp_path / "compiled", cache_dir=cache, say=said.append)
+    train(tiny(attention, compile="yes"), tmp_path / "compiled", cache_dir=cache, say=said.append)
     assert "Going on from step 4." in said
-    assert metrics(tmp_path / "compiled") == whole
+    assert read_metrics(tmp_path / "compiled") == whole
 
 
 def test_a_compiled_model_cannot_be_recorded() -> None:
     with pytest.raises(ValueError, match="record_every must be 0 with compile"):
-        config(compile="yes", record_every="2")
+        tiny(compile="yes", record_every="2")
 
 
 @pytest.mark.parametrize("graph", ["no", "yes"])
 def test_tensorboard_gets_what_is_logged_and_recorded(graph: str, tmp_path: Path, cache: Path) -> None:
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    made = config(record_every="2", graph=graph)
+    made = tiny(record_every="2", graph=graph)
     train(made, tmp_path / "run", cache_dir=cache, report_to=["tensorboard"])
     files = sorted((tmp_path / "run").rglob("events.out.tfevents.*"))  # of training, and of the evaluation at its end
     found: dict[str, dict[int, float]] = {}
@@ -73,7 +64,7 @@ def test_tensorboard_gets_what_is_logged_and_recorded(graph: str, tmp_path: Path
         for value in event.summary.value:
             if value.HasField("tensor") and value.tensor.float_val:
                 found.setdefault(value.tag, {})[event.step] = value.tensor.float_val[0]
-    wanted = [m for m in metrics(tmp_path / "run") if "heads" not in m]
+    wanted = [m for m in read_metrics(tmp_path / "run") if "heads" not in m]
     names = 0
     for line in wanted:
         for name, value in line.items():
@@ -95,19 +86,17 @@ def test_tensorboard_gets_what_is_logged_and_recorded(graph: str, tmp_path: Path
 
 def test_an_unknown_report_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="report_to must be among tensorboard, wandb, trackio; got 'tensorbord'"):
-        train(config(), tmp_path / "run", report_to=["tensorbord"])
+        train(tiny(), tmp_path / "run", report_to=["tensorbord"])
     with pytest.raises(ValueError, match="report_to: wandb is not installed; install it with: pip install wandb"):
-        train(config(), tmp_path / "run", report_to=["wandb"])
-    result = CliRunner().invoke(app, ["train", "mlm", "--out", str(tmp_path / "run"), "--report-to", "paper"])
+        train(tiny(), tmp_path / "run", report_to=["wandb"])
+    result = run_command("train", "mlm", "--out", tmp_path / "run", "--report-to", "paper")
     assert result.exit_code == 2
     assert "got 'paper'" in result.output
     assert not (tmp_path / "run").exists()
 
 
 def test_flags_of_the_command_line_reach_the_config() -> None:
-    runner = CliRunner()
-    small = [part for name, value in SMALL.items() for part in ("--set", f"{name}={value}")]
-    result = runner.invoke(app, ["train", "mlm", "--graph", "--fsdp", "--dry-run", *small])
+    result = run_command("train", "mlm", "--graph", "--fsdp", "--dry-run", *as_options(SMALL))
     assert result.exit_code == 0, result.output
     shown = json.loads(result.output[: result.output.rindex("}") + 1])
     assert shown["graph"] is True
@@ -133,19 +122,19 @@ def test_the_stored_runs_of_the_tiny_presets_learned() -> None:
 def test_a_gpu_that_is_not_there_is_refused_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"^device: there is no CUDA device here; got 'cuda'\.$"):
-        train(config(), tmp_path / "run", device="cuda")
+        train(tiny(), tmp_path / "run", device="cuda")
     assert not (tmp_path / "run").exists()
-    found = CliRunner().invoke(app, ["train", "mlm", "--device", "cuda", "--out", str(tmp_path / "run")])
+    found = run_command("train", "mlm", "--device", "cuda", "--out", tmp_path / "run")
     assert found.exit_code == 2
     assert "there is no CUDA device here" in found.output
 
 
 def test_what_the_device_or_the_processes_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="precision: float16 needs a GPU"):
-        train(config(precision="float16"), tmp_path / "run")
+        train(tiny(precision="float16"), tmp_path / "run")
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ValueError, match="batch must be a multiple of accumulation times processes; got 4 for 1 x 3"):
-        train(config(), tmp_path / "run")
+        train(tiny(), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -1,6 +1,6 @@
 """A run with `graph` is the ordinary run: on a CPU to the last bit, on a GPU up to rounding."""
 
-import json
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +8,9 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from helpers.small import SMALLEST
+from helpers.runs import SMALLEST, Stop, make_tiny, read_metrics, stop_at
 from lln.hf.distillation import NotFinite
 from lln.lab.data.examples import Stream
-from lln.lab.recipes import recipe
-from lln.lab.train.config import Config, change
 from lln.lab.train.graph import AHEAD, Feed
 from lln.lab.train.models import Sizes, build, skip_masks
 from lln.lab.train.run import train
@@ -21,21 +19,9 @@ from lln.lab.train.tasks import load
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = SMALLEST | {
     "optimisation.steps": "20", "log_every": "2", "save_every": "8", "evaluate_every": "8", "record_every": "6",
+    "attention.options.block_size": "8",
 }  # fmt: skip
-
-
-def config(attention: str = "lln_diag", task: str = "mlm", name: str | None = None, **changes: str) -> Config:
-    small = dict(SMALL)
-    if attention == "lln_diag":
-        small["attention.options.block_size"] = "8"
-    if task != "mlm":
-        small = {k: v for k, v in small.items() if not k.startswith(("model.", "data.length", "data.vocabulary"))}
-        small["data.train"] = "50"
-    return change(recipe(task, "tiny", attention, name), small | {k.replace("__", "."): v for k, v in changes.items()})
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+tiny = functools.partial(make_tiny, SMALL)
 
 
 def compare(plain: Any, graph: Any, name: str = "", exactly: bool = DEVICE == "cpu") -> None:
@@ -69,37 +55,37 @@ def compare(plain: Any, graph: Any, name: str = "", exactly: bool = DEVICE == "c
 def test_a_run_with_a_graph_is_the_run_without(
     attention: str, task: str, name: str | None, changes: dict[str, str], tmp_path: Path, cache: Path
 ) -> None:
-    plain, graph = (config(attention, task, name, **changes, graph=g) for g in ("no", "yes"))
+    plain, graph = (tiny(attention, task, name, **changes, graph=g) for g in ("no", "yes"))
     train(plain, tmp_path / "plain", cache_dir=cache, device=DEVICE)
     train(graph, tmp_path / "graph", cache_dir=cache, device=DEVICE)
-    compare(metrics(tmp_path / "plain"), metrics(tmp_path / "graph"))
+    compare(read_metrics(tmp_path / "plain"), read_metrics(tmp_path / "graph"))
     files = [{p.relative_to(tmp_path / n) for p in (tmp_path / n).rglob("*")} for n in ("plain", "graph")]
     assert files[0] == files[1]
-    losses = [m["loss"] for m in metrics(tmp_path / "graph") if "loss" in m]
+    losses = [m["loss"] for m in read_metrics(tmp_path / "graph") if "loss" in m]
     assert min(losses[-3:]) < losses[0]
 
 
 def test_dropout_in_a_graph_is_drawn_anew_each_step(tmp_path: Path, cache: Path) -> None:
     dropped = {"model__dropout": "0.3", "model__attention_dropout": "0.3"}
     for name, g in (("plain", "no"), ("graph", "yes")):
-        train(config(**dropped, graph=g, record_every="0"), tmp_path / name, cache_dir=cache, device=DEVICE)
-    found = [[m["loss"] for m in metrics(tmp_path / name) if "loss" in m] for name in ("plain", "graph")]
+        train(tiny(**dropped, graph=g, record_every="0"), tmp_path / name, cache_dir=cache, device=DEVICE)
+    found = [[m["loss"] for m in read_metrics(tmp_path / name) if "loss" in m] for name in ("plain", "graph")]
     assert found[1] == pytest.approx(found[0], rel=0.02)  # other numbers are drawn, so only alike
     assert len(set(found[1])) == len(found[1])
 
 
 def test_padded_sequences_of_one_width_change_nothing_but_rounding(tmp_path: Path, cache: Path) -> None:
     for name, g in (("plain", "no"), ("graph", "yes")):
-        made = config("lln_diag", "glue", "sst2", graph=g, optimisation__steps="10", record_every="0")
+        made = tiny("lln_diag", "glue", "sst2", graph=g, optimisation__steps="10", record_every="0")
         train(made, tmp_path / name, cache_dir=cache, device=DEVICE)
-    found = [[m["loss"] for m in metrics(tmp_path / name) if "loss" in m] for name in ("plain", "graph")]
+    found = [[m["loss"] for m in read_metrics(tmp_path / name) if "loss" in m] for name in ("plain", "graph")]
     assert found[1] == pytest.approx(found[0], rel=2e-3)
 
 
 def test_bfloat16_in_a_graph(tmp_path: Path, cache: Path) -> None:
     for name, g in (("plain", "no"), ("graph", "yes")):
-        train(config(precision="bfloat16", graph=g), tmp_path / name, cache_dir=cache, device=DEVICE)
-    found = [[m["loss"] for m in metrics(tmp_path / name) if "loss" in m] for name in ("plain", "graph")]
+        train(tiny(precision="bfloat16", graph=g), tmp_path / name, cache_dir=cache, device=DEVICE)
+    found = [[m["loss"] for m in read_metrics(tmp_path / name) if "loss" in m] for name in ("plain", "graph")]
     assert found[1] == (pytest.approx(found[0], rel=2e-2) if DEVICE == "cuda" else found[0])
 
 
@@ -109,39 +95,32 @@ def test_compiled_layers_in_a_graph_change_nothing_but_rounding(
     attention: str, task: str, tmp_path: Path, cache: Path
 ) -> None:
     for compiled in ("no", "yes"):
-        one = config(attention, task, optimisation__steps="8", graph="yes", compile=compiled, model__layers="2")
+        one = tiny(attention, task, optimisation__steps="8", graph="yes", compile=compiled, model__layers="2")
         torch._dynamo.utils.counters.clear()
         train(one, tmp_path / compiled, cache_dir=cache, device=DEVICE)
         # Two layers that are alike, and no break in them: one graph.
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (compiled == "yes")
         assert not torch._dynamo.utils.counters["graph_break"]
-    plain, compiled_ones = (metrics(tmp_path / n) for n in ("no", "yes"))
+    plain, compiled_ones = (read_metrics(tmp_path / n) for n in ("no", "yes"))
     assert any("layer" in str(m) or "entropy" in str(m) for m in compiled_ones)  # recorded, in a step of its own
     compare(plain, compiled_ones, exactly=False)
 
 
 def test_a_stopped_run_with_a_graph_goes_on(tmp_path: Path, cache: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    train(config(graph="yes"), whole, cache_dir=cache, device=DEVICE)
-
-    class Stop(Exception):
-        pass
-
-    def stop(step: int, values: dict[str, float]) -> None:
-        if step == 13:
-            raise Stop
+    train(tiny(graph="yes"), whole, cache_dir=cache, device=DEVICE)
 
     with pytest.raises(Stop):
-        train(config(graph="yes"), stopped, cache_dir=cache, device=DEVICE, progress=stop)
+        train(tiny(graph="yes"), stopped, cache_dir=cache, device=DEVICE, progress=stop_at(13))
     said: list[str] = []
-    train(config(graph="yes"), stopped, cache_dir=cache, device=DEVICE, say=said.append)
+    train(tiny(graph="yes"), stopped, cache_dir=cache, device=DEVICE, say=said.append)
     assert "Going on from step 8." in said
-    compare(metrics(whole), metrics(stopped))
+    compare(read_metrics(whole), read_metrics(stopped))
 
 
 def test_a_feed_gives_what_the_data_loader_gives(cache: Path) -> None:
     """At any step, also across epochs and where the names of examples run out."""
-    data = load(config(data__train="60", data__length="128"), cache_dir=cache)
+    data = load(tiny(data__train="60", data__length="128"), cache_dir=cache)
     steps = AHEAD + 20
     stream = Stream(data.train, seed=3, length=4 * steps)
     assert len(stream) > 2 * len(data.train)
@@ -154,7 +133,7 @@ def test_a_feed_gives_what_the_data_loader_gives(cache: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_stops_a_graph(tmp_path: Path, cache: Path) -> None:
-    wild = config(optimisation__rate="1e30", optimisation__clip="0", graph="yes", record_every="0")
+    wild = tiny(optimisation__rate="1e30", optimisation__clip="0", graph="yes", record_every="0")
     with pytest.raises(NotFinite, match=r"not finite at step \d+: the weights \S+ are not|first part of the model"):
         train(wild, tmp_path / "run", cache_dir=cache, device=DEVICE)
 
@@ -172,7 +151,7 @@ def test_what_a_graph_cannot_hold_is_said(
     attention: str, changes: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        train(config(attention, **changes, graph="yes"), tmp_path / "run")
+        train(tiny(attention, **changes, graph="yes"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -187,7 +166,7 @@ def test_without_padding_a_traced_model_gets_no_mask(monkeypatch: pytest.MonkeyP
         return graph.forward
 
     torch.compiler.reset()
-    model = build(config("softmax"), Sizes(vocabulary=300))
+    model = build(tiny("softmax"), Sizes(vocabulary=300))
     ids = torch.randint(5, 300, (2, 16))
     asked: list[bool] = []
     monkeypatch.setattr(masking_utils, "is_tracing", lambda tensor=None: asked.append(True) or True)

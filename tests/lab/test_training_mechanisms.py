@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import lln.hf
+from helpers.runs import Stop, stop_at
 from lln.lab.recipes import recipe
 from lln.lab.train.config import change
 from lln.lab.train.models import check_attention
@@ -19,21 +20,12 @@ WORDS = {"model.layers": "1", "data.length": "32", "data.vocabulary": "300"}
 NAMES = ["softmax", *lln.hf.IMPLEMENTATIONS, "elu_diag", "performer_diag", "hedgehog_diag"]
 
 
-class Stop(Exception):
-    pass
-
-
-def stop(step: int, values: dict[str, float]) -> None:
-    if step == 3:
-        raise Stop
-
-
 def stopped_and_resumed(task: str, name: str | None, attention: str, folder: Path, cache: Path) -> None:
     small = SMALL | (WORDS if task == "mlm" else {"data.train": "24"})
     config = change(recipe(task, "tiny", attention, name), small)
     whole = train(config, folder / "whole", cache_dir=cache)
     with pytest.raises(Stop):
-        train(config, folder / "parts", cache_dir=cache, progress=stop)
+        train(config, folder / "parts", cache_dir=cache, progress=stop_at(3))
     said: list[str] = []
     parts = train(config, folder / "parts", cache_dir=cache, say=said.append)
     assert "Going on from step 2." in said

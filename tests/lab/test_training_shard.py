@@ -11,15 +11,14 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from helpers.runs import SMALLEST, read_metrics
 from lln.lab.recipes import recipe
 from lln.lab.train.config import change
 from lln.lab.train.run import train
 
-SMALL = {
-    "model.layers": "2", "model.width": "32", "model.heads": "2", "model.inner": "32", "data.length": "32",
-    "data.vocabulary": "300", "data.evaluation": "20", "optimisation.steps": "6", "optimisation.batch": "4",
-    "optimisation.warmup": "2", "log_every": "1", "save_every": "2", "evaluate_every": "3", "record_every": "2",
-    "attention.options.block_size": "8", "attention.options.statistics": "running",
+SMALL = SMALLEST | {
+    "model.layers": "2", "optimisation.steps": "6", "log_every": "1", "save_every": "2", "evaluate_every": "3",
+    "record_every": "2", "attention.options.block_size": "8", "attention.options.statistics": "running",
 }  # fmt: skip
 PROGRAM = """
 import json, os, sys, torch
@@ -51,19 +50,15 @@ def together(folder: Path, cache: Path, changes: dict[str, str]) -> None:
     subprocess.run([*command, *arguments], check=True, capture_output=True)
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def close(one: Any, two: Any, where: str = "") -> None:
+def assert_nearly(one: Any, two: Any, where: str = "") -> None:
     if isinstance(one, dict):
         assert one.keys() == two.keys(), where
         for name in one:
-            close(one[name], two[name], f"{where}.{name}")
+            assert_nearly(one[name], two[name], f"{where}.{name}")
     elif isinstance(one, list):
         assert len(one) == len(two), where
         for a, b in zip(one, two, strict=True):
-            close(a, b, where)
+            assert_nearly(a, b, where)
     elif isinstance(one, float):
         assert two == pytest.approx(one, rel=2e-3, abs=1e-4), where
     else:
@@ -74,11 +69,11 @@ def test_sharded_processes_train_as_one_and_go_on(tmp_path: Path) -> None:
     cache, one, two = tmp_path / "cache", tmp_path / "one", tmp_path / "two"
     train(change(recipe("mlm", "tiny"), SMALL), one, cache_dir=cache)
     together(two, cache, SMALL | {"fsdp": "yes"})
-    plain = [[m for m in metrics(folder) if "heads" not in m] for folder in (one, two)]
-    close(plain[0], plain[1])
+    plain = [[m for m in read_metrics(folder) if "heads" not in m] for folder in (one, two)]
+    assert_nearly(plain[0], plain[1])
     # The queries of a step differ between one process and two: each looks at the first of its own batch.
-    norms = [[m["gradient_norms"] for m in metrics(folder) if "heads" in m] for folder in (one, two)]
-    close(norms[0], norms[1])
+    norms = [[m["gradient_norms"] for m in read_metrics(folder) if "heads" in m] for folder in (one, two)]
+    assert_nearly(norms[0], norms[1])
     for process in (0, 1):
         held, whole = map(int, (tmp_path / f"share{process}").read_text().split())
         assert 0.45 * whole < held < 0.55 * whole
@@ -86,11 +81,11 @@ def test_sharded_processes_train_as_one_and_go_on(tmp_path: Path) -> None:
     assert weights[0].keys() == weights[1].keys()
     assert all(weights[1][name].sub(value).abs().max() < 2e-4 for name, value in weights[0].items())
 
-    before = metrics(two)
+    before = read_metrics(two)
     (two / "result.json").unlink()
     shutil.rmtree(two / "checkpoint-6")
     together(two, cache, SMALL | {"fsdp": "yes"})
-    assert metrics(two) == before
+    assert read_metrics(two) == before
     assert len(json.loads((two / "environment.json").read_text())) == 2
 
 
