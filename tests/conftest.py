@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -35,8 +36,10 @@ OPTIONAL = {
 def find_missing(error: BaseException | None) -> str | None:
     """The optional package whose absence is behind an error."""
     while error is not None:
-        if isinstance(error, ModuleNotFoundError) and (name := (error.name or "").split(".")[0]) in OPTIONAL:
-            return name
+        if isinstance(error, ModuleNotFoundError):  # Python's names the module, ours say in words what they need
+            words = {(error.name or "").split(".")[0], *re.findall(r"\w+", str(error))}
+            if found := sorted(words & OPTIONAL):
+                return found[0]
         error = error.__cause__ or error.__context__
     return None
 
