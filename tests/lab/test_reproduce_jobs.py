@@ -10,11 +10,12 @@ import torch
 
 from helpers.fake_runs import asked, jobs_of, result_of
 from lln.hf.distillation import NotFinite
+from lln.lab.core.tables import show_duration
 from lln.lab.paper import run_jobs as driver
-from lln.lab.paper.estimate import estimate_jobs, show_duration
 from lln.lab.paper.experiments import EXPERIMENTS, find_refusal
 from lln.lab.paper.jobs import Job, check_jobs, configure, find_state, name_folder, parse_attention, select_changes
 from lln.lab.paper.old_runs import derive_facts
+from lln.lab.paper.reproduction import estimate_jobs
 from lln.lab.paper.run_jobs import Hooks, run_jobs
 from lln.lab.recipes import RECIPES, recipe
 from lln.lab.train.config import Config

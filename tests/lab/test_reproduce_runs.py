@@ -11,7 +11,7 @@ import pytest
 from helpers.command import Answer, run_command
 from helpers.fake_runs import asked, finish, jobs_of
 from helpers.mirror import write_card, write_set
-from lln.lab.cli import reproduce_runs as command
+from lln.lab.cli import reproduce as command
 from lln.lab.core.errors import DataError
 from lln.lab.paper.jobs import Job
 from lln.lab.recipes import recipe

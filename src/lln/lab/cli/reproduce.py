@@ -5,12 +5,18 @@ from __future__ import annotations
 import enum
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lln.lab.cli.common import AsJson, DataRoot, find_missing, need, need_folder, parse_device, parse_pair
-from lln.lab.core.progress import progress_bar
+from lln.files import write_json
+from lln.lab.cli.common import AsJson, DataRoot, fail, find_missing, need, need_folder, parse_device, parse_pair
+from lln.lab.core.errors import DataError, Refused
+from lln.lab.core.progress import Bars, describe_metrics, progress_bar
+
+if TYPE_CHECKING:
+    from lln.lab.paper.jobs import Job
+    from lln.lab.paper.reproduction import Reproduction, Workload
 
 EPILOG = (
     "Example: [bold]lln reproduce fig2 --quick[/bold] for a look in seconds; "
@@ -95,17 +101,35 @@ def reproduce(
         if tunings and name not in TUNED:
             raise typer.BadParameter(f"it goes with {', '.join(TUNED)}, not with {name}.", param_hint="--tunings")
 
-        from lln.lab.cli.reproduce_runs import reproduce_runs
-        from lln.lab.paper.request import Request
+        from lln.lab.paper.experiments import EXPERIMENTS
+        from lln.lab.paper.reproduction import check_data, understand
 
-        reproduce_runs(
-            Request(
-                name=name, scale=scale.value, attentions=attentions, tasks=tasks, seeds=seeds or 1, first=seed,
-                tunings=tunings, changes=dict(map(parse_pair, changes or [])), data_root=data_root, device=device,
-                out=out, source=source, charts=not no_charts, dry_run=dry_run, retry=retry, keep=keep,
-                at_once=at_once, as_json=as_json,
-            )
-        )  # fmt: skip
+        try:
+            if EXPERIMENTS[name].paper is None and not no_charts:
+                check_charts("runs")
+            if source is not None and not source.is_dir() and not (source.is_file() and source.suffix == ".json"):
+                raise Refused(f"--from: {source} is not a folder, nor a result in JSON.")
+            work = understand(
+                name, scale=scale.value, attentions=attentions, tasks=tasks, seeds=seeds or 1, first=seed,
+                tunings=tunings, changes=dict(map(parse_pair, changes or [])), device=device, out=out,
+            )  # fmt: skip
+            if source is not None:
+                result = work.load(source)
+            else:
+                plan = work.plan(retry=retry)
+                check_data(plan.jobs, data_root)
+                typer.echo(work.describe(plan, at_once), err=True)
+                if dry_run:
+                    typer.echo("\n".join(f"{folder}: {state}" for folder, state in plan.states.items()))
+                    return
+        except (Refused, ValueError, DataError) as error:
+            fail(f"lln reproduce: {error}")
+        if source is None:
+            result = run(work, plan, data_root=data_root, retry=retry, keep=keep, at_once=at_once)
+        paths = work.write(result, charts=not no_charts)
+        tell(result, work.tell(result), paths, as_json=as_json, end=f"; runs: {source or work.asked.runs}.")
+        if source is None and result["failed"]:
+            raise typer.Exit(1)
         return
     given = {
         "--attentions": attentions, "--tasks": tasks, "--tunings": tunings, "--set": changes, "--from": source,
@@ -146,15 +170,14 @@ def reproduce_costs(
 ) -> None:  # fmt: skip
     need("train")
     charts = charts and name == "table2"  # table4 has no lengths to draw against
-    if charts and (names := find_missing("report")):
-        raise typer.BadParameter(
-            f"charts need {', '.join(names)} (pip install 'lln-attention[report]'); --no-charts measures without, and "
-            "--from draws later."
-        )
+    if charts:
+        try:
+            check_charts("measures")
+        except Refused as error:
+            raise typer.BadParameter(str(error)) from None
 
     import torch
 
-    from lln.files import write_json
     from lln.lab.paper.costs import TABLES, measure_steps, parse_setting, write_files, write_markdown
 
     table = TABLES[name]
@@ -182,5 +205,87 @@ def reproduce_costs(
                 store=lambda found: write_json(out / file, found),
             )  # fmt: skip
     paths = write_files(table, result, out, charts=charts)
-    typer.echo(json.dumps(result, indent=1) if as_json else write_markdown(table, result))
-    typer.echo(f"Written: {', '.join(map(str, paths))}.", err=True)
+    tell(result, write_markdown(table, result), paths, as_json=as_json)
+
+
+def check_charts(does: str) -> None:
+    """Refused where what draws them is not there."""
+    if names := find_missing("report"):
+        raise Refused(
+            f"charts need {', '.join(names)} (pip install 'lln-attention[report]'); --no-charts {does} without, and "
+            "--from draws later."
+        )
+
+
+def tell(result: dict[str, Any], text: str, paths: list[Path], *, as_json: bool, end: str = ".") -> None:
+    typer.echo(json.dumps(result, indent=1) if as_json else text)
+    typer.echo(f"Written: {', '.join(map(str, paths))}{end}", err=True)
+
+
+def run(
+    work: Reproduction, plan: Workload, *, data_root: Path | None, retry: bool, keep: bool, at_once: int
+) -> dict[str, Any]:
+    import transformers
+
+    from lln.lab.paper.run_jobs import Hooks, run_jobs
+    from lln.lab.paper.run_tables_text import tell_row
+
+    transformers.utils.logging.set_verbosity_error()  # a new head on a trained model is meant
+    if not plan.costs:
+        return work.collect()
+    with RunBars(plan.costs) as bars:
+
+        def end(job: Job, now: str) -> None:
+            bars.end(job)
+            if job.folder in plan.costs:
+                result = work.collect()
+                if now == "finished" and work.experiment.paper is not None:
+                    bars.say(tell_row(result, job.config.attention.label))
+
+        hooks = Hooks(say=bars.say, begin=bars.begin, step=bars.step, end=end)
+        try:
+            run_jobs(
+                plan.jobs, work.asked.runs, device=work.asked.device, data_root=data_root, hooks=hooks,
+                retry=retry, keep=keep, at_once=at_once,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            work.collect()
+            bars.progress.stop()
+            fail(f"Stopped. The same command goes on where it was; what there is so far is in {work.out}.", 130)
+        except OSError as error:
+            bars.progress.stop()
+            why = f"{error.strerror or error}: the runs in {work.asked.runs} stop here"
+            fail(f"{why}; the same command goes on.", 1)
+    return work.collect()
+
+
+class RunBars(Bars):
+    """Two bars: all runs, by what they are estimated to take, and the steps of the one that was heard of last."""
+
+    def __init__(self, costs: dict[str, float]) -> None:
+        super().__init__()
+        self.costs, self.number, self.done = costs, 0, 0.0
+        self.running: dict[str, float] = {}  # the share of each that is done
+        self.all = self.add("runs", sum(costs.values()) or 1)
+        self.one = self.add("", 1, visible=False)
+
+    def begin(self, job: Job) -> None:
+        self.number += 1
+        self.running[job.folder] = 0.0
+        self.all(description=f"run {self.number} of {len(self.costs)}: {job.folder}")
+        self.one(completed=0, total=job.config.optimisation.steps, visible=True, description="start")
+
+    def step(self, job: Job, number: int, values: dict[str, float]) -> None:
+        steps = job.config.optimisation.steps
+        self.one(completed=number, total=steps, description=describe_metrics(values))
+        self.running[job.folder] = number / steps
+        self.advance()
+
+    def end(self, job: Job) -> None:
+        self.done += self.costs.get(job.folder, 0.0)
+        self.running.pop(job.folder, None)
+        self.advance()
+
+    def advance(self) -> None:
+        part = sum(self.costs.get(folder, 0.0) * share for folder, share in self.running.items())
+        self.all(completed=self.done + part)

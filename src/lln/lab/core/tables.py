@@ -111,3 +111,13 @@ def show_timing(timing: dict[str, Any]) -> str:
     '2 (1.5 to 2.25)'
     """
     return f"{show_number(timing['median'])} ({show_number(timing['low'])} to {show_number(timing['high'])})"
+
+
+def show_duration(seconds: float) -> str:
+    """
+    >>> show_duration(45), show_duration(600), show_duration(9000)
+    ('45 s', '10 min', '2.5 h')
+    """
+    if seconds < 90:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lln.lab.core.provenance import without_places
-from lln.lab.core.tables import markdown_table, show_number
+from lln.lab.core.tables import markdown_table, show_duration, show_number
 from lln.lab.paper.costs import PAPER4
-from lln.lab.paper.estimate import show_duration
 from lln.lab.paper.run_tables import LOSS, TUNINGS
 
 MARK = "†"
