@@ -12,7 +12,6 @@ from typing import Any
 from lln.lab.core.tables import markdown_table, show_number
 from lln.lab.paper.experiments import Asked, Experiment
 from lln.lab.paper.jobs import configure, find_shape
-from lln.lab.paper.run_figures import add_spread
 from lln.lab.paper.run_records import RunRecord, list_runs, select_alike
 from lln.lab.paper.run_tables import list_scores, order_names
 from lln.lab.paper.run_tables_text import show_cell, write_head, write_missing
@@ -67,7 +66,7 @@ def assemble_lengths(
         "settings": {str(length): list_settings(group[0]) for length, group in groups.items() if group},
         "cells": cells,
         "rows": [
-            {"chart": CHART, "series": c["attention"], "length": c["length"], **add_spread(Spread(**c["accuracy"]))}
+            {"chart": CHART, "series": c["attention"], "length": c["length"], **Spread(**c["accuracy"]).to_row()}
             for c in cells
             if c["accuracy"] is not None
         ],

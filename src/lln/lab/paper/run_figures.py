@@ -7,20 +7,22 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from lln.lab.paper import claims
 from lln.lab.paper.analysis import Rows, Verdict
 from lln.lab.paper.experiments import FLOAT16, Asked, Experiment, find_watched
 from lln.lab.paper.jobs import DEIT, configure, find_shape
 from lln.lab.paper.run_records import LOGGED, Curves, RunRecord, list_runs, select_alike, select_layers
 from lln.lab.paper.run_tables import list_marks, list_scores
-from lln.lab.paper.spread import Spread, find_spread
+from lln.lab.paper.spread import find_difference, find_spread
 
 PANELS1 = ("temperature", "entropy", "spectral_gap")
 PANELS9 = ("alpha", "beta")
 WORDS9 = {"image": "", "mlm": ", a language model"}
+NEAR = 0.05  # nats: a loss that is higher by no more than this is said to follow another
+SOME = 1.0  # bits: entropy that is "approximately zero"
+RANGE9 = (2.0, 2.2)  # of alpha and beta in the paper's Fig. 9
 OF = {"image": "Of vision transformers", "mlm": "Of language models"}
 
 
@@ -36,6 +38,9 @@ class Draft:
     used: list[RunRecord] = dataclasses.field(default_factory=list)
     missing: list[str] = dataclasses.field(default_factory=list)
     bare: set[str] = dataclasses.field(default_factory=set)  # folders of runs whose curves are asked for and not known
+
+    def judge(self, claim: str, holds: bool | None, numbers: Mapping[str, float | None], sentence: str) -> None:
+        self.verdicts.append(Verdict(claim, holds, numbers, sentence))
 
     def select(self, task: str, *, precision: str | None = None, fixed: bool = True) -> list[RunRecord]:
         """Runs of one task in one setting, with the attentions asked for (and fixed alpha = beta of them)."""
@@ -155,20 +160,15 @@ def invert_scale(run: RunRecord) -> dict[int, float]:
     return {step: 1 / scale for step, scale in run.curves.get("loss_scale", {}).items() if scale > 0}
 
 
-def count_lowered(run: RunRecord) -> int:
-    """How often the loss scale was, from one look at it to the next."""
-    return sum(after > before for before, after in itertools.pairwise(invert_scale(run).values()))
-
-
-def find_ends(rows: Rows, chart: str) -> claims.Ends:
+def find_ends(rows: Rows, chart: str) -> dict[str, tuple[float, float]]:
     """{series: (first value, last value)} of a chart."""
-    found: claims.Ends = {}
+    found: dict[str, tuple[float, float]] = {}
     for row in sorted((r for r in rows if r["chart"] == chart), key=lambda r: r["step"]):
         found[row["series"]] = (found.get(row["series"], (row["value"],))[0], row["value"])
     return found
 
 
-# The figures
+# The figures, and what the paper says of each
 
 
 def draw_fig1(draft: Draft) -> None:
@@ -176,27 +176,75 @@ def draw_fig1(draft: Draft) -> None:
     for attention in draft.asked.attentions:
         temperature, entropy, gap = (find_ends(draft.rows, f"{quantity}-{attention}") for quantity in PANELS1)
         if temperature and entropy:
-            draft.verdicts.append(claims.judge_cooling(attention, temperature, entropy))
-            if len(entropy) > 2:
-                draft.verdicts.append(claims.judge_layers(attention, entropy))
+            (t0, t1), (h0, h1) = (
+                map(statistics.fmean, zip(*ends.values(), strict=True)) for ends in (temperature, entropy)
+            )
+            draft.judge(
+                f"The temperature decreases during training, and with it the entropy ({attention}).",
+                t1 < t0 and h1 < h0,
+                {"temperature_first": t0, "temperature_last": t1, "entropy_first": h0, "entropy_last": h1},
+                f"Mean over the layers from the first record to the last: temperature {t0:.3g} to {t1:.3g}, entropy "
+                f"{h0:.2f} to {h1:.2f} bits.",
+            )
+            first, *middle = (last for _, last in entropy.values())
+            if (lowest := min(middle[:-1], default=None)) is not None:
+                draft.judge(
+                    f"The first layers keep a high entropy, while that of middle layers comes near zero ({attention}).",
+                    lowest < SOME and first > lowest,
+                    {"first_layer": first, "lowest_middle_layer": lowest},
+                    f"In the end the entropy of layer 1 is {first:.2f} bits, the lowest of the middle layers "
+                    f"{lowest:.2f}.",
+                )
         if gap:
-            draft.verdicts.append(claims.judge_gaps(attention, gap))
+            fallen = sum(last < first for first, last in gap.values())
+            draft.judge(
+                f"In most layers the spectral gap decreases during training ({attention}).",
+                fallen > len(gap) / 2,
+                {"layers": len(gap), "decreased": fallen},
+                f"It decreased in {fallen} of {len(gap)} layers.",
+            )
 
 
 def draw_fig8(draft: Draft) -> None:
     used = draft.select("mlm")
     for chart, name in (("a-validation", "eval_loss"), ("a-training", "loss")):
         draft.add_curves(chart, used, lambda run, name=name: {run.attention: run.curves.get(name, {})})  # type: ignore[misc]
-    final = {a: list_scores([run for run in used if run.attention == a]) for a in draft.asked.attentions}
-    others = [a for a in final if a != "softmax" and final[a]]
-    draft.verdicts += [claims.judge_loss(a, final[a], final["softmax"]) for a in others if final.get("softmax")]
+    others = [a for a in draft.asked.attentions if a != "softmax"]
+    softmax, *rest = (list_scores([run for run in used if run.attention == a]) for a in ("softmax", *others))
+    for attention, ours in zip(others, rest, strict=True):
+        if ours and softmax:
+            said, (mean, theirs) = find_difference(ours, softmax), map(statistics.fmean, (ours, softmax))
+            draft.judge(
+                f"The loss of {attention} follows that of softmax, or falls below it.",
+                # No: more than NEAR above it, and by more than the noise. With much noise, or one seed, nobody knows.
+                None if said.noise is None or NEAR < said.difference <= said.noise else said.difference <= NEAR,
+                {"final": mean, "softmax": theirs, "difference": said.difference, "noise": said.noise},
+                f"Final validation loss {mean:.3f}, of softmax {theirs:.3f}: {said.difference:+.3f}"
+                + (" with one seed" if said.noise is None else f", where the noise of seeds is {said.noise:.3f}")
+                + f"; up to {NEAR} above it counts as following.",
+            )
     scaled = draft.select_scaled("mlm", used)
     most = draft.add_scales("b-loss-scale", scaled, lambda run: run.attention)
-    first = [next(iter(scale.values())) for run in scaled if (scale := invert_scale(run))]
-    falls = {a: [count_lowered(run) for run in scaled if run.attention == a and not run.is_bare] for a in most}
-    for a in (a for a in most if a != "softmax" and falls[a] and falls.get("softmax")):
-        lowered = max(falls[a]), max(falls["softmax"])
-        draft.verdicts.append(claims.judge_scale(a, most[a], most["softmax"], max(first), lowered))
+    inverse = [(run.attention, list(invert_scale(run).values())) for run in scaled if not run.is_bare]
+    # The inverse scale that runs begin with, and how often each scale was lowered from one look at it to the next.
+    first = max((scale[0] for _, scale in inverse if scale), default=0.0)
+    lowered: dict[str, int] = {}
+    for attention, scale in inverse:
+        times = sum(after > before for before, after in itertools.pairwise(scale))
+        lowered[attention] = max(times, lowered.get(attention, 0))
+    for a in (a for a in most if a != "softmax" and {a, "softmax"} <= lowered.keys() & most.keys()):
+        # Where no scale came below the first one, the largest inverse is that of the beginning, and says nothing.
+        tested = max(most[a], most["softmax"]) > first
+        words = [f"{count} time{'s' * (count != 1)}" for count in (lowered[a], lowered["softmax"])]
+        draft.judge(
+            f"The largest inverse loss scale of {a} does not exceed that of softmax.",
+            most[a] <= most["softmax"] if tested else None,
+            {"largest": most[a], "softmax": most["softmax"], "first": first}
+            | {"lowered": lowered[a], "softmax_lowered": lowered["softmax"]},
+            f"Largest inverse loss scale {most[a]:.3g}, of softmax {most['softmax']:.3g}"
+            + ("" if tested else " (the one that runs begin with)")
+            + f"; the loss scale was lowered {words[0]}, that of softmax {words[1]}.",
+        )
 
 
 def draw_fig9(draft: Draft) -> None:
@@ -206,7 +254,14 @@ def draw_fig9(draft: Draft) -> None:
     for attention, (task, end) in itertools.product(draft.asked.attentions, ends.items()):
         charts = {f"{quantity}-{attention}{end}" for quantity in PANELS9}
         if values := [row["value"] for row in draft.rows if row["chart"] in charts]:
-            draft.verdicts.append(claims.judge_range(f"{attention}{WORDS9[task]}", values))
+            low, high, inside = min(values), max(values), statistics.fmean(RANGE9[0] <= x <= RANGE9[1] for x in values)
+            draft.judge(
+                f"alpha and beta stay within (2, 2.2) during training ({attention}{WORDS9[task]}).",
+                inside == 1,
+                {"lowest": low, "highest": high, "inside": inside},
+                f"Means over the heads of a layer lie between {low:.3f} and {high:.3f}; "
+                f"{100 * inside:.0f} % of them within (2, 2.2).",
+            )
 
 
 def draw_fig10(draft: Draft) -> None:
@@ -215,10 +270,6 @@ def draw_fig10(draft: Draft) -> None:
         value = run.config["attention"]["options"].get("alpha")
         return None if value is None else float(value)
 
-    def name_alpha(run: RunRecord) -> str:
-        alpha = find_alpha(run)
-        return "matched" if alpha is None else f"alpha = beta = {alpha:g}"
-
     used = draft.select("image")
     for attention in draft.asked.attentions:
         mine = [run for run in used if drop_alpha(run.attention) == attention and run.score is not None]
@@ -226,29 +277,44 @@ def draw_fig10(draft: Draft) -> None:
         by = {a: list_scores([run for run in mine if find_alpha(run) == a]) for a in alphas}
         matched = list_scores([run for run in mine if run.attention == attention])
         if by and matched:
-            for alpha, found in by.items():
-                draft.rows.append(make_point(f"{attention}, alpha = beta", alpha, found))
-                draft.rows.append(make_point(f"{attention}, matched", alpha, matched))
-            draft.verdicts += claims.judge_fixed(attention, by, matched)
+            for alpha, scores in by.items():
+                for series, shown in (("alpha = beta", scores), ("matched", matched)):
+                    point = {"chart": "a-accuracy", "series": f"{attention}, {series}", "alpha": alpha}
+                    draft.rows.append(point | find_spread(shown).to_row())
+            judge_fixed(draft, attention, by, matched)
     scaled = draft.select_scaled("image", used)
     for attention in draft.asked.attentions:
         mine = [run for run in scaled if drop_alpha(run.attention) == attention]
-        most = draft.add_scales(f"b-loss-scale-{attention}", mine, name_alpha)
-        two, four = (most.get(f"alpha = beta = {alpha}") for alpha in (2, 4))
+        most = draft.add_scales(
+            f"b-loss-scale-{attention}", mine,
+            lambda run: "matched" if (alpha := find_alpha(run)) is None else f"alpha = beta = {alpha:g}",
+        )  # fmt: skip
+        two, four, free = (most.get(name) for name in ("alpha = beta = 2", "alpha = beta = 4", "matched"))
         if two is not None and four is not None:
-            draft.verdicts.append(claims.judge_risk(attention, four, two, most.get("matched")))
+            draft.judge(
+                f"With alpha = beta = 4 the inverse loss scale is larger than with 2 ({attention}).",
+                four > two,
+                {"four": four, "two": two, "matched": free},
+                f"Largest inverse loss scale {four:.3g} with 4, {two:.3g} with 2"
+                + ("." if free is None else f", {free:.3g} with matching."),
+            )
 
 
-def make_point(series: str, alpha: float, scores: list[float]) -> dict[str, Any]:
-    """With a spread where there are several seeds; a chart marks it as soon as all points have one."""
-    return {"chart": "a-accuracy", "series": series, "alpha": alpha, **add_spread(find_spread(scores))}
-
-
-def add_spread(found: Spread) -> dict[str, Any]:
-    row: dict[str, Any] = {"value": found.mean, "seeds": found.n}
-    if found.deviation is not None:
-        row |= {"low": found.mean - found.deviation, "high": found.mean + found.deviation}
-    return row
+def judge_fixed(draft: Draft, attention: str, by: dict[float, list[float]], matched: list[float]) -> None:
+    """Fixed values below 2 lose accuracy, those from 2 on do not. by: accuracies of each alpha = beta."""
+    apart = {alpha: find_difference(values, matched) for alpha, values in by.items()}
+    once, mean = any(d.noise is None for d in apart.values()), statistics.fmean(matched)
+    for low, words in ((True, "below 2 lose accuracy against"), (False, "from 2 on reach the accuracy of")):
+        if asked := {a: d for a, d in apart.items() if (a < 2.0) == low}:
+            worse = [d.noise is not None and d.difference < -d.noise for d in asked.values()]
+            texts = ", ".join(f"{round(d.difference, 1) + 0.0:+.1f} at {a:g}" for a, d in asked.items())  # no -0.0
+            draft.judge(
+                f"Fixed alpha = beta {words} moment matching ({attention}).",
+                None if once else all(one == low for one in worse),
+                {f"difference_{a:g}": d.difference for a, d in asked.items()} | {"matched": mean},
+                f"Accuracy against {mean:.1f} % with matching: {texts} "
+                f"({'one seed' if once else 'beyond the noise of seeds counts'}).",
+            )
 
 
 # How each is made, and which curves of its runs are stored with it.

@@ -6,6 +6,7 @@ import dataclasses
 import statistics
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 RULE = (
     "A difference exceeds the noise when it is larger than t times its standard error (Welch: sqrt(s1²/n1 + s2²/n2), t "
@@ -22,6 +23,13 @@ class Spread:
     n: int
     mean: float
     deviation: float | None  # standard deviation, n - 1 in the denominator
+
+    def to_row(self) -> dict[str, Any]:
+        """For a chart, which marks spreads as soon as all of its points have one."""
+        row: dict[str, Any] = {"value": self.mean, "seeds": self.n}
+        if self.deviation is not None:
+            row |= {"low": self.mean - self.deviation, "high": self.mean + self.deviation}
+        return row
 
 
 def find_spread(values: Sequence[float]) -> Spread:
