@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from found_runs import RESULTS, beyond, grid, load
-from lln.lab.paper.run_tables_text import show_cell
+from lln.lab.paper.run_tables import show_cell
 
 
 def arena() -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from lln.lab.core.tables import markdown_table
 from lln.lab.data.sources import PUBLISHED
 from lln.lab.paper.analysis import WORDS
-from lln.lab.paper.run_tables_text import show_cell, tell_differences
+from lln.lab.paper.run_tables import show_cell, tell_differences
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "paper"

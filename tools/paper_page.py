@@ -11,7 +11,7 @@ from lln.lab.core.tables import markdown_table
 from lln.lab.paper import costs
 from lln.lab.paper.fig5_fig7 import FAR, STRAIGHT
 from lln.lab.paper.published import COLUMNS1, COLUMNS3, COLUMNS5, TABLE1, TABLE3, TABLE5, Numbers
-from lln.lab.paper.run_tables_text import show_published, write_cells, write_differences, write_noise
+from lln.lab.paper.run_tables import show_published, write_cells, write_differences, write_noise
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "paper"

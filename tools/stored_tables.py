@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lln.lab.paper import costs
 from lln.lab.paper.needle_lengths import write_lengths
-from lln.lab.paper.run_tables_text import write_markdown
+from lln.lab.paper.run_tables import write_markdown
 
 RESULTS = Path(__file__).parents[1] / "results"
 

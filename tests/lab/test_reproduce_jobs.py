@@ -14,9 +14,9 @@ from lln.lab.core.tables import show_duration
 from lln.lab.paper import run_jobs as driver
 from lln.lab.paper.experiments import EXPERIMENTS, find_refusal
 from lln.lab.paper.jobs import Job, check_jobs, configure, find_state, name_folder, parse_attention, select_changes
-from lln.lab.paper.old_runs import derive_facts
 from lln.lab.paper.reproduction import estimate_jobs
 from lln.lab.paper.run_jobs import Hooks, run_jobs
+from lln.lab.paper.run_records import derive_facts
 from lln.lab.recipes import RECIPES, recipe
 from lln.lab.train.config import Config
 from lln.lab.train.models import Sizes, build

@@ -12,8 +12,7 @@ from helpers.fake_runs import asked, fail, finish, jobs_of
 from lln.lab.paper.experiments import EXPERIMENTS, Asked
 from lln.lab.paper.jobs import configure
 from lln.lab.paper.run_records import find_runs
-from lln.lab.paper.run_tables import assemble_table
-from lln.lab.paper.run_tables_text import tell_row, write_markdown
+from lln.lab.paper.run_tables import assemble_table, tell_row, write_markdown
 from lln.lab.train.config import change
 
 

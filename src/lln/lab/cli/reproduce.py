@@ -228,7 +228,7 @@ def run(
     import transformers
 
     from lln.lab.paper.run_jobs import Hooks, run_jobs
-    from lln.lab.paper.run_tables_text import tell_row
+    from lln.lab.paper.run_tables import tell_row
 
     transformers.utils.logging.set_verbosity_error()  # a new head on a trained model is meant
     if not plan.costs:

@@ -13,36 +13,13 @@ from lln.files import write_result
 from lln.lab.core.provenance import provenance, without_places
 from lln.lab.core.tables import markdown_table, show_number
 from lln.lab.core.timing import peak_memory, time_calls
+from lln.lab.paper.published import LENGTHS2, PAPER2, PAPER4, TASKS4
 from lln.lab.recipes import recipe
 from lln.lab.train.config import Config, Model
 from lln.lab.train.models import Sizes, build, skip_masks
 
 Progress = Callable[[str], None]
 TOGETHER_MS, MOST_STEPS = 500, 8  # of the steps that are timed as one
-
-# The paper's own numbers, from one A100 of 40 GB.
-OOM = None
-LENGTHS2 = (512, 1024, 2048, 4096, 8192, 16384)
-PAPER2: dict[str, dict[str, dict[int, float | None]]] = {
-    name: {"GB": dict(zip(LENGTHS2, memory, strict=True)), "s": dict(zip(LENGTHS2, seconds, strict=True))}
-    for name, memory, seconds in (
-        ("softmax", (4.0, 5.5, 12.6, 32.1, OOM, OOM), (0.95, 1.05, 2.4, 6.8, OOM, OOM)),
-        ("nystromformer", (4.0, 4.5, 5.5, 7.3, 11.6, 19.1), (1.8, 1.9, 2.6, 4.7, 8.8, 16.7)),
-        ("lln", (4.1, 4.4, 5.7, 7.5, 12.0, 20.1), (1.0, 1.05, 1.6, 3.2, 6.1, 11.8)),
-        ("lln_diag", (4.1, 4.6, 6.1, 8.1, 13.4, 23.0), (1.2, 1.3, 1.9, 3.6, 6.9, 13.3)),
-    )
-}
-TASKS4 = ("text", "listops", "retrieval", "pathfinder", "image")
-PAPER4: dict[str, dict[str, dict[str, float]]] = {
-    name: {"s": dict(zip(TASKS4, seconds, strict=True)), "MB": dict(zip(TASKS4, memory, strict=True))}
-    for name, seconds, memory in (
-        ("softmax", (21468, 5905, 21866, 6754, 13228), (17108, 4458, 8934, 4817, 9632)),
-        ("reformer", (4610, 2439, 4714, 4694, 8737), (3261, 1631, 3008, 3258, 6514)),
-        ("performer", (3456, 1966, 3761, 3553, 13169), (2176, 1122, 2178, 2180, 4353)),
-        ("skyformer", (4523, 2970, 5602, 5240, 9347), (3068, 1697, 2974, 4041, 8079)),
-        ("lln_diag", (3043, 1774, 3135, 3042, 4053), (1641, 821, 1586, 1639, 3276)),
-    )
-}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,7 @@ from lln.lab.core.tables import markdown_table, show_number
 from lln.lab.paper.experiments import Asked, Experiment
 from lln.lab.paper.jobs import configure, find_shape
 from lln.lab.paper.run_records import RunRecord, list_runs, select_alike
-from lln.lab.paper.run_tables import list_scores, order_names
-from lln.lab.paper.run_tables_text import show_cell, write_head, write_missing
+from lln.lab.paper.run_tables import list_scores, order_names, show_cell, write_head, write_missing
 from lln.lab.paper.spread import RULE, Spread, find_difference, find_spread
 from lln.lab.recipes.needles import lengthen, set_length
 

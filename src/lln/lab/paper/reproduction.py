@@ -23,8 +23,7 @@ from lln.lab.paper.jobs import Job, check_jobs, configure, find_shape, find_stat
 from lln.lab.paper.needle_lengths import assemble_lengths, parse_lengths, write_lengths
 from lln.lab.paper.run_figures import assemble_figure
 from lln.lab.paper.run_records import find_runs, find_stored_jobs, merge_runs, read_json, restore_runs
-from lln.lab.paper.run_tables import assemble_table
-from lln.lab.paper.run_tables_text import write_markdown
+from lln.lab.paper.run_tables import assemble_table, write_markdown
 from lln.lab.recipes import PRESETS
 from lln.lab.train.config import Config
 

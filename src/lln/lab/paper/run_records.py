@@ -7,15 +7,19 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import statistics
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from lln.files import read_json_lines
-from lln.lab.paper.jobs import FAILED, Job, find_shape, find_state
-from lln.lab.paper.old_runs import derive_config, derive_facts
+from lln.lab.paper.jobs import DEIT, FAILED, Job, configure, find_recipe, find_shape, find_state
+from lln.lab.paper.published import describe_data, describe_training
 from lln.lab.paper.run_jobs import ATTEMPTS
+from lln.lab.recipes import NAMES
+from lln.lab.recipes.needles import lengthen, set_length
+from lln.lab.train.config import TASKS, Attention
 from lln.lab.train.run import MODEL
 from lln.lab.train.run_folder import CHECKPOINT, CONFIG, ENVIRONMENT, FACTS, METRICS, RESULT, list_differences
 
@@ -252,3 +256,59 @@ def select_alike(runs: list[RunRecord], wanted: dict[str, Any] | None) -> tuple[
         if shape != wanted
     ]
     return [run for run, shape in pairs if shape == wanted], left
+
+
+# From before facts were written down, in folders and in stored results. Nothing else guesses.
+
+
+def derive_facts(config: dict[str, Any]) -> dict[str, Any]:
+    """What `lln.lab.train.run_folder.list_facts` would have stored, from a config.json: the label from the recipe that
+    the preset names, the run it starts from out of the name of its folder."""
+    task, preset, held = config["task"], config["preset"], config["attention"]
+    start = None
+    if config["model"]["start"]:
+        folder = Path(config["model"]["start"]).parent.name
+        seed, length = re.search(r"seed(\d+)$", folder), re.search(r"^needles-(\d+)-", folder)
+        start = {
+            "folder": folder, "task": "needles" if length else None, "seed": int(seed[1]) if seed else None,
+            "length": int(length[1]) if length else None,
+        }  # fmt: skip
+    attention = dataclasses.replace(Attention(**held), preset=find_recipe(task, preset, None).attention.preset)
+    return {
+        "task": task, "name": config["data"]["subset"], "preset": preset, "attention": held["name"],
+        "label": attention.label, "seed": config["seed"], "length": config["data"]["length"], "start": start,
+    }  # fmt: skip
+
+
+def derive_config(run: dict[str, Any], result: dict[str, Any], changes: dict[str, str]) -> dict[str, Any] | None:
+    """The config of a run that a result stored without it: what these changes make of the recipe, if that is what the
+    result says of the model and its training. None: it says something else, so the settings are not known."""
+    column, preset, start = run["column"], result["scale"], None
+    task = "lra" if result.get("table") == "table5" else column if column in TASKS else "glue"
+    name = column if task in NAMES else None
+    if (task, preset, run["how"]["precision"]) == ("image", "paper", "float16"):
+        preset = DEIT
+    if run["pretraining"] is not None:
+        start = Path(run["pretraining"].replace("seed ", "seed")) / "model"
+    config = configure(
+        task, preset, run["attention"], run["seed"], changes, name=name, start=start, precision=run["how"]["precision"]
+    )
+    if task == "needles":
+        named = re.search(r"needles-(\d+)(?:-after-(\d+))?-", run["folder"])
+        assert named is not None
+        length, after = int(named[1]), named[2]
+        config = set_length(config, length) if after is None else lengthen(config, length, f"needles-{after}-{start}")
+        o, said = config.optimisation, result["settings"][named[1]]
+        same = (said["steps"], said["batch"], said["sequences"]) == (o.steps, o.batch, config.data.evaluation)
+    else:
+        paper = find_recipe(task, "paper", name).to_dict()
+        told = describe_training(config.to_dict(), paper) | {"data": describe_data(config.to_dict(), paper)}
+        said = result.get("differs", [])
+        if "marks" in result:
+            marks = result["marks"][{"mlm": "MLM loss", "image": "accuracy"}.get(task, column)]
+            said = [text for part in told for text in marks[part]]
+        texts = [text for part in told.values() for text in part]
+        # A figure says nothing of its float16 runs.
+        same = "differs" in result and config.precision == "float16"
+        same = same or all(any(text in one for one in said) for text in texts)
+    return config.to_dict() | run["how"] if same else None

@@ -1,4 +1,5 @@
-"""Tables 1, 3 and 5 from the runs that exist: means and spreads beside the paper's numbers, and what differs."""
+"""Tables 1, 3 and 5 from the runs that exist: means and spreads beside the paper's numbers, and what differs; as JSON,
+and as Markdown."""
 
 from __future__ import annotations
 
@@ -7,16 +8,19 @@ import itertools
 import statistics
 from typing import Any
 
+from lln.lab.core.provenance import without_places
+from lln.lab.core.tables import markdown_table, show_duration, show_number
 from lln.lab.paper.experiments import Asked, Experiment
 from lln.lab.paper.jobs import configure, find_recipe, find_shape
-from lln.lab.paper.published import AVERAGE, REMARKS1
+from lln.lab.paper.published import AVERAGE, PAPER4, REMARKS1, describe_data, describe_training
 from lln.lab.paper.run_records import RunRecord, list_runs, select_alike
 from lln.lab.paper.spread import RULE, Difference, find_difference, find_spread
-from lln.lab.paper.what_differs import describe_data, describe_training
 
 LOSS = "MLM loss"
 CARD = "Card of "
 TUNINGS = "fine-tunings of one pre-training"
+MARK = "†"
+BASE, OURS = "softmax", "lln_diag"  # what others are compared with in words
 
 
 def assemble_table(
@@ -161,3 +165,174 @@ def list_marks(runs: list[RunRecord]) -> dict[str, Any]:
         "cards": [note for note in notes if note.startswith(CARD)],
         **describe_training(config, paper),
     }
+
+
+# Markdown
+
+
+def write_markdown(result: dict[str, Any]) -> str:
+    number = result["table"].removeprefix("table")
+    title = f"Table {number}: {result['title']}" if number.isdigit() else result["title"]
+    parts = [write_head(result, title, "values"), write_cells(result), write_differences(result), write_noise(result)]
+    if result["table"] == "table5":
+        parts.insert(2, write_costs(result))
+    return "\n".join(line for part in [*parts, write_missing(result), write_runs(result)] for line in part)
+
+
+def write_head(result: dict[str, Any], title: str, counted: str) -> list[str]:
+    p = result["provenance"]
+    machines = ", ".join(dict.fromkeys(run["provenance"]["device"] for run in result["runs"])) or "no machine yet"
+    return [
+        f"# {title}", "",
+        f"Scale {result['scale']}, {p['date'][:10]}, commit {p['commit']}, `{without_places(p['command'])}`; runs on "
+        f"{machines}. Mean ± standard deviation (number of {counted}).", "",
+    ]  # fmt: skip
+
+
+def write_cells(result: dict[str, Any]) -> list[str]:
+    columns, own = result["columns"], {c for row in result["rows"] for c in row["paper"]}
+    header, rows = ["attention"], [[row["attention"]] for row in result["rows"]]
+    for c in columns:
+        header.append(f"{c} {MARK}" if result["marks"].get(c, {}).get("data") else c)
+        for texts, row in zip(rows, result["rows"], strict=True):
+            texts.append(show_cell(row["cells"].get(c), find_digits(c)))
+            if c in own:
+                texts.append(show_published(row["paper"].get(c)))
+        if c in own:
+            header.append("paper")
+    return [*markdown_table(header, rows or [["no run is finished yet", *[""] * (len(header) - 1)]]), ""]
+
+
+def find_digits(column: str) -> int:
+    return 3 if column == LOSS else 1
+
+
+def show_cell(cell: dict[str, Any] | None, digits: int) -> str:
+    """
+    >>> show_cell({"n": 3, "mean": 80.04, "deviation": 0.51, "failed": []}, 1)
+    '80.0 ± 0.5 (3)'
+    """
+    if cell is None:
+        return ""
+    if not cell["n"]:
+        return "failed"
+    apart = "" if cell["deviation"] is None else f" ± {cell['deviation']:.{digits}f}"
+    failed = f", {len(cell['failed'])} failed" if cell.get("failed") else ""
+    return f"{cell['mean']:.{digits}f}{apart} ({cell['n']}){failed}"
+
+
+def show_published(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}" if round(value, 1) == value else f"{value:g}"
+
+
+def write_differences(result: dict[str, Any]) -> list[str]:
+    """What stands between these numbers and the paper's, column by column; what all share once."""
+    lines = ["## What differs from the paper", ""]
+    marks = result["marks"]
+    said: dict[str, list[str]] = {}
+    for column, mark in marks.items():
+        for sentence in [*mark["model"], *mark["budget"], *mark["data"]]:
+            said.setdefault(sentence, []).append(column)
+    lines += [f"- {', '.join(where)}: {sentence}" for sentence, where in said.items()]
+    if any(mark["data"] for mark in marks.values()):
+        lines += ["", f"{MARK} Other data than the paper's: not to be set beside its numbers without saying so."]
+    elif not said:
+        lines.append("Nothing that is known of.")
+    if cards := list(dict.fromkeys(card for mark in marks.values() for card in mark["cards"])):
+        lines += ["", "What the data's own cards say:"]
+        lines += [line for card in cards for line in ("", *(f"> {text}".rstrip() for text in card.splitlines()))]
+    tuned_once = {
+        row["attention"]: [c for c, cell in row["cells"].items() if cell.get("unit") == TUNINGS and cell["n"] > 1]
+        for row in result["rows"]
+    }
+    if inner := [f"{name} ({', '.join(columns)})" for name, columns in tuned_once.items() if columns]:
+        lines += ["", f"The spread of {', '.join(inner)} is over fine-tunings of one pre-trained model only."]
+    return [*lines, *(f"\n{remark}" for remark in result["remarks"]), ""]
+
+
+def tell_differences(result: dict[str, Any]) -> dict[bool | None, list[str]]:
+    """As sentences, by whether they exceed the noise; None: one seed."""
+    groups: dict[bool | None, list[str]] = {True: [], False: [], None: []}
+    for d in result["differences"]:
+        second = find_reference(d["a"], d["b"])
+        if second is None:
+            continue
+        first, sign = (d["a"], 1) if d["b"] == second else (d["b"], -1)
+        digits = find_digits(d["column"])
+        between = round(sign * d["difference"], digits) + 0.0  # no -0.0
+        bound = "" if d["noise"] is None else f" (noise {d['noise']:.{digits}f})"
+        groups[d["beyond"]].append(f"{d['column']}: {first} - {second} = {between:+.{digits}f}{bound}")
+    return groups
+
+
+def write_noise(result: dict[str, Any]) -> list[str]:
+    head, groups = ["## Which differences exceed the noise", ""], tell_differences(result)
+    titles = {True: "Beyond the noise", False: "Within the noise", None: "One seed or pre-training, nothing to say"}
+    lines = [
+        line
+        for known, title in titles.items()
+        if groups[known]
+        for line in (f"{title}:", "", *(f"- {text}" for text in groups[known]), "")
+    ]
+    return [*head, result["rule"], "", *lines] if lines else [*head, "There are no two attentions to compare yet.", ""]
+
+
+def find_reference(a: str, b: str) -> str | None:
+    """Which of two attentions the other is compared with in words, if they are compared at all: a variant with what it
+    is a variant of."""
+    plain = {a.split(":")[0], b.split(":")[0]}
+    return next((name for name in (plain if len(plain) == 1 else (BASE, OURS)) if name in (a, b)), None)
+
+
+def write_costs(result: dict[str, Any]) -> list[str]:
+    """Time (of runs that had the device to themselves) and memory (on a GPU) of whole runs, beside the paper's Table 4;
+    `lln reproduce table4` measures single steps."""
+    columns = [c for c in result["columns"] if c in PAPER4["softmax"]["s"]]
+    lines = []
+    kinds = ("seconds", "s", "seconds a run", 1.0), ("bytes", "MB", "MB of the GPU at most", 1e6)
+    for what, unit, title, size in kinds:
+        found = {
+            (row["attention"], c): show_number(cell[what] / size)
+            for row in result["rows"]
+            for c in columns
+            if (cell := row["cells"].get(c)) and cell.get(what) and not (what == "seconds" and cell.get("beside"))
+        }
+        rows = []
+        for name in (row["attention"] for row in result["rows"]):
+            theirs = PAPER4.get(name, {}).get(unit, {})
+            pairs = [(found.get((name, c), ""), f"{theirs[c]:g}" if c in theirs else "-") for c in columns]
+            rows.append([name, *(text for pair in pairs for text in pair)])
+        if found:
+            lines += [*markdown_table([title, *(t for c in columns for t in (c, "paper"))], rows), ""]
+    said = "The paper's times and memory are those of its Table 4, on its own GPU."
+    return [*lines, said, ""] if lines else []
+
+
+def write_missing(result: dict[str, Any]) -> list[str]:
+    lines = [f"- {name} was not run: {reason}." for name, reason in result["unavailable"].items()]
+    reasons: dict[str, list[str]] = {}
+    for failed in result["failed"]:
+        reasons.setdefault(failed["sentence"], []).append(failed["folder"])
+    lines += [f"- {', '.join(folders)} failed: {sentence}" for sentence, folders in reasons.items()]
+    lines += [f"- {folder} is not finished." for folder in result["unfinished"]]
+    return ["## What is missing", "", *lines, ""] if lines else []
+
+
+def write_runs(result: dict[str, Any]) -> list[str]:
+    rows = []
+    for run in result["runs"]:
+        at_least = "" if run["all_times_known"] else "> "
+        took = "" if run["seconds"] is None else at_least + show_duration(run["seconds"])
+        if beside := run.get("beside"):
+            took += f" beside {beside} other{'s' if beside > 1 else ''}"
+        p = run["provenance"]
+        rows.append([run["folder"], f"{run['score']:.4g}", took, p["device"], p["commit"]])
+    table = markdown_table(["run", "score", "time", "machine", "commit"], rows, "lrrl")
+    return ["## Runs", "", *table, ""] if rows else []
+
+
+def tell_row(result: dict[str, Any], attention: str) -> str:
+    """The row of one attention, to be said while others still run."""
+    row = next(row for row in result["rows"] if row["attention"] == attention)
+    texts = [f"{c} {show_cell(row['cells'][c], find_digits(c))}" for c in result["columns"] if row["cells"].get(c)]
+    return f"{attention}: {', '.join(texts)}"
