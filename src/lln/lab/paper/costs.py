@@ -232,28 +232,19 @@ def write_measured(table: CostTable, result: dict[str, Any]) -> list[str]:
     columns = list(dict.fromkeys(row["column"] for row in result["rows"]))
     cells = {(row["attention"], row["column"]): row for row in result["rows"]}
     there = [name for name in table.attentions if any((name, column) in cells for column in columns)]
+    ms = {key: row["ms"]["median"] for key, row in cells.items() if row["ms"] is not None}
+    mib = {key: cells[key]["bytes"] / 2**20 for key in ms}
+    why = {key: "OOM" if row["note"] == "OOM" else "no" for key, row in cells.items()}
     parts = []
-    for what, unit in (("ms", "ms a step"), ("bytes", "MiB")):
-        rows = [[name, *(show_cost(cells.get((name, column)), what) for column in columns)] for name in there]
-        for name in (n for n in there if n in OURS and TORCH in there and what == "ms"):
-            ratios = [show_ratio(cells.get((TORCH, column)), cells.get((name, column))) for column in columns]
+    for unit, found in (("ms a step", ms), ("MiB", mib)):
+        shown = why | {key: show_number(value) for key, value in found.items()}
+        rows = [[name, *(shown.get((name, column), "") for column in columns)] for name in there]
+        for name in (n for n in there if n in OURS and TORCH in there and found is ms):
+            pairs = [((TORCH, column), (name, column)) for column in columns]
+            ratios = [f"{ms[base] / ms[own]:.2f}" if base in ms and own in ms else "" for base, own in pairs]
             rows.append([f"{name}, times as fast as {TORCH}", *ratios])
         parts += [*markdown_table([unit, *columns], rows), ""]
     return parts
-
-
-def show_ratio(base: dict[str, Any] | None, row: dict[str, Any] | None) -> str:
-    if base is None or row is None or base["ms"] is None or row["ms"] is None:
-        return ""
-    return f"{base['ms']['median'] / row['ms']['median']:.2f}"
-
-
-def show_cost(row: dict[str, Any] | None, what: str) -> str:
-    if row is None:
-        return ""
-    if row["ms"] is None:
-        return "OOM" if row["note"] == "OOM" else "no"
-    return show_number(row["ms"]["median"]) if what == "ms" else show_number(row["bytes"] / 2**20)
 
 
 def write_published(table: CostTable) -> list[str]:

@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -94,9 +95,8 @@ def make_job(
     config = configure(
         task, preset or asked.scale, attention, seed, asked.changes, name=name, start=start, precision=precision
     )
-    if before is None:
-        return Job(name_folder(config, name), config)
-    return Job(name_folder(config, name, before.config.seed), config, before.folder)
+    pretraining, after = (None, None) if before is None else (before.config.seed, before.folder)
+    return Job(name_folder(config, name, pretraining), config, after)
 
 
 def list_tuned(asked: Asked) -> list[Job]:
@@ -131,27 +131,17 @@ def find_watched(asked: Asked) -> tuple[str, ...]:
     return tuple(task for task in asked.tasks if task in WATCHED) or WATCHED[:1]
 
 
-def list_fig9(asked: Asked) -> list[Job]:
-    return [job for task in find_watched(asked) for job in list_single(asked, task)]
-
-
 def list_fig10(asked: Asked) -> list[Job]:
-    def list_variants(attention: str, alphas: tuple[float, ...]) -> list[str]:
-        return [attention, *(f"{attention}:alpha={alpha:g}" for alpha in alphas)]
-
-    found = [
-        make_job(asked, "image", variant, seed)
-        for seed in asked.numbers
-        for attention in asked.attentions
-        for variant in list_variants(attention, ALPHAS)
-    ]
+    plans: list[tuple[int, tuple[float, ...], dict[str, Any]]] = [(seed, ALPHAS, {}) for seed in asked.numbers]
     if asked.on_gpu:
-        preset = DEIT if asked.scale == "paper" else None
-        found += [
-            make_job(asked, "image", variant, asked.first, preset=preset, precision=FLOAT16)
-            for attention in asked.attentions
-            for variant in list_variants(attention, SCALED)
-        ]
+        how = {"preset": DEIT if asked.scale == "paper" else None, "precision": FLOAT16}
+        plans.append((asked.first, SCALED, how))
+    found = [
+        make_job(asked, "image", attention + fixed, seed, **how)
+        for seed, alphas, how in plans
+        for attention in asked.attentions
+        for fixed in ("", *(f":alpha={alpha:g}" for alpha in alphas))
+    ]
     return list({job.folder: job for job in found}.values())  # with precision=float16 they are among the first
 
 
@@ -214,7 +204,8 @@ EXPERIMENTS = {
             "6 min",
         ),
         Experiment(
-            "fig9", "alpha and beta of every layer while a model trains", "image", always("lln"), list_fig9, "1 min",
+            "fig9", "alpha and beta of every layer while a model trains", "image", always("lln"),
+            lambda asked: [job for task in find_watched(asked) for job in list_single(asked, task)], "1 min",
             always(*WATCHED),
         ),
         Experiment(

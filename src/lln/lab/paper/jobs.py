@@ -62,17 +62,17 @@ def configure(
     """A recipe with an attention, a seed and the changes that are for it."""
     kind, options = parse_attention(attention)
     config = find_recipe(task, preset, name, kind)
-    own = dataclasses.replace(config.attention, options=config.attention.options | options)
-    every = 0  # what layers do is drawn for pre-training and images alone, there with some thirty points
+    own: dict[str, Any] = {
+        "attention": dataclasses.replace(config.attention, options=config.attention.options | options), "seed": seed,
+        "record_every": 0,  # what layers do is drawn for pre-training and images alone, there with some thirty points
+    }  # fmt: skip
     if task in ("mlm", "image"):
-        every = min(config.record_every, max(config.optimisation.steps // POINTS, 1))
-    config = dataclasses.replace(config, attention=own, seed=seed, record_every=every)
-    if precision is not None:
-        # A graph cannot hold a loss scale.
-        config = dataclasses.replace(config, precision=precision, graph=config.graph and precision != "float16")
+        own["record_every"] = min(config.record_every, max(config.optimisation.steps // POINTS, 1))
+    if precision is not None:  # a graph cannot hold a loss scale
+        own |= {"precision": precision, "graph": config.graph and precision != "float16"}
     if start is not None:
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, start=str(start)))
-    return change(config, select_changes(changes, task, name))
+        own["model"] = dataclasses.replace(config.model, start=str(start))
+    return change(dataclasses.replace(config, **own), select_changes(changes, task, name))
 
 
 def select_changes(changes: dict[str, str], task: str, name: str | None) -> dict[str, str]:

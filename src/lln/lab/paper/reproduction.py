@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lln.files import write_result
+from lln.files import read_json, write_result
 from lln.lab.core.errors import DataError, Refused
 from lln.lab.core.provenance import provenance
 from lln.lab.core.tables import show_duration, write_csv
@@ -22,7 +22,7 @@ from lln.lab.paper.experiments import EXPERIMENTS, Asked, Experiment, find_refus
 from lln.lab.paper.jobs import Job, check_jobs, configure, find_shape, find_state
 from lln.lab.paper.needle_lengths import assemble_lengths, parse_lengths, write_lengths
 from lln.lab.paper.run_figures import assemble_figure
-from lln.lab.paper.run_records import find_runs, find_stored_jobs, merge_runs, read_json, restore_runs
+from lln.lab.paper.run_records import find_runs, find_stored_jobs, merge_runs, restore_runs
 from lln.lab.paper.run_tables import assemble_table, write_markdown
 from lln.lab.recipes import PRESETS
 from lln.lab.train.config import Config

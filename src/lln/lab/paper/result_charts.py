@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from lln.lab.core import palette
 from lln.lab.core.charts import Axis, choose_ticks, draw_lines, length_axis, time_point
 
@@ -59,10 +61,8 @@ def draw_chart(chart: str, rows: Rows) -> str:
 
 def shade_layers(names: list[str]) -> dict[str, palette.Style]:
     """From the first layer to the last; each reads on white and on black."""
-    found, dashes = (
-        sorted(names, key=lambda name: int(name.split()[-1])),
-        (palette.SOLID, palette.LONG, palette.SHORT, palette.MIXED),
-    )
+    found = sorted(names, key=lambda name: int(name.split()[-1]))
+    dashes = (palette.SOLID, palette.LONG, palette.SHORT, palette.MIXED)
     return {
         name: palette.Style(mix_colour(i / max(len(found) - 1, 1)), dashes[i % len(dashes)], "circle")
         for i, name in enumerate(found)
@@ -71,11 +71,9 @@ def shade_layers(names: list[str]) -> dict[str, palette.Style]:
 
 def mix_colour(share: float) -> str:
     """The colour of the ramp that far from its first to its last."""
-    at = share * (len(palette.RAMP) - 1)
-    i = min(int(at), len(palette.RAMP) - 2)
-    ends = [[int(c[j : j + 2], 16) for j in (1, 3, 5)] for c in (palette.RAMP[i], palette.RAMP[i + 1])]
-    mixed = [round(a + (at - i) * (b - a)) for a, b in zip(*ends, strict=True)]
-    return "#" + "".join(f"{value:02X}" for value in mixed)
+    stops = range(len(palette.RAMP))
+    channels = ([int(colour[j : j + 2], 16) for colour in palette.RAMP] for j in (1, 3, 5))
+    return "#" + "".join(f"{round(np.interp(share * stops[-1], stops, channel)):02X}" for channel in channels)
 
 
 def draw_costs(result: dict[str, Any]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 from lln.lab.paper.analysis import Rows, Verdict
 from lln.lab.paper.experiments import FLOAT16, Asked, Experiment, find_watched
 from lln.lab.paper.jobs import DEIT, configure, find_shape
-from lln.lab.paper.run_records import LOGGED, Curves, RunRecord, list_runs, select_alike, select_layers
+from lln.lab.paper.run_records import LOGGED, Curves, RunRecord, group_by, list_runs, select_alike, select_layers
 from lln.lab.paper.run_tables import list_marks, list_scores
 from lln.lab.paper.spread import find_difference, find_spread
 
@@ -138,9 +138,7 @@ def assemble_figure(
 
 def describe_runs(used: list[RunRecord]) -> list[str]:
     """In what they differ from the paper's."""
-    tasks: dict[str, list[RunRecord]] = {}
-    for run in used:
-        tasks.setdefault(run.facts["task"], []).append(run)
+    tasks = group_by(used, lambda run: str(run.facts["task"]))
     said, halves = [], []
     for task, runs in tasks.items():
         usual = [run for run in runs if run.config["precision"] != FLOAT16] or runs

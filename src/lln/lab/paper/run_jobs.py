@@ -7,13 +7,11 @@ Multi-Process Service should run: without it processes take turns."""
 from __future__ import annotations
 
 import concurrent.futures
-import concurrent.futures.process
 import contextlib
 import dataclasses
 import datetime
 import functools
 import gc
-import json
 import multiprocessing
 import multiprocessing.queues
 import multiprocessing.synchronize
@@ -30,7 +28,7 @@ from typing import Any, TypeAlias
 import torch
 import transformers
 
-from lln.files import write_json
+from lln.files import read_json, write_json
 from lln.hf.distillation import NotFinite
 from lln.lab.core.errors import DataError, first_line
 from lln.lab.core.provenance import provenance
@@ -81,8 +79,10 @@ def run_jobs(
                         future = pool.submit(run_here, job, runs / job.folder, where, at_once - 1)
                 running[future] = job
             done, _ = concurrent.futures.wait(running, LOOK, concurrent.futures.FIRST_COMPLETED)
-            if told is not None:
-                pass_on(told, hooks)
+            with contextlib.suppress(queue.Empty):
+                while told is not None:
+                    what, *rest = told.get_nowait()
+                    getattr(hooks, what)(*rest)
             for future in done:
                 job = running.pop(future)
                 hooks.end(job, future.result())
@@ -142,7 +142,7 @@ def attempt(path: Path, device: torch.device, beside: int = 0) -> Iterator[None]
     finally:
         seconds = time.monotonic() - start
         if (path / CONFIG).exists():
-            before = json.loads((path / ATTEMPTS).read_text()) if (path / ATTEMPTS).exists() else []
+            before = read_json(path / ATTEMPTS) or []
             date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             most = torch.cuda.max_memory_allocated(device) - held if cuda else None
             write_json(path / ATTEMPTS, [*before, {"ended": date, "seconds": seconds, "beside": beside, "bytes": most}])
@@ -169,21 +169,11 @@ def open_pool(at_once: int) -> Iterator[tuple[Told, concurrent.futures.Executor]
     pool = concurrent.futures.ProcessPoolExecutor(at_once, mp_context=context, initializer=begin, initargs=(told, stop))
     try:
         yield told, pool
-    except concurrent.futures.process.BrokenProcessPool:
+    except concurrent.futures.BrokenExecutor:
         raise OSError("a process that trained was killed, perhaps for want of memory") from None
     finally:
         stop.set()  # after an error or Ctrl-C, others are still running
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-def pass_on(told: Told, hooks: Hooks) -> None:
-    with contextlib.suppress(queue.Empty):
-        while True:
-            job, what, *rest = told.get_nowait()
-            if what == "say":
-                hooks.say(*rest)
-            else:
-                hooks.step(job, *rest)
 
 
 @contextlib.contextmanager
@@ -225,9 +215,9 @@ def run_here(job: Job, path: Path, where: dict[str, Any], beside: int) -> str:
         nonlocal last
         if (now := time.monotonic()) - last > LOOK or number == job.config.optimisation.steps:
             last = now
-            told.put((job, "step", number, dict(values)))
+            told.put(("step", job, number, dict(values)))
             if stop.is_set():
                 raise KeyboardInterrupt
 
-    hooks = Hooks(say=lambda text: told.put((job, "say", text)), step=step)
+    hooks = Hooks(say=lambda text: told.put(("say", text)), step=step)
     return run_one(job, path, where, hooks, beside=beside)

@@ -9,11 +9,11 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from lln.files import read_json_lines
+from lln.files import read_json, read_json_lines
 from lln.lab.paper.jobs import DEIT, FAILED, Job, configure, find_recipe, find_shape, find_state
 from lln.lab.paper.published import describe_data, describe_training
 from lln.lab.paper.run_jobs import ATTEMPTS
@@ -23,6 +23,7 @@ from lln.lab.train.config import TASKS, Attention
 from lln.lab.train.run import MODEL
 from lln.lab.train.run_folder import CHECKPOINT, CONFIG, ENVIRONMENT, FACTS, METRICS, RESULT, list_differences
 
+T = TypeVar("T")
 STANDS_FOR = {"topics": "sst2", "pairs": "qqp"}  # the embedded tasks for those of GLUE
 LOGGED = ("loss", "eval_loss", "loss_scale")
 LAYERED = ("temperature", "entropy", "spectral_gap", "alpha", "beta")
@@ -121,34 +122,21 @@ def list_runs(runs: list[RunRecord], quantities: Collection[str] = ()) -> dict[s
 # From folders
 
 
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
 def find_runs(folder: Path) -> list[RunRecord]:
-    """Every run in this folder or below it, in the order of their names."""
-    found = []
-    for path in sorted(find_configs(folder)):
-        config = read_json(path)
-        if isinstance(config, dict) and {"task", "preset", "attention", "optimisation", "seed"} <= config.keys():
-            found.append(read_run(path.parent, folder, config))
-    return found
-
-
-def find_configs(folder: Path) -> Iterator[Path]:
-    """Not those of checkpoints and models, which another process may be writing or removing."""
+    """Every run in this folder or below it, in the order of their names; not in checkpoints and models, which another
+    process may be writing or removing."""
+    found = {}
     for place, inside, files in os.walk(folder, followlinks=True):
         inside[:] = [name for name in inside if name != MODEL and not name.startswith(CHECKPOINT)]
-        if CONFIG in files:
-            yield Path(place) / CONFIG
-
-
-def read_run(path: Path, below: Path, config: dict[str, Any]) -> RunRecord:
-    result = read_json(path / RESULT)
-    return RunRecord(
-        folder=path.relative_to(below).as_posix(), config=config, facts=read_json(path / FACTS) or derive_facts(config),
-        cost=read_cost(path, result), result=result, failure=read_json(path / FAILED), path=path,
-    )  # fmt: skip
+        path = Path(place)
+        config = read_json(path / CONFIG) if CONFIG in files else None
+        if isinstance(config, dict) and {"task", "preset", "attention", "optimisation", "seed"} <= config.keys():
+            result = read_json(path / RESULT)
+            found[path / CONFIG] = RunRecord(
+                folder=path.relative_to(folder).as_posix(), config=config, path=path, cost=read_cost(path, result),
+                facts=read_json(path / FACTS) or derive_facts(config), result=result, failure=read_json(path / FAILED),
+            )  # fmt: skip
+    return [found[file] for file in sorted(found)]
 
 
 def read_cost(path: Path, result: dict[str, Any] | None) -> dict[str, Any]:
@@ -238,6 +226,18 @@ def find_stored_jobs(jobs: list[Job], stored: list[RunRecord], runs: Path) -> se
 
 
 # Of one kind
+
+
+def group_by(items: Iterable[T], key: Callable[[T], str]) -> dict[str, list[T]]:
+    """In the order in which they come.
+
+    >>> group_by(["alpha", "beta", "all"], lambda word: word[0])
+    {'a': ['alpha', 'all'], 'b': ['beta']}
+    """
+    found: dict[str, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def select_alike(runs: list[RunRecord], wanted: dict[str, Any] | None) -> tuple[list[RunRecord], list[str]]:

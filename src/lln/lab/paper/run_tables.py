@@ -13,7 +13,7 @@ from lln.lab.core.tables import markdown_table, show_duration, show_number
 from lln.lab.paper.experiments import Asked, Experiment
 from lln.lab.paper.jobs import configure, find_recipe, find_shape
 from lln.lab.paper.published import AVERAGE, PAPER4, REMARKS1, describe_data, describe_training
-from lln.lab.paper.run_records import RunRecord, list_runs, select_alike
+from lln.lab.paper.run_records import RunRecord, group_by, list_runs, select_alike
 from lln.lab.paper.spread import RULE, Difference, find_difference, find_spread
 
 LOSS = "MLM loss"
@@ -102,9 +102,7 @@ def make_cell(runs: list[RunRecord]) -> dict[str, Any] | None:
     failed = [run.folder for run in runs if run.failure is not None]
     if not finished:
         return {"n": 0, "failed": failed} if failed else None
-    by_origin: dict[str, list[RunRecord]] = {}
-    for run in finished:
-        by_origin.setdefault(run.pretraining or "", []).append(run)
+    by_origin = group_by(finished, lambda run: run.pretraining or "")
     if len(by_origin) > 1:
         unit = "pre-trainings"
         values = {name: statistics.fmean(list_scores(group)) for name, group in by_origin.items()}
@@ -291,18 +289,17 @@ def write_costs(result: dict[str, Any]) -> list[str]:
     lines = []
     kinds = ("seconds", "s", "seconds a run", 1.0), ("bytes", "MB", "MB of the GPU at most", 1e6)
     for what, unit, title, size in kinds:
-        found = {
-            (row["attention"], c): show_number(cell[what] / size)
-            for row in result["rows"]
-            for c in columns
-            if (cell := row["cells"].get(c)) and cell.get(what) and not (what == "seconds" and cell.get("beside"))
-        }
         rows = []
-        for name in (row["attention"] for row in result["rows"]):
-            theirs = PAPER4.get(name, {}).get(unit, {})
-            pairs = [(found.get((name, c), ""), f"{theirs[c]:g}" if c in theirs else "-") for c in columns]
-            rows.append([name, *(text for pair in pairs for text in pair)])
-        if found:
+        for row in result["rows"]:
+            theirs = PAPER4.get(row["attention"], {}).get(unit, {})
+            texts = [row["attention"]]
+            for c in columns:
+                cell = row["cells"].get(c, {})
+                known = cell.get(what) and not (what == "seconds" and cell.get("beside"))
+                texts.append(show_number(cell[what] / size) if known else "")
+                texts.append(f"{theirs[c]:g}" if c in theirs else "-")
+            rows.append(texts)
+        if any(text for texts in rows for text in texts[1::2]):
             lines += [*markdown_table([title, *(t for c in columns for t in (c, "paper"))], rows), ""]
     said = "The paper's times and memory are those of its Table 4, on its own GPU."
     return [*lines, said, ""] if lines else []
@@ -310,10 +307,8 @@ def write_costs(result: dict[str, Any]) -> list[str]:
 
 def write_missing(result: dict[str, Any]) -> list[str]:
     lines = [f"- {name} was not run: {reason}." for name, reason in result["unavailable"].items()]
-    reasons: dict[str, list[str]] = {}
-    for failed in result["failed"]:
-        reasons.setdefault(failed["sentence"], []).append(failed["folder"])
-    lines += [f"- {', '.join(folders)} failed: {sentence}" for sentence, folders in reasons.items()]
+    for sentence, failed in group_by(result["failed"], lambda one: one["sentence"]).items():
+        lines.append(f"- {', '.join(one['folder'] for one in failed)} failed: {sentence}")
     lines += [f"- {folder} is not finished." for folder in result["unfinished"]]
     return ["## What is missing", "", *lines, ""] if lines else []
 
