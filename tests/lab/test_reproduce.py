@@ -15,7 +15,7 @@ from lln.instruments import log_moments
 from lln.lab.cli.reproduce import MEASURED, TRAINED, FigureName
 from lln.lab.paper import fig2, fig5_fig7, fig6
 from lln.lab.paper.analysis import WORDS, Draws, Rows, make_maps, read_curve
-from lln.lab.paper.analysis_figures import FIGURES, measure_figure
+from lln.lab.paper.analysis_figures import FIGURES
 from lln.lab.paper.costs import TABLES
 from lln.lab.paper.experiments import EXPERIMENTS
 from lln.peers.simple_kernels import FEATURES
@@ -28,7 +28,7 @@ def results() -> dict[str, dict[str, Any]]:
     found = {}
     for name, figure in FIGURES.items():
         steps: list[str] = []
-        found[name] = measure_figure(figure, TINY, 0, steps.append)
+        found[name] = figure.make(TINY, 0, steps.append)
         assert len(steps) == figure.steps, name
     return found
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lln.files import write_json
+from lln.files import write_json, write_result
 from lln.lab.cli.common import AsJson, DataRoot, fail, find_missing, need, need_folder, parse_device, parse_pair
 from lln.lab.core.errors import DataError, Refused
 from lln.lab.core.progress import Bars, describe_metrics, progress_bar
@@ -105,8 +105,8 @@ def reproduce(
         from lln.lab.paper.reproduction import check_data, understand
 
         try:
-            if EXPERIMENTS[name].paper is None and not no_charts:
-                check_charts("runs")
+            if EXPERIMENTS[name].paper is None and not no_charts and (why := refuse_charts("runs")):
+                raise Refused(why)
             if source is not None and not source.is_dir() and not (source.is_file() and source.suffix == ".json"):
                 raise Refused(f"--from: {source} is not a folder, nor a result in JSON.")
             work = understand(
@@ -150,13 +150,14 @@ def reproduce(
     import dataclasses
 
     from lln.lab.paper.analysis import QUICK, Draws, tell_verdicts
-    from lln.lab.paper.analysis_figures import FIGURES, measure_figure, write_figure
+    from lln.lab.paper.analysis_figures import FIGURES
 
     chosen, draws = FIGURES[name], QUICK if quick else Draws()
     draws = dataclasses.replace(draws, seeds=seeds or draws.seeds)
     with progress_bar(chosen.steps) as step:
-        result = measure_figure(chosen, draws, seed, step)
-    paths = write_figure(chosen, draws, result, out)
+        result = chosen.make(draws, seed, step)
+    charts = {f"{end}.svg": text for end, text in chosen.charts(draws, result["rows"]).items()}
+    paths = write_result(out, name, result, charts)
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
@@ -170,11 +171,8 @@ def reproduce_costs(
 ) -> None:  # fmt: skip
     need("train")
     charts = charts and name == "table2"  # table4 has no lengths to draw against
-    if charts:
-        try:
-            check_charts("measures")
-        except Refused as error:
-            raise typer.BadParameter(str(error)) from None
+    if charts and (why := refuse_charts("measures")):
+        raise typer.BadParameter(why)
 
     import torch
 
@@ -208,13 +206,10 @@ def reproduce_costs(
     tell(result, write_markdown(table, result), paths, as_json=as_json)
 
 
-def check_charts(does: str) -> None:
-    """Refused where what draws them is not there."""
-    if names := find_missing("report"):
-        raise Refused(
-            f"charts need {', '.join(names)} (pip install 'lln-attention[report]'); --no-charts {does} without, and "
-            "--from draws later."
-        )
+def refuse_charts(does: str) -> str | None:
+    """Why there can be none here, if so."""
+    extra = f"charts need {', '.join(names := find_missing('report'))} (pip install 'lln-attention[report]')"
+    return f"{extra}; --no-charts {does} without, and --from draws later." if names else None
 
 
 def tell(result: dict[str, Any], text: str, paths: list[Path], *, as_json: bool, end: str = ".") -> None:

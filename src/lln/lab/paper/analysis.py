@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lln.checks import MATCHINGS, Matching
 from lln.instruments import AttentionMap, kernel_map, lln_map, softmax_map
+from lln.lab.core.provenance import provenance
 from lln.lab.core.seeds import normal
 from lln.matching.moments import match_moments
 from lln.peers.simple_kernels import FEATURES
@@ -61,6 +62,18 @@ class Figure:
     measure: Callable[[Draws, int, Progress], Rows]
     judge: Callable[[Draws, Rows], list[Verdict]]
     charts: Callable[[Draws, Rows], dict[str, str]]  # SVG texts by the end of the file's name
+
+    def make(self, draws: Draws, seed: int, progress: Progress) -> dict[str, Any]:
+        """The result, ready for JSON. `progress` hears of so many steps."""
+        rows = self.measure(draws, seed, progress)
+        return {
+            "figure": self.name,
+            "title": self.title,
+            "verdicts": [dataclasses.asdict(verdict) for verdict in self.judge(draws, rows)],
+            "settings": dataclasses.asdict(draws),
+            "provenance": provenance(seed, CPU),
+            "rows": rows,
+        }
 
 
 def draw_inputs(draws: Draws, seed: int, run: int) -> tuple[Tensor, Tensor]:

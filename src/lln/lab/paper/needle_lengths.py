@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import re
 import statistics
@@ -43,25 +44,28 @@ def assemble_lengths(
         begun = collections.Counter(map(find_length_before, here)).most_common(1)[0][0]
         same = [run for run in here if find_length_before(run) == begun]
         left += [f"{run.folder} is left out: it began from another length." for run in here if run not in same]
-        groups[length], others = select_alike(same, find_wanted(asked, length, begun))
+        config, wanted = configure(TASK, asked.scale, "softmax", 0, asked.changes), None
+        with contextlib.suppress(ValueError):  # runs of a length that does not go with these settings
+            now = set_length(config, length) if begun is None else lengthen(config, length, "")
+            wanted = find_shape(now.to_dict())
+        groups[length], others = select_alike(same, wanted)
         left += others
     used = [run for group in groups.values() for run in group]
     if timeless := [run.folder for run in used if run.path is None and run.result and "step_seconds" not in run.result]:
         left.append(f"How long a step takes was not stored with {', '.join(timeless)}.")
     names = order_names(asked, used)
-    cells = [
-        found
-        for length, group in groups.items()
-        for name in names
-        if (found := make_cell(name, length, [run for run in group if run.attention == name])) is not None
-    ]
+    made = (make_cell(name, length, group) for length, group in groups.items() for name in names)
+    cells = [cell for cell in made if cell is not None]
     return {
         "figure": experiment.name,
         "title": experiment.title,
         "scale": asked.scale,
         "lengths": list(groups),
         "attentions": names,
-        "guess": {str(length): find_guess(group) for length, group in groups.items()},
+        "guess": {  # accuracy in % of who looks at nothing
+            str(length): next((100.0 * run.result["guess"]["accuracy"] for run in group if run.result), None)
+            for length, group in groups.items()
+        },
         "settings": {str(length): list_settings(group[0]) for length, group in groups.items() if group},
         "cells": cells,
         "rows": [
@@ -84,33 +88,20 @@ def find_length_before(run: RunRecord) -> int | None:
     return length
 
 
-def find_wanted(asked: Asked, length: int, begun: int | None) -> dict[str, Any] | None:
-    config = configure(TASK, asked.scale, "softmax", 0, asked.changes)
-    try:
-        config = set_length(config, length) if begun is None else lengthen(config, length, "")
-    except ValueError:  # runs of a length that does not go with these settings
-        return None
-    return find_shape(config.to_dict())
-
-
-def find_guess(runs: list[RunRecord]) -> float | None:
-    """Accuracy in % of who looks at nothing."""
-    return next((100.0 * run.result["guess"]["accuracy"] for run in runs if run.result is not None), None)
-
-
 def list_settings(run: RunRecord) -> dict[str, Any]:
     o, sequences = run.config["optimisation"], run.config["data"]["evaluation"]
     return {"steps": o["steps"], "batch": o["batch"], "sequences": sequences, "after": find_length_before(run)}
 
 
-def make_cell(attention: str, length: int, runs: list[RunRecord]) -> dict[str, Any] | None:
-    """What the runs of one attention at one length say, over seeds."""
+def make_cell(attention: str, length: int, group: list[RunRecord]) -> dict[str, Any] | None:
+    """What the runs of one attention, among those of one length, say over seeds."""
+    runs = [run for run in group if run.attention == attention]
     failed = sorted({run.failure["sentence"] for run in runs if run.failure is not None})
     results = [run.result for run in runs if run.result is not None]
     if not results and not failed:
         return None
-    alone = [run.result for run in runs if run.result is not None and not run.cost["beside"]]
-    paces = [r["step_seconds"] for r in alone if r.get("step_seconds") is not None]
+    alone = [run.result or {} for run in runs if not run.cost["beside"]]
+    paces = [pace for result in alone if (pace := result.get("step_seconds")) is not None]
     bands = dict.fromkeys(name for r in results for name in r["metrics"] if BAND.fullmatch(name))
     accuracy, losses = list_scores(runs), [r["metrics"]["loss"] for r in results]
     return {
@@ -150,7 +141,7 @@ def write_lengths(result: dict[str, Any]) -> str:
     ]
     for name, title, factor in (("step_seconds", "ms a step", 1e3), ("bytes", "MiB of the GPU at most", 2**-20)):
         if any(c[name] is not None for c in result["cells"]):
-            parts.append(write_table(result, title, lambda c, n=name, f=factor: show_scaled(c[n], f)))  # type: ignore[misc]
+            parts.append(write_table(result, title, lambda c: "" if c[name] is None else show_number(c[name] * factor)))  # noqa: B023
     parts += [write_distances(result), write_gains(result), write_settings(result), write_missing(result)]
     return "\n".join(line for part in parts for line in part)
 
@@ -158,22 +149,14 @@ def write_lengths(result: dict[str, Any]) -> str:
 def write_table(
     result: dict[str, Any], title: str, show: Callable[[dict[str, Any]], str], *, guessed: bool = False
 ) -> list[str]:
-    lengths, cells = result["lengths"], {(c["attention"], c["length"]): c for c in result["cells"]}
-
-    def show_one(cell: dict[str, Any] | None) -> str:
-        if cell is None:
-            return ""
-        return show(cell) or ("failed" if cell["failed"] and cell["accuracy"] is None else "")
-
-    rows = [[name, *(show_one(cells.get((name, n))) for n in lengths)] for name in result["attentions"]]
+    lengths, shown = result["lengths"], {}
+    for c in result["cells"]:
+        shown[c["attention"], c["length"]] = show(c) or ("failed" if c["failed"] and c["accuracy"] is None else "")
+    rows = [[name, *(shown.get((name, n), "") for n in lengths)] for name in result["attentions"]]
     if guessed:
         floors = [result["guess"][str(n)] for n in lengths]
         rows.append(["a guess", *("" if floor is None else f"{floor:.1f}" for floor in floors)])
     return [*markdown_table([title, *(f"{n:,}" for n in lengths)], rows), ""]
-
-
-def show_scaled(value: float | None, factor: float) -> str:
-    return "" if value is None else show_number(value * factor)
 
 
 def write_distances(result: dict[str, Any]) -> list[str]:
