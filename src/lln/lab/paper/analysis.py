@@ -91,9 +91,9 @@ def match_alpha(kind: str, sigma: float, dim: int, length: int) -> float:
     >>> match_alpha("unmatched", 2.0, 64, 1024)
     1.0
     """
-    return (
-        1.0 if kind == "unmatched" else float(match_moments(sigma, sigma, dim, cast(Matching, kind), length=length)[0])
-    )
+    if kind == "unmatched":
+        return 1.0
+    return float(match_moments(sigma, sigma, dim, cast(Matching, kind), length=length)[0])
 
 
 def make_maps(series: str, sigma: float, draws: Draws, seed: int) -> list[AttentionMap]:

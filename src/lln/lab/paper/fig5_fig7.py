@@ -139,7 +139,9 @@ def measure_7(draws: Draws, seed: int, progress: Progress) -> Rows:
             found |= summarize(name, [getattr(fit, name).item() for fit in fits])
         apart = find_distance(entries["softmax"], entries[series])
         rows.append({"series": series, "kind": "fit", **found, "from_softmax": apart})
-    low, high = find_limits(list(entries.values()))
+    ordered = [values.sort().values for values in entries.values()]
+    cut = len(ordered[0]) // 2000  # all but a few entries of any series lie between the edges
+    low, high = min(values[cut].item() for values in ordered), max(values[-cut - 1].item() for values in ordered)
     edges = torch.linspace(low, high, BINS + 1, dtype=torch.float64)
     for series, values in entries.items():
         density = torch.histogram(values, edges, density=True).hist.tolist()
@@ -149,13 +151,6 @@ def measure_7(draws: Draws, seed: int, progress: Progress) -> Rows:
             for x, y in zip(centres, density, strict=True)
         ]
     return rows
-
-
-def find_limits(entries: list[Tensor]) -> tuple[float, float]:
-    """Where all but a few entries of any series lie."""
-    ordered = [t.sort().values for t in entries]
-    cut = len(ordered[0]) // 2000
-    return min(t[cut].item() for t in ordered), max(t[-cut - 1].item() for t in ordered)
 
 
 def find_distance(one: Tensor, other: Tensor) -> float:
@@ -184,18 +179,17 @@ def judge_7(draws: Draws, rows: Rows) -> list[Verdict]:
             sentence=f"Mean of log P: softmax {softmax['mean']:.2f}, LLN with paper matching {paper['mean']:.2f}, "
             f"unmatched {unmatched['mean']:.2f}.",
         ),
-        Verdict(
-            claim="Softmax attention is log-normal (Prop. 3.1).",
-            holds=softmax["distance"] <= FAR and softmax["qq_r2"] >= STRAIGHT,
-            numbers={"distance": softmax["distance"], "qq_r2": softmax["qq_r2"], "skewness": softmax["skewness"]},
-            sentence=f"Kolmogorov-Smirnov distance {softmax['distance']:.3f}, Q-Q R² {softmax['qq_r2']:.4f}.",
-        ),
-        Verdict(
-            claim="LLN attention is log-normal (Prop. 4.1).",
-            holds=paper["distance"] <= FAR and paper["qq_r2"] >= STRAIGHT,
-            numbers={"distance": paper["distance"], "qq_r2": paper["qq_r2"], "skewness": paper["skewness"]},
-            sentence=f"Distance {paper['distance']:.3f}, Q-Q R² {paper['qq_r2']:.4f}, "
-            f"skewness {paper['skewness']:.2f}, with paper matching.",
+        *(
+            Verdict(
+                claim=f"{attention} attention is log-normal ({proposition}).",
+                holds=fit["distance"] <= FAR and fit["qq_r2"] >= STRAIGHT,
+                numbers={name: fit[name] for name in ("distance", "qq_r2", "skewness")},
+                sentence=f"{word} {fit['distance']:.3f}, Q-Q R² {fit['qq_r2']:.4f}{more}.",
+            )
+            for attention, proposition, fit, word, more in (
+                ("Softmax", "Prop. 3.1", softmax, "Kolmogorov-Smirnov distance", ""),
+                ("LLN", "Prop. 4.1", paper, "Distance", f", skewness {paper['skewness']:.2f}, with paper matching"),
+            )
         ),
     ]
 

@@ -80,16 +80,12 @@ def select_changes(changes: dict[str, str], task: str, name: str | None) -> dict
     `glue.sst2.optimisation.steps` for one part of it; the narrower wins."""
     found: dict[int, dict[str, str]] = {0: {}, 1: {}, 2: {}}
     for key, value in changes.items():
-        parts = key.split(".")
-        narrow = 0
+        parts, narrow = key.split("."), 0
         if parts[0] in TASKS:
-            if parts[0] != task:
-                continue
-            parts, narrow = parts[1:], 1
-            if parts and parts[0] in NAMES.get(task, []):
-                if parts[0] != name:
-                    continue
-                parts, narrow = parts[1:], 2
+            narrow = 2 if len(parts) > 1 and parts[1] in NAMES.get(parts[0], []) else 1
+        if parts[:narrow] != [task, name][:narrow]:
+            continue
+        parts = parts[narrow:]
         if not parts or parts[0] in NOT_SET or parts == ["model", "start"]:
             raise ValueError(
                 f"--set {key}: {'.'.join(parts) or 'that'} cannot be set here; attentions are named with --attentions, "

@@ -160,12 +160,8 @@ class Reproduction:
                 + (f"; {there}" if there else "")
                 + f". To do: {len(costs)}, very roughly {show_duration(sum(costs.values()))}{together}{usual}."
             )
-        return "\n".join(
-            [
-                f"{self.experiment.name}, scale {asked.scale}: {text}",
-                *(f"Left out: {why}." for why in self.unavailable.values()),
-            ]
-        )
+        left_out = (f"Left out: {why}." for why in self.unavailable.values())
+        return "\n".join([f"{self.experiment.name}, scale {asked.scale}: {text}", *left_out])
 
     def collect(self) -> dict[str, Any]:
         """What there is so far, also written down."""
