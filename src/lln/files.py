@@ -57,11 +57,6 @@ def put_between(text: str, marks: tuple[str, str], new: str) -> str:
     return text[:start] + new + text[text.index(marks[1], start) :]
 
 
-def read_json(path: Path) -> Any:
-    """What a file of JSON holds, None where there is none."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
 def read_json_lines(path: Path) -> list[Any]:
     """The lines of a file of JSON lines that are whole: a killed process may have left half of one."""
     found = []
