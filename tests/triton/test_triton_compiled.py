@@ -32,6 +32,6 @@ def test_kernels_compile_and_fit_into_shared_memory(
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    expected = {"bidirectional": "fold_backward_kernel", "causal": "slow_keys_kernel"}[mode]
+    expected = {"bidirectional": "fold_backward_kernel", "causal": "causal_keys_kernel"}[mode]
     assert found["shared"][expected] > 0
     assert {name: size for name, size in found["shared"].items() if size > found["limit"]} == {}

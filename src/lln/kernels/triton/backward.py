@@ -4,17 +4,15 @@ state."""
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lln.kernels.call import Call
 from lln.kernels.triton import plan
-from lln.kernels.triton.causal_backward import causal_keys_kernel, causal_queries_kernel, suffix_kernel
-from lln.kernels.triton.causal_slow import slow_keys_kernel, slow_rows_kernel
+from lln.kernels.triton.causal_backward import causal_keys_kernel, suffix_kernel
 from lln.kernels.triton.fold import sum_kernel
-from lln.kernels.triton.forward import ROWS, SLOW, Launch, strides
+from lln.kernels.triton.forward import SLOW, Launch, strides
 from lln.kernels.triton.read import fold_backward_kernel, read_backward_kernel
 from lln.kernels.triton.tape import Recording
 
@@ -37,12 +35,14 @@ class Backward(Launch):
         dq, dk, dv = (self.like(t, t.shape[3]) for t in (call.query, call.key, call.value))
         self.gradients: dict[str, Tensor] = {"query": dq, "key": dk, "value": dv}
         self.values |= {
-            "GRAD": grad, "DQ": dq, "DK": dk, "DV": dv, **strides(g=grad, dq=dq, dk=dk, dv=dv),
+            "GRAD": grad, "DQ": dq, "DK": dk, "DV": dv,
             "HAS_GRAD": self.has_grad, "HAS_DALPHA": self.dalpha, "HAS_DBETA": self.dbeta,
             "HAS_DWEIGHT": self.dweights,
             # Of each row of A, with blocks: its largest logit, the inverse of its sum, and D; L as the logits have it.
             "TOP": None, "INVERSE": None, "OWN": None, "LOG2": None,
         }  # fmt: skip
+        for name, t in (("g", grad), ("dq", dq), ("dk", dk), ("dv", dv)):
+            self.values.update(strides(name, t))
         # Weights that are the same for all channels go into P and A, unless their own gradients need these without.
         self.values["UNIFORM"] &= not self.dweights
 
@@ -99,8 +99,7 @@ class Backward(Launch):
         count = self.query_heads * w.works
         single = w.splits == 1 and self.group == 1 and self.call.cu_query is None
         single = single and not self.has_grad and not self.dweights
-        lead = (self.batch, self.heads) if single else (count,)
-        parts, pulls = self.empty(*lead, self.dim, self.width), self.empty(*lead, self.dim)
+        parts, pulls = self.sums(self.batch, self.heads) if single else self.sums(count)
         dalpha = self.parts(self.dalpha, count, self.dim)
         if self.blocks:
             total = self.call.query.shape[0] * self.query_heads * self.rows
@@ -108,8 +107,8 @@ class Backward(Launch):
             self.values["LOG2"] = self.empty(self.batch, self.heads, self.dim)
         if count:
             self.launch(
-                read_backward_kernel, count, s.options, **self.place(w, False, False), LOG=self.log, MEAN=self.mean,
-                DMEAN=parts, PULL=pulls, DALPHA=dalpha, BLOCKS=self.blocks, SINGLE=single,
+                read_backward_kernel, count, s.options, LOG=self.log, MEAN=self.mean, DMEAN=parts, PULL=pulls,
+                DALPHA=dalpha, BLOCKS=self.blocks, SINGLE=single,
             )  # fmt: skip
         self.add_up("alpha", dalpha, w)
         if self.dweights:
@@ -118,16 +117,12 @@ class Backward(Launch):
                 owner = torch.arange(self.batch, device=self.device).repeat_interleave(w.splits)
             mean = self.mean[owner].transpose(0, 1).repeat_interleave(self.group, 0)  # [Hq, works, D, E]
             self.add_up("lln_weight", (parts.view(mean.shape) * mean).sum(-2), w)
-        return (parts, pulls) if single else self.sum(w, parts, pulls)
-
-    def sum(self, w: plan.Works, parts: Tensor, pulls: Tensor) -> tuple[Tensor, Tensor]:
-        dmean = self.empty(self.batch, self.heads, self.dim, self.width)
-        pull = self.empty(self.batch, self.heads, self.dim)
-        programs, cut = self.merging(w)
-        self.launch(
-            sum_kernel, programs, **cut, DMEAN=parts, PULL=pulls, LOG=self.log,
-            MEAN=self.mean, G_LOG=self.grad_log, G_MEAN=self.grad_mean, DMEAN_OUT=dmean, PULL_OUT=pull,
-            WEIGHTED=self.blocks,
+        if single:
+            return parts, pulls
+        dmean, pull = self.sums(self.batch, self.heads)
+        self.merge_with(
+            sum_kernel, w, DMEAN=parts, PULL=pulls, LOG=self.log, MEAN=self.mean, G_LOG=self.grad_log,
+            G_MEAN=self.grad_mean, DMEAN_OUT=dmean, PULL_OUT=pull, WEIGHTED=self.blocks,
         )  # fmt: skip
         return dmean, pull
 
@@ -138,8 +133,8 @@ class Backward(Launch):
         dweight = self.parts(self.dweights, self.query_heads * w.works, self.width)
         wide = self.group > 1 and self.dtype != torch.bfloat16  # matrices of float32
         self.launch(
-            fold_backward_kernel, self.heads * w.works, s.options, **self.place(w, self.shifted, True), LOG=self.log,
-            MEAN=self.mean, DMEAN=dmean, PULL=pull, DBETA=dbeta, DWEIGHT=dweight,
+            fold_backward_kernel, self.heads * w.works, s.options, LOG=self.log, MEAN=self.mean, DMEAN=dmean, PULL=pull,
+            DBETA=dbeta, DWEIGHT=dweight,
             LOW=self.dtype == torch.bfloat16 and self.size <= 64, AGAIN=self.blocks and (wide or not self.roomy),
         )  # fmt: skip
         self.add_up("beta", dbeta, w)
@@ -148,50 +143,40 @@ class Backward(Launch):
     # Causal
 
     def causal_backward(self) -> None:
-        w, given, state = self.prefixes()
+        w, state = self.prefixes()
         self.ends_in(state)
         count, rows = self.query_heads * w.works, self.call.query.shape[0] * self.query_heads * self.rows
-        reach, reach_d = self.empty(count, self.dim, self.width), self.empty(count, self.dim)
+        reach, reach_d = self.sums(count)
         wide = torch.float64 if self.dtype == torch.float32 else torch.float32
-        dalpha = self.parts(self.dalpha, count, self.dim)
-        dlln, dblock = self.parts(self.dweights, count, self.width), self.parts(self.dweights, count, self.width)
-        given |= {
-            "REACH": reach, "REACH_D": reach_d, "LOG_Z": self.empty(rows, dtype=wide), "OWN": self.empty(rows),
-            "REFERENCE": self.empty(self.heads * w.works * w.tiles, self.dim),
-            "DALPHA": dalpha, "DLLN": dlln, "DBLOCK": dblock,
-        }  # fmt: skip
-        options = self.settings("causal_queries", self.blocks).options
-        self.launch(causal_queries_kernel, count, options, **given)
-        self.launch(slow_rows_kernel, count, SLOW, **given, **NO_FORWARD, BACKWARD=True)
-
-        suffix, suffix_d = self.suffix(w, given["LOG"], reach, reach_d)
-        dbeta = self.parts(self.dbeta, self.heads * w.works, self.dim)
-        dopen = [None if given[name] is None else torch.zeros_like(given[name]) for name in ("OPEN_K", "OPEN_V")]
-        given |= {"SUFFIX": suffix, "SUFFIX_D": suffix_d, "LOG_END": self.log, "DBETA": dbeta}
-        given |= {"DOPEN_K": dopen[0], "DOPEN_V": dopen[1]}
-        options = self.settings("causal_keys", self.blocks).options
-        self.launch(causal_keys_kernel, self.heads * w.works, options, **given)
-        self.launch(slow_keys_kernel, self.heads * w.works, SLOW, **given)
-        self.gradients |= {name: t for name, t in zip(("open_key", "open_value"), dopen, strict=True) if t is not None}
-        for name, parts in (("alpha", dalpha), ("beta", dbeta), ("lln_weight", dlln), ("block_weight", dblock)):
-            self.add_up(name, parts, w)
-
-    def suffix(self, w: plan.Works, log: Tensor, reach: Tensor, reach_d: Tensor) -> tuple[Tensor, Tensor]:
-        """R and r at the end of every work; the gradient of the incoming state."""
+        parts = {"alpha": self.parts(self.dalpha, count, self.dim)}
+        parts |= {name: self.parts(self.dweights, count, self.width) for name in ("lln_weight", "block_weight")}
+        self.values.update(
+            strides("o", self.gradients["query"]), OUT=None, REACH=reach, REACH_D=reach_d, OWN=self.empty(rows),
+            LOG_Z=self.empty(rows, dtype=wide), REFERENCE=self.empty(self.heads * w.works * w.tiles, self.dim),
+            DALPHA=parts["alpha"], DLLN=parts["lln_weight"], DBLOCK=parts["block_weight"], BACKWARD=True,
+        )  # fmt: skip
+        self.causal_rows("causal_queries", count)
+        self.suffix(w)
         count = self.heads * w.works
-        suffix, suffix_d = self.empty(count, self.dim, self.width), self.empty(count, self.dim)
-        first = self.empty(self.batch, self.heads, self.dim, self.width)
-        first_d = self.empty(self.batch, self.heads, self.dim)
-        programs, cut = self.merging(w)
-        self.launch(
-            suffix_kernel, programs, **cut, REACH=reach, REACH_D=reach_d, LOG=log, LOG_END=self.log,
-            MEAN_END=self.mean, G_LOG=self.grad_log, G_MEAN=self.grad_mean, SUFFIX=suffix, SUFFIX_D=suffix_d,
-            REACH_0=first, REACH_D0=first_d,
+        parts["beta"] = self.values["DBETA"] = self.parts(self.dbeta, count, self.dim)
+        for name, opened in (("open_key", "OPEN_K"), ("open_value", "OPEN_V")):
+            self.values[f"D{opened}"] = None
+            if self.values[opened] is not None:
+                self.values[f"D{opened}"] = self.gradients[name] = torch.zeros_like(self.values[opened])
+        options = self.settings("causal_keys", self.blocks).options
+        self.launch(causal_keys_kernel, count, options, SLOW=False)
+        self.launch(causal_keys_kernel, count, SLOW, SLOW=True)
+        for name, part in parts.items():
+            self.add_up(name, part, w)
+
+    def suffix(self, w: plan.Works) -> None:
+        """R and r at the end of every work; the gradient of the incoming state."""
+        suffix, suffix_d = self.sums(self.heads * w.works)
+        first, first_d = self.sums(self.batch, self.heads)
+        self.merge_with(
+            suffix_kernel, w, LOG_END=self.log, MEAN_END=self.mean, G_LOG=self.grad_log, G_MEAN=self.grad_mean,
+            SUFFIX=suffix, SUFFIX_D=suffix_d, REACH_0=first, REACH_D0=first_d,
         )  # fmt: skip
         if self.call.mean_value is not None:
             self.gradients["mean_value"] = first
             self.gradients["log_sum"] = ((self.call.mean_value * first).sum(-1) - first_d).double().contiguous()
-        return suffix, suffix_d
-
-
-NO_FORWARD: dict[str, Any] = dict.fromkeys(("OUT", *ROWS["o"]))

@@ -1,13 +1,14 @@
 """Launches of the forward kernels: what each is given, in which order.
 
 A kernel is given what its arguments are named for: tensors of the call in capitals, their strides as q_b, q_h, q_n,
-q_d, sizes and switches. `Launch.values` holds what all kernels of a call share; a launch adds what is its own.
+q_d, sizes and switches. `Launch.values` holds them: those of the call, those of how it is cut, and what a launch adds,
+which stays until another launch has its own. One dictionary, since the host has little time.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,8 +18,7 @@ from torch import Tensor
 
 from lln.kernels.call import FIELDS, TENSORS, Call
 from lln.kernels.triton import plan
-from lln.kernels.triton.causal import causal_kernel
-from lln.kernels.triton.causal_slow import slow_rows_kernel
+from lln.kernels.triton.causal import causal_rows_kernel
 from lln.kernels.triton.fold import fold_kernel, merge_kernel, prefix_kernel
 from lln.kernels.triton.read import read_kernel
 from lln.kernels.triton.tape import Recording
@@ -27,13 +27,13 @@ SLOW = {"num_warps": 8, "num_stages": 1}  # launch settings of kernels that rare
 SPLITS = 16  # splits a program of the merging kernels takes at once
 SHORT = {"query": "Q", "key": "K", "value": "V", "key_mask": "MASK", "open_key": "OPEN_K", "open_value": "OPEN_V"}
 POINTERS = [SHORT.get(name, name.upper()) for name in FIELDS[:TENSORS]]
-ROWS = {t: [f"{t}_{axis}" for axis in "bhnd"] for t in ("q", "k", "v", "o", "g", "dq", "dk", "dv")}
+ROWS = {t: tuple(f"{t}_{axis}" for axis in "bhnd") for t in ("q", "k", "v", "o", "g", "dq", "dk", "dv")}
 # alpha, beta, the weights of the two parts, the mask
 FACTORS = ["alpha_b", "alpha_h", "alpha_d", "beta_b", "beta_h", "beta_d", "lln_b", "lln_h", "lln_e"]
 FACTORS += ["block_b", "block_h", "block_e", "mask_b", "mask_n"]
-# What the forward of `slow_rows_kernel` has no use for.
-BACKWARD = ("GRAD", "DQ", "REACH", "REACH_D", "LOG_Z", "OWN", "REFERENCE", "DALPHA", "DLLN", "DBLOCK")
-NO_BACKWARD = dict.fromkeys((*BACKWARD, *ROWS["g"], *ROWS["dq"]))
+# What the forward of `causal_rows_kernel` has no use for.
+BACKWARD = ("GRAD", "DQ", "REACH", "REACH_D", "LOG_Z", "OWN", "REFERENCE", "DALPHA", "DLLN", "DBLOCK", *ROWS["g"])
+NO_BACKWARD = {**dict.fromkeys(BACKWARD), "HAS_DALPHA": False, "HAS_DWEIGHT": False, "BACKWARD": False}
 PICK: dict[Any, Callable[[dict[str, Any]], tuple[Any, ...]]] = {}  # a kernel's arguments out of the values
 
 
@@ -45,9 +45,9 @@ def like(t: Tensor, dim: int) -> Tensor:
     return t.new_empty(batch, heads, length, dim)
 
 
-def strides(**tensors: Tensor) -> dict[str, int]:
+def strides(t: str, x: Tensor) -> Iterable[tuple[str, int]]:
     """By the names of ROWS."""
-    return {name: step for t, x in tensors.items() for name, step in zip(ROWS[t], x.stride(), strict=True)}
+    return zip(ROWS[t], x.stride(), strict=True)
 
 
 def steps(t: Tensor | None) -> tuple[int, int, int]:
@@ -83,10 +83,11 @@ class Launch:
         mask = (0, 0) if call.key_mask is None else call.key_mask.stride()
         weights = *steps(call.lln_weight), *steps(call.block_weight)
         factors = *steps(call.alpha), *steps(call.beta), *weights, *mask
-        self.values: dict[str, Any] = {
-            **dict(zip(POINTERS, call.arguments(), strict=False)),
-            **dict(zip(FACTORS, factors, strict=True)),
-            **strides(q=q, k=k, v=v),
+        self.values: dict[str, Any] = dict(zip(POINTERS, call.arguments(), strict=False))
+        self.values.update(zip(FACTORS, factors, strict=True))
+        for name, t in (("q", q), ("k", k), ("v", v)):
+            self.values.update(strides(name, t))
+        self.values |= {
             "scale": call.scale, "dropout": call.dropout_p, "total": self.rows, "H": self.heads, "G": self.group,
             "D": self.dim, "E": self.width, "BD": padded, "BE": padded_value, "BS": call.block_size or 0,
             "MASKED": call.key_mask is not None, "HAS_OPEN": call.open_key is not None,
@@ -101,18 +102,18 @@ class Launch:
         return plan.settings(kernel, blocks, self.dtype, self.size, self.tile, self.small, self.roomy)
 
     def cut(self, s: plan.Settings, heads: int, of_keys: bool, shifted: bool) -> plan.Works:
-        length, cu = (self.keys, self.call.cu_key) if of_keys else (self.rows, self.call.cu_query)
-        return plan.cut(self.device, length, self.batch, heads, self.tile, self.used, shifted, cu, s.programs)
-
-    def place(self, w: plan.Works, shifted: bool, of_keys: bool) -> dict[str, Any]:
-        """What `parts.place` asks for."""
-        cu, n = (self.call.cu_key, self.keys) if of_keys else (self.call.cu_query, self.rows)
+        """How the kernels that follow are cut: the keys, or the queries, of so many heads."""
+        n, cu = (self.keys, self.call.cu_key) if of_keys else (self.rows, self.call.cu_query)
+        w = plan.cut(self.device, n, self.batch, heads, self.tile, self.used, shifted, cu, s.programs)
         # EVEN: then every tile is full and every key visible, and the kernels need no masks.
         masked = shifted or cu is not None or self.call.key_mask is not None
-        return {
-            **w.values, "CU": cu, "START": self.call.start if shifted else None, "SHIFT": shifted, "N": n,
+        self.values |= {
+            "BM": w.rows, "USED": w.used, "tiles": w.tiles, "splits": w.splits, "works": w.works, "OWNER": w.owner,
+            "BEGIN": w.begin, "PACKED": w.begin is not None, "N": n, "CU": cu, "SHIFT": shifted,
+            "START": self.call.start if shifted else None,
             "EVEN": not (masked or n % w.rows or w.used != w.rows),
         }  # fmt: skip
+        return w
 
     def made(self, t: Tensor) -> Tensor:
         return t if self.recording is None else self.recording.make(t)
@@ -124,87 +125,88 @@ class Launch:
         return self.made(like(t, dim))
 
     def launch(self, kernel: Any, programs: int, options: dict[str, int] | None = None, /, **given: Any) -> None:
-        """A kernel with the shared values and those given."""
+        """A kernel with the values so far and those given."""
         pick = PICK.get(kernel.fn)
         if pick is None:
             pick = PICK[kernel.fn] = operator.itemgetter(*kernel.arg_names)
-        args = pick(self.values | given)
+        self.values.update(given)
+        args = pick(self.values)
         compiled = kernel[(programs,)](*args, **(options or {}))
         if self.recording is not None:
             self.recording.launch(compiled, (programs,), args)
 
-    def fold(self, w: plan.Works, shifted: bool, single: bool) -> tuple[Tensor, Tensor]:
+    def states(self, *lead: int) -> tuple[Tensor, Tensor]:
+        """New (log_sum, mean_value) of [*lead] states."""
+        return self.empty(*lead, self.dim, dtype=torch.float64), self.empty(*lead, self.dim, self.width)
+
+    def sums(self, *lead: int) -> tuple[Tensor, Tensor]:
+        """New [*lead, D, E] and [*lead, D], in float32."""
+        return self.empty(*lead, self.dim, self.width), self.empty(*lead, self.dim)
+
+    def fold(self, w: plan.Works, single: bool) -> tuple[Tensor, Tensor]:
         """States of the works, [heads * works, ...]; with `single` of the sequences, [B, heads, ...]."""
-        lead = (self.batch, self.heads) if single else (self.heads * w.works,)
-        log = self.empty(*lead, self.dim, dtype=torch.float64)
-        mean = self.empty(*lead, self.dim, self.width)
-        self.launch(
-            fold_kernel, self.heads * w.works, self.settings("fold").options, **self.place(w, shifted, True),
-            LOG=log, MEAN=mean, SINGLE=single,
-        )  # fmt: skip
+        count = self.heads * w.works
+        log, mean = self.states(self.batch, self.heads) if single else self.states(count)
+        self.launch(fold_kernel, count, self.settings("fold").options, LOG=log, MEAN=mean, SINGLE=single)
         return log, mean
 
-    def merging(self, w: plan.Works) -> tuple[int, dict[str, Any]]:
-        """(programs, values) of the merging kernels: programs of a few channels each, about a thousand in all."""
+    def merge_with(self, kernel: Any, w: plan.Works, **given: Any) -> None:
+        """A kernel that merges works: programs of a few channels each, about a thousand in all."""
         channels = max(min(triton.next_power_of_2(self.batch * self.heads * self.dim // 1024), 16), 4)
         at_once = SPLITS if w.begin is not None else min(triton.next_power_of_2(max(w.splits, 1)), SPLITS)
-        return self.batch * self.heads * -(-self.dim // channels), {**w.values, "BC": channels, "BP": at_once}
+        programs = self.batch * self.heads * -(-self.dim // channels)
+        self.launch(kernel, programs, None, BC=channels, BP=at_once, **given)
 
-    def merge(
-        self, w: plan.Works, log: Tensor, mean: Tensor, prefixes: dict[str, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """One state a sequence; and `prefixes`, which are filled: L and S before each work, L after it in two forms."""
-        log_out = self.empty(self.batch, self.heads, self.dim, dtype=torch.float64)
-        mean_out = self.empty(self.batch, self.heads, self.dim, self.width)
-        given, values = (None if t is None else t.contiguous() for t in (self.call.log_sum, self.call.mean_value))
-        programs, cut = self.merging(w)
-        self.launch(
-            prefix_kernel if prefixes else merge_kernel, programs, **cut, **(prefixes or {}), LOG=log, MEAN=mean,
-            LOG_IN=given, MEAN_IN=values, LOG_OUT=log_out, MEAN_OUT=mean_out, HAS_STATE=given is not None,
-        )  # fmt: skip
-        return log_out, mean_out
+    def merge(self, kernel: Any, w: plan.Works, **given: Tensor) -> tuple[Tensor, Tensor]:
+        """One state a sequence, of the incoming one and those given, of the works."""
+        log, mean = self.states(self.batch, self.heads)
+        before, values = (None if t is None else t.contiguous() for t in (self.call.log_sum, self.call.mean_value))
+        self.merge_with(
+            kernel, w, **given, LOG_IN=before, MEAN_IN=values, LOG_OUT=log, MEAN_OUT=mean, HAS_STATE=before is not None
+        )
+        return log, mean
 
     def folded(self) -> tuple[Tensor, Tensor]:
         w = self.cut(self.settings("fold"), self.heads, True, False)
         single = w.splits == 1 and self.call.cu_key is None and self.call.log_sum is None
-        log, mean = self.fold(w, False, single)
-        return (log, mean) if single else self.merge(w, log, mean)
+        log, mean = self.fold(w, single)
+        return (log, mean) if single else self.merge(merge_kernel, w, LOG=log, MEAN=mean)
 
     def read(self, log: Tensor, mean: Tensor) -> Tensor:
         s, out = self.settings("read", self.blocks), self.like(self.call.query, self.width)
         w = self.cut(s, self.query_heads, False, self.shifted)
-        self.launch(
-            read_kernel, self.query_heads * w.works, s.options, **self.place(w, self.shifted, False),
-            **strides(o=out), LOG=log, MEAN=mean, OUT=out,
-        )  # fmt: skip
+        self.values.update(strides("o", out))
+        self.launch(read_kernel, self.query_heads * w.works, s.options, LOG=log, MEAN=mean, OUT=out)
         return out
 
-    def prefixes(self) -> tuple[plan.Works, dict[str, Any], tuple[Tensor, Tensor]]:
-        """(works of a causal call, what its kernels are given: the place, states before each work and L after it, the
-        open block, marks to set; L and S after the last)"""
+    def prefixes(self) -> tuple[plan.Works, tuple[Tensor, Tensor]]:
+        """(works of a causal call; L and S after the last). Its kernels are given the states before each work, L after
+        it in two forms, the open block, marks to set."""
         w = self.cut(self.settings("causal", self.blocks), self.query_heads, True, self.shifted)
-        log, mean = self.fold(w, self.shifted, False)
+        log, mean = self.fold(w, False)
         before, mean_before, end = (self.made(torch.empty_like(t)) for t in (log, mean, log))
-        prefixes = {"BEFORE": before, "MEAN_BEFORE": mean_before, "END": end, "END32": self.empty(*log.shape)}
-        final = self.merge(w, log, mean, prefixes)
-        opened = self.call.open_key, self.call.open_value, self.call.open_mask
-        contiguous = (None if t is None else t.contiguous() for t in opened)
-        given = {
-            **self.place(w, self.shifted, True), **prefixes, "LOG": before, "MEAN": mean_before,
-            "MARK": self.empty(self.query_heads * w.works, dtype=torch.int32),
-            **dict(zip(("OPEN_K", "OPEN_V", "OPEN_MASK"), contiguous, strict=True)),
+        final = self.merge(
+            prefix_kernel, w, LOG=log, MEAN=mean, BEFORE=before, MEAN_BEFORE=mean_before, END=end,
+            END32=self.empty(*log.shape),
+        )  # fmt: skip
+        self.values |= {
+            "LOG": before, "MEAN": mean_before, "MARK": self.empty(self.query_heads * w.works, dtype=torch.int32)
         }  # fmt: skip
-        return w, given, final
+        for name in ("OPEN_K", "OPEN_V", "OPEN_MASK"):
+            if self.values[name] is not None:
+                self.values[name] = self.values[name].contiguous()
+        return w, final
+
+    def causal_rows(self, settings: str, count: int) -> None:
+        """`causal_rows_kernel`, and again for the splits that it marks."""
+        self.launch(causal_rows_kernel, count, self.settings(settings, self.blocks).options, SLOW=False)
+        self.launch(causal_rows_kernel, count, SLOW, SLOW=True)
 
     def causal(self) -> tuple[Tensor, Tensor, Tensor]:
-        w, given, final = self.prefixes()
+        w, final = self.prefixes()
         out = self.like(self.call.query, self.width)
-        given |= {**strides(o=out), "OUT": out}
-        count = self.query_heads * w.works
-        self.launch(causal_kernel, count, self.settings("causal", self.blocks).options, **given)
-        self.launch(
-            slow_rows_kernel, count, SLOW, **given, **NO_BACKWARD, HAS_DALPHA=False, HAS_DWEIGHT=False, BACKWARD=False
-        )
+        self.values.update(strides("o", out), OUT=out, **NO_BACKWARD)
+        self.causal_rows("causal", self.query_heads * w.works)
         return out, *final
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:

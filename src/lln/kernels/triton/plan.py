@@ -50,14 +50,6 @@ class Works:
     owner: Tensor | None = None  # [works] sequence of each, when packed
     begin: Tensor | None = None  # [sequences + 1] first work of each
 
-    @property
-    def values(self) -> dict[str, Any]:
-        """As kernels name them."""
-        return {
-            "BM": self.rows, "USED": self.used, "tiles": self.tiles, "splits": self.splits, "works": self.works,
-            "OWNER": self.owner, "BEGIN": self.begin, "PACKED": self.begin is not None,
-        }  # fmt: skip
-
 
 @functools.cache
 def table() -> dict[str, list[int]]:
