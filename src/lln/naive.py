@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+__all__ = ["naive_lln", "naive_lln_diag"]
+
 
 class State(NamedTuple):
     """What came before, with the fields of `lln.LLNState`, so that either can be passed to either side."""
