@@ -4,6 +4,7 @@ import doctest
 import importlib
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,6 @@ import torch
 import lln
 
 SOURCE = Path(lln.__file__).parent
-# Public names without an example yet, as "package.name".
-MISSING = {
-    *(f"lln.{name}" for name in ("LLNState", "lln_attention")),
-    *(f"lln.hf.{name}" for name in ("LLNCache", "Options", "convert", "distill", "fine_tune")),
-    *(f"lln.instruments.{name}" for name in lln.instruments.__all__),
-}
 PUBLIC = ("lln", "lln.instruments", "lln.hf", "lln.naive")
 
 
@@ -53,16 +48,11 @@ def test_the_examples_of_a_module_run(name: str, tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("package", PUBLIC)
 def test_every_public_name_has_an_example(package: str) -> None:
-    if package == "lln.naive" and not any(SOURCE.glob("naive*")):
-        pytest.skip("there is none")
-    found = load(package)
-    names = getattr(found, "__all__", None) or [
-        name for name, value in vars(found).items() if inspect.isfunction(value) and value.__module__ == package
-    ]
-    shown = {name: getattr(found, name) for name in names}
-    bare = {
-        f"{package}.{name}"
+    found: Any = load(package)
+    shown = {name: getattr(found, name) for name in found.__all__}
+    bare = [
+        name
         for name, value in shown.items()
         if (inspect.isroutine(value) or inspect.isclass(value)) and ">>> " not in (value.__doc__ or "")
-    }
-    assert bare <= MISSING, f"no example: {', '.join(sorted(bare - MISSING))}"
+    ]
+    assert bare == []

@@ -1,7 +1,5 @@
 """What a call of a transformers attention function says about softmax attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ Every point is the mean over seeds, with its standard error. One seed's draws se
 noise they share cancels in its slope.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

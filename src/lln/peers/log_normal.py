@@ -1,7 +1,5 @@
 """LLN and LLN+Diag, this library's own, with alpha and beta by moment matching."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

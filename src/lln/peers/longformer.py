@@ -1,7 +1,5 @@
 """Longformer: a sliding window, and global tokens that see and are seen by all."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

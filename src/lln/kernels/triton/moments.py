@@ -1,7 +1,5 @@
 """Launches of the kernels that take the statistics of queries and keys, and the same as operators."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The attentions that `lln bench` sets beside each other, under the names that its options and tables use."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Charts of results of `lln bench` and `lln compare`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lln.lab.bench.attentions import ATTENTIONS, Shape

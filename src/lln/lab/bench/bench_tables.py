@@ -1,7 +1,5 @@
 """Stored results of `lln bench` and `lln compare` as tables on the terminal and as Markdown."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

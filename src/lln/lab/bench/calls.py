@@ -1,8 +1,6 @@
 """One call of attention: its inputs, what is timed of it, whether it is right, why it failed; and many of them against
 length, which the page shows."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`lln compare`: what it measures, and its cells. A cell that cannot be filled says why, in a word or two."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

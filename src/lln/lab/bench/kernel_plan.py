@@ -1,7 +1,5 @@
 """From the options of `lln bench` to what will be measured. A wrong option is answered by its name."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import re

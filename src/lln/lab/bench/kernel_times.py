@@ -1,8 +1,6 @@
 """`lln bench`: a check, then time and memory of every attention at every shape, one row each, and what follows from
 them: floors, speed-ups, and how time grows with length."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

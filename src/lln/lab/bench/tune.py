@@ -4,8 +4,6 @@ One kernel after the other, each candidate is timed under CUDA-graph replay on t
 the smallest product of times stays. Compiling takes longer than timing, so that processes compile beforehand.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import dataclasses
 import functools

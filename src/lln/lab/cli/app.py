@@ -3,8 +3,6 @@
 At the top of these files stand typer and the standard library alone: `lln --help` waits for no torch.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`lln bench` on the command line."""
 
-from __future__ import annotations
-
 import enum
 from pathlib import Path
 from typing import Annotated

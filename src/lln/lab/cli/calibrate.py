@@ -1,7 +1,5 @@
 """`lln calibrate` on the command line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """What commands share: extras, folders, options and how they are read, how a result is shown and a failure told."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """`lln compare` on the command line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

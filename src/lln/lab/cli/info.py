@@ -1,7 +1,5 @@
 """`lln info` on the command line."""
 
-from __future__ import annotations
-
 import json
 import platform
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """`lln report` on the command line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated

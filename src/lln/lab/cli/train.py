@@ -1,7 +1,5 @@
 """`lln train` on the command line."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

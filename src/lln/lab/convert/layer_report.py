@@ -1,8 +1,6 @@
 """How far LLN attention is from the softmax attention of the same model, layer by layer, on the same inputs; and the
 report of it as rows of text, for the screen and the model card."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

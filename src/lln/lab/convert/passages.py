@@ -5,8 +5,6 @@ special tokens around each. The rest of a file is a passage as well if it has at
 left out. Passages of different files never mix.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path

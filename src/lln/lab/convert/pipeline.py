@@ -1,7 +1,5 @@
 """A softmax checkpoint in, an LLN checkpoint out: matching, distillation, fine-tuning, and a report of each layer."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

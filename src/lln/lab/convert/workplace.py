@@ -10,8 +10,6 @@ OUT.lock                          while a process is at it
 Every file is written beside its place and moved into it, so that it is whole or not there whenever the process ends.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Charts of stored results. One definition gives the SVG in the page and the SVG file."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """What goes wrong, said in one sentence."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

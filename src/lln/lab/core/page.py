@@ -1,7 +1,5 @@
 """Sections, what they are made of, and the one self-contained page they make."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 The colours are Okabe and Ito's, told apart by colour-blind readers; dashes and shapes say the same once more.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """A pretrained model and its tokenizer by the name a user gives, or one sentence about why not."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

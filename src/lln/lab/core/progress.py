@@ -1,7 +1,5 @@
 """Progress of what takes more than a moment. It goes to stderr, since stdout is for results."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """What is written down about a number: the command, the commit and the machine that made it."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import importlib.metadata

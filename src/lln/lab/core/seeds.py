@@ -5,8 +5,6 @@ stream_key, draws, pick  torch, for what a batch draws: whole numbers, bit-equal
 normal                   torch, normal numbers for what is measured: by a key of numbers
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any

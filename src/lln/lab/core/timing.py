@@ -1,7 +1,5 @@
 """How a call is timed, on a CUDA device by the device and by the host, and how its memory is counted."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -10,8 +10,6 @@
 Every set has the splits train, validation and test.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """Data sets as maps from an index to tensors, the seeded order in which training sees them, and batches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Images with a label: decoded once into one array, then plain pixels, augmented by seed."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path

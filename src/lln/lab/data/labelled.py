@@ -5,8 +5,6 @@ The generated tasks are in `listops` and `pathfinder`. Published lengths: Text 4
 document), Image 1024, Pathfinder 1024.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Unpack
 

@@ -5,8 +5,6 @@ with probability 1/4 and otherwise a digit, at the greatest depth always a digit
 expressions whose length is not wanted are thrown away. Long Range Arena wants 500 to 2000 tokens.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import statistics

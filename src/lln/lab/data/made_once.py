@@ -1,8 +1,6 @@
 """What is slow to make is made once a machine and kept on disk, whole or not at all. Also the splits of sets that are
 made here."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -6,8 +6,6 @@ path, neighbouring pixels are at most `reach` apart (the larger of the distances
 further apart than that, everywhere. So each image has one right answer, and whoever follows the dashes finds it.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable

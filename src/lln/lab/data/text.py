@@ -1,8 +1,6 @@
 """Text for language models: tokenised once, packed into sequences of one length, and masked: which tokens a model must
 guess, and what it sees in their place."""
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any, Unpack
 

@@ -1,7 +1,5 @@
 """Tokenizers: byte-level BPE trained on the corpus, or one that exists, with a hash for the run's identity."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence

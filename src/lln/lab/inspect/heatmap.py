@@ -1,7 +1,5 @@
 """A chart with a cell for each layer and head."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import altair as alt

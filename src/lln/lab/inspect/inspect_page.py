@@ -1,7 +1,5 @@
 """The table and the page of `lln inspect`."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from pathlib import Path

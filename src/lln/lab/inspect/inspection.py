@@ -1,7 +1,5 @@
 """How a pretrained model attends to texts, and what LLN attention would make of the same queries and keys."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

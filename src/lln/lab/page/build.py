@@ -1,7 +1,5 @@
 """The page of `lln report`: its parts are measured one after another, each stored when it is finished."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

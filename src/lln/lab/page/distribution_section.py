@@ -1,7 +1,5 @@
 """The section on what attention looks like as a distribution: log P of softmax attention and of LLN."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics

@@ -1,7 +1,5 @@
 """The section where a reader moves the temperature and watches what each attention does."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

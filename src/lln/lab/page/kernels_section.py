@@ -1,7 +1,5 @@
 """The section on the GPU kernels, from a result of `lln bench`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lln.lab.bench.attentions import Shape

@@ -1,7 +1,5 @@
 """The section on time and memory against length, from a result of lln.lab.bench.calls.measure_lengths."""
 
-from __future__ import annotations
-
 from lln.lab.bench.calls import OURS
 from lln.lab.core.charts import draw_against_length
 from lln.lab.core.page import MIB, Chart, Result, Rows, Section, pick

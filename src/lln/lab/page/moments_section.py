@@ -1,7 +1,5 @@
 """The section on moment matching: how alpha and beta follow from the spread of q and k, and how well that works."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

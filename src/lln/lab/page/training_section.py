@@ -1,7 +1,5 @@
 """The section on a short training run: what temperature, entropy and spectral gap do while a model learns."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

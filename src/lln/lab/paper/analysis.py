@@ -1,7 +1,5 @@
 """What the paper's analysis figures (2, 5, 6, 7) share: draws, attention maps of them, the shape of a verdict."""
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The paper's analysis figures by name."""
 
-from __future__ import annotations
-
 from lln.lab.paper.analysis import Figure
 from lln.lab.paper.fig2 import FIG2
 from lln.lab.paper.fig5_fig7 import FIG5A, FIG5B, FIG7

@@ -1,7 +1,5 @@
 """Tables 2 and 4: time and memory of a training step of the paper's models, attention by attention."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which runs the paper's tables and figures need, and our own (matching, variants, lengths), at each scale."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

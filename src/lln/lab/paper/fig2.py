@@ -1,7 +1,5 @@
 """Fig. 2: entropy and spectral gap of softmax, LLN and other kernels against the temperature."""
 
-from __future__ import annotations
-
 from lln.instruments import entropy, spectral_gap
 from lln.lab.core.charts import Axis, draw_lines
 from lln.lab.core.palette import GREY, MATCHED, OLIVE, SKY, Style

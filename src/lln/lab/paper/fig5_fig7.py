@@ -1,7 +1,5 @@
 """Figs. 5a, 5b and 7: the moments and the distribution of log P."""
 
-from __future__ import annotations
-
 import math
 
 import torch

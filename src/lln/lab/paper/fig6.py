@@ -1,7 +1,5 @@
 """Figs. 6a and 6b: the variance of the logarithm of a sum of d log-normal variables."""
 
-from __future__ import annotations
-
 import math
 
 import torch

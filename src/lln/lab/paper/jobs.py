@@ -1,7 +1,5 @@
 """The training runs that a table or figure needs, each in a folder of its own: their configs, and what is there."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

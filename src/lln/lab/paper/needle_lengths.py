@@ -1,7 +1,5 @@
 """Needles in text against length, from the runs that exist: what each attention finds, at what cost."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

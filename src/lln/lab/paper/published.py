@@ -3,8 +3,6 @@
 Accuracies in % are in Tables 1, 3 and 5 (None: it has none), time and memory of training, on one A100 of 40 GB, in
 Tables 2 and 4 (None: out of memory)."""
 
-from __future__ import annotations
-
 import importlib.resources
 import json
 from typing import Any

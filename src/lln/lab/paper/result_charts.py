@@ -1,7 +1,5 @@
 """Charts of stored results: what runs recorded while they trained, and what training steps cost (Table 2)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

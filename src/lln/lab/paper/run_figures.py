@@ -1,7 +1,5 @@
 """Figs. 1, 8, 9 and 10: what runs recorded while they trained, as rows for charts, and what the paper says of it."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools

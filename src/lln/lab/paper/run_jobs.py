@@ -4,8 +4,6 @@ A small model leaves most of a large GPU to others. Each run is a process's own 
 results do not depend on how many there are. Times do, and `beside` in attempts.json says so. On an NVIDIA GPU its
 Multi-Process Service should run: without it processes take turns."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import dataclasses

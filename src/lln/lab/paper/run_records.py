@@ -1,7 +1,5 @@
 """Runs, whoever made them, read back for tables and figures: from their folders, or from results that stored them."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -1,8 +1,6 @@
 """Tables 1, 3 and 5 from the runs that exist: means and spreads beside the paper's numbers, and what differs; as JSON,
 and as Markdown."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import statistics

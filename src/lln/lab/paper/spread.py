@@ -1,7 +1,5 @@
 """What several seeds say: a mean, how far they lie apart, and whether two attentions differ by more than that."""
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 import warnings

@@ -1,7 +1,5 @@
 """The paper's experiments: `lln.lab.recipes.recipe(task, preset, attention, name)` returns a complete config."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

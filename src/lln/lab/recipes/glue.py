@@ -1,7 +1,5 @@
 """Fine-tuning on GLUE (Table 1). `model.start` names the pre-trained model's folder."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from lln.lab.recipes import mlm

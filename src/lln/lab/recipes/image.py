@@ -1,7 +1,5 @@
 """Image classification with a vision transformer (Table 3, Figs. 9 and 10)."""
 
-from __future__ import annotations
-
 from lln.lab.train.config import Attention, Config, Data, Model, Optimisation
 
 

@@ -1,7 +1,5 @@
 """Long Range Arena (Tables 4 and 5): models of 2 layers, 64 wide, in the setting of Skyformer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lln.lab.data.sources import AAN

@@ -1,7 +1,5 @@
 """Masked-language-model pre-training (section 5, Fig. 8)."""
 
-from __future__ import annotations
-
 from lln.lab.train.config import SINUSOIDAL, Attention, Config, Data, Model, Optimisation
 
 

@@ -4,8 +4,6 @@ is no preset of that name.
 No positions: a needle is found by its key alone. A model that is new to the task learns it in short sequences and goes
 on from there (`lengthen`): with one in ten thousand tokens to look at, a new model has nothing to begin with."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from lln.lab.train.config import Attention, Config, Data, Model, Optimisation

@@ -1,7 +1,5 @@
 """What a training run is asked to do, completely: plain values that are printed, stored and compared."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

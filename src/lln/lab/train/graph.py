@@ -5,8 +5,6 @@ device, and the order and the masks are those of `Stream` and `Examples`, bit fo
 and evaluated is as always. Without a GPU the same loop runs step by step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import warnings

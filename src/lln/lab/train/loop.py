@@ -6,8 +6,6 @@ been, to the last bit.
 weights over the processes; each changes the few methods that differ.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """The models of the recipes: transformers' own, with the attention that a config names."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

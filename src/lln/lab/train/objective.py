@@ -1,7 +1,5 @@
 """What a model learns from a batch, and what an evaluation tells of it."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 """What attention does while a model trains (Figs. 1, 8, 9, 10b): temperature, entropy, spectral gap, alpha and beta of
 every layer and head, and the gradient of every layer."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

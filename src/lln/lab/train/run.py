@@ -1,7 +1,5 @@
 """`train(config, folder)`: from a config to a result, however often it is stopped on the way."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

@@ -8,8 +8,6 @@ checkpoint-N/      weights, moments and random states after N steps, and manifes
 result.json        written last of all
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -4,8 +4,6 @@ By torch's own fully_shard, on GPUs and CPUs alike. Checkpoints hold whole tenso
 the names that one process gives them, so that any number of processes can load the model.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.distributed.checkpoint.state_dict import (

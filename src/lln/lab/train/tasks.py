@@ -1,7 +1,5 @@
 """The data of a config: what to train on, what to evaluate on, and what a guess would score."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable
