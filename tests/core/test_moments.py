@@ -16,7 +16,7 @@ from helpers.tensors import normal
 from helpers.untyped import lln_attention, match_moments
 from lln import match_data
 from lln.kernels.common import PAPER_A, PAPER_B
-from lln.lab.calibration import Plan, entropy_curve, lln_entropy, measure, softmax_entropy, within_row_variance
+from lln.lab.calibration import CurvePlan, entropy_curve, lln_entropy, measure, softmax_entropy, within_row_variance
 from lln.lab.core.seeds import number_key
 from lln.matching.curves import interpolate, pchip, read_curves
 from lln.matching.moments import moments, sigma
@@ -107,7 +107,7 @@ def test_the_shipped_curves_are_what_calibrate_measures(dim: int) -> None:
     curve = read_curves()["variance"][str(dim)]
     error = (values.std(0).square() / len(runs) + torch.tensor(curve["se"][8:40:8]).square()).sqrt()
     assert ((values.mean(0) - torch.tensor(curve["value"][8:40:8])).abs() < 5 * error).all()
-    plan = Plan(entropy_seeds=24, t=tuple(read_curves()["t"][6:30:6]))
+    plan = CurvePlan(entropy_seeds=24, t=tuple(read_curves()["t"][6:30:6]))
     again, shipped = (
         entropy_curve(plan, dim, 256, 77, CPU, lambda text: None),
         read_curves()["entropy"][str(dim)]["256"],
@@ -131,7 +131,7 @@ def test_the_seeds_of_the_shipped_curves_do_not_depend_on_python() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the curves were drawn on a GPU")
 @pytest.mark.parametrize(("dim", "length"), [(8, 8), (64, 256)])
 def test_a_gpu_draws_the_shipped_curves_again(dim: int, length: int) -> None:
-    plan, device = Plan(head_dims=(dim,), lengths=(length,)), torch.device("cuda")
+    plan, device = CurvePlan(head_dims=(dim,), lengths=(length,)), torch.device("cuda")
     again, shipped = measure(plan, 0, device, lambda text: None), read_curves()
     for key in ("value", "se"):
         assert again["variance"][dim][key] == pytest.approx(shipped["variance"][str(dim)][key], rel=1e-9)

@@ -20,7 +20,7 @@ from helpers.command import run_command
 from lln import LLNAttention
 from lln.lab.bench.attentions import ATTENTIONS, Case, Shape
 from lln.lab.bench.calls import describe_failure
-from lln.lab.bench.kernel_plan import Plan, choose_attentions, make_plan
+from lln.lab.bench.kernel_plan import BenchPlan, choose_attentions, make_plan
 from lln.lab.bench.kernel_times import build_works, derive, explain_skip, measure
 from lln.lab.core import timing as clock
 
@@ -259,7 +259,7 @@ def test_without_the_extra_there_are_no_charts_and_the_remedy_is_named(
 def test_a_run_that_is_killed_keeps_its_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lln.lab.bench.kernel_times import measure_shape
 
-    def interrupted(plan: Plan, shape: Shape, *rest: Any) -> Any:
+    def interrupted(plan: BenchPlan, shape: Shape, *rest: Any) -> Any:
         if shape.length > 32:
             raise KeyboardInterrupt
         return measure_shape(plan, shape, *rest)
@@ -329,7 +329,7 @@ def test_help_teaches() -> None:
     assert "Example: lln bench --quick" in stdout
 
 
-def plan_of(**options: Any) -> Plan:
+def plan_of(**options: Any) -> BenchPlan:
     return make_plan(**{"device": CPU, **options})
 
 
@@ -399,7 +399,7 @@ def test_fla_gets_its_own_layout_and_no_normalisation(monkeypatch: pytest.Monkey
         module.__dict__.update(members)
         monkeypatch.setitem(sys.modules, name, module)
     shape = Shape(2, 3, 16, 8)
-    plan = Plan([shape], ["fla-linear", "fla-gla"], [True], torch.float32, CPU, 1, 0)
+    plan = BenchPlan([shape], ["fla-linear", "fla-gla"], [True], torch.float32, CPU, 1, 0)
     for name in plan.attentions:
         calls = build_works(plan, ATTENTIONS[name], shape, True)
         assert [gradient.shape for gradient in calls["training"]()] == 3 * [(2, 16, 3, 8)]

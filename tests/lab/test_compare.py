@@ -13,7 +13,7 @@ from helpers.hf_models import find_minilm
 from lln.instruments import entropy, record, softmax_map, spectral_gap
 from lln.lab.bench import comparison as measuring
 from lln.lab.bench.bench_tables import list_columns, write_compare
-from lln.lab.bench.comparison import Plan, build, find_sigma, measure, measure_concentrations, measure_costs
+from lln.lab.bench.comparison import ComparisonPlan, build, find_sigma, measure, measure_concentrations, measure_costs
 from lln.lab.core.pretrained import load
 from lln.lab.inspect.inspection import TEXTS
 from lln.peers import mechanisms
@@ -29,7 +29,9 @@ def compare(*args: str, code: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
-    return measure(Plan(names=("softmax", "lln", "elu", "linformer", "skyformer", "longformer", "tnn"), **SMALL))
+    return measure(
+        ComparisonPlan(names=("softmax", "lln", "elu", "linformer", "skyformer", "longformer", "tnn"), **SMALL)
+    )
 
 
 def rows(result: dict[str, Any], kind: str, name: str) -> list[dict[str, Any]]:
@@ -45,7 +47,7 @@ def test_every_mechanism_has_a_cell_at_every_length_and_temperature(result: dict
 
 
 def test_softmax_is_the_measure_of_the_others(result: dict[str, Any]) -> None:
-    plan = Plan(names=("softmax",), **SMALL)
+    plan = ComparisonPlan(names=("softmax",), **SMALL)
     for row in rows(result, "concentration", "softmax"):
         q, k, _, _ = (t.double() for t in plan.draw_inputs(65, find_sigma(row["temperature"])))
         p = softmax_map(q, k)
@@ -57,7 +59,7 @@ def test_softmax_is_the_measure_of_the_others(result: dict[str, Any]) -> None:
 
 
 def test_errors_are_those_of_the_outputs(result: dict[str, Any]) -> None:
-    q, k, v, _ = (t.double() for t in Plan(**SMALL).draw_inputs(65, find_sigma(2.0)))
+    q, k, v, _ = (t.double() for t in ComparisonPlan(**SMALL).draw_inputs(65, find_sigma(2.0)))
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     off = (lln.attention("elu", q, k, v) - exact).norm() / exact.norm()
     assert rows(result, "concentration", "elu")[2]["error"] == pytest.approx(off.item(), rel=1e-9)
@@ -67,7 +69,7 @@ def test_what_cannot_be_measured_says_why(result: dict[str, Any]) -> None:
     assert {row["note"] for row in rows(result, "concentration", "linformer")} == {"learned"}
     assert {row["note"] for row in rows(result, "concentration", "skyformer")} == {"not stochastic"}
     assert all(row["error"] > 0 for row in rows(result, "concentration", "skyformer"))
-    causal = Plan(names=("linformer",), causal=True, **SMALL)
+    causal = ComparisonPlan(names=("linformer",), causal=True, **SMALL)
     for row in measure_costs(causal, "linformer", lambda text: None):
         assert row["note"] == "unsupported"
         assert "linformer does not support is_causal=True" in row["reason"]
@@ -78,34 +80,37 @@ def test_what_cannot_be_measured_says_why(result: dict[str, Any]) -> None:
 
 
 def test_out_of_memory_and_too_slow_are_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(plan: Plan, name: str, length: int) -> dict[str, Any]:
+    def fail(plan: ComparisonPlan, name: str, length: int) -> dict[str, Any]:
         if length == 48:
             return {"training_ms": {"median": 1e9}}
         raise AssertionError("a slow mechanism must not be tried at a longer length")
 
     monkeypatch.setattr(measuring, "measure_cost", fail)
-    assert [row["note"] for row in measure_costs(Plan(**SMALL), "lln", lambda text: None)] == [None, "too slow"]
+    assert [row["note"] for row in measure_costs(ComparisonPlan(**SMALL), "lln", lambda text: None)] == [
+        None,
+        "too slow",
+    ]
 
-    def full(plan: Plan, name: str, length: int) -> dict[str, Any]:
+    def full(plan: ComparisonPlan, name: str, length: int) -> dict[str, Any]:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(measuring, "measure_cost", full)
-    assert [row["note"] for row in measure_costs(Plan(**SMALL), "lln", lambda text: None)] == [
+    assert [row["note"] for row in measure_costs(ComparisonPlan(**SMALL), "lln", lambda text: None)] == [
         "out of memory",
         "too slow",
     ]
 
-    def broken(plan: Plan, name: str, length: int) -> dict[str, Any]:
+    def broken(plan: ComparisonPlan, name: str, length: int) -> dict[str, Any]:
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(measuring, "measure_cost", broken)
     with pytest.raises(RuntimeError, match="a bug"):
-        measure_costs(Plan(**SMALL), "lln", lambda text: None)
+        measure_costs(ComparisonPlan(**SMALL), "lln", lambda text: None)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_mechanism_can_be_built_or_refuses(causal: bool) -> None:
-    plan = Plan(names=tuple(mechanisms()), causal=causal, **SMALL)
+    plan = ComparisonPlan(names=tuple(mechanisms()), causal=causal, **SMALL)
     for name, entry in mechanisms().items():
         q, k, v, _ = plan.draw_inputs(48)
         if causal and not entry.supports("causal"):
@@ -116,10 +121,10 @@ def test_every_mechanism_can_be_built_or_refuses(causal: bool) -> None:
 
 
 def test_inputs_are_the_same_for_all_and_follow_the_seed() -> None:
-    first, again, other = (Plan(seed=s, **SMALL).draw_inputs(48) for s in (0, 0, 1))
+    first, again, other = (ComparisonPlan(seed=s, **SMALL).draw_inputs(48) for s in (0, 0, 1))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0], other[0])
-    q, _, _, _ = Plan(lengths=(2048,), heads=4).draw_inputs(2048, find_sigma(0.25))
+    q, _, _, _ = ComparisonPlan(lengths=(2048,), heads=4).draw_inputs(2048, find_sigma(0.25))
     assert q.std().item() == pytest.approx(2.0, rel=0.02)
 
 
@@ -154,7 +159,7 @@ def test_wrong_options_are_one_line_and_exit_code_2(args: tuple[str, ...], messa
 
 
 def test_concentrations_of_a_causal_map() -> None:
-    plan = Plan(names=("softmax",), causal=True, **SMALL)
+    plan = ComparisonPlan(names=("softmax",), causal=True, **SMALL)
     q, k, _, _ = (t.double() for t in plan.draw_inputs(65))
     row = measure_concentrations(plan, "softmax", lambda text: None)[1]
     assert row["entropy"] == pytest.approx(entropy(softmax_map(q, k, is_causal=True)).mean().item(), abs=1e-9)

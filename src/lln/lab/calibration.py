@@ -19,7 +19,7 @@ BATCH_ELEMENTS = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class CurvePlan:
     """What is measured. The shipped curves come from the defaults."""
 
     head_dims: tuple[int, ...] = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -73,7 +73,7 @@ def mean_and_error(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     return values.mean(0), values.std(0) / math.sqrt(len(rows))
 
 
-def measure(plan: Plan, seed: int, device: torch.device, progress: Callable[[str], None]) -> dict[str, Any]:
+def measure(plan: CurvePlan, seed: int, device: torch.device, progress: Callable[[str], None]) -> dict[str, Any]:
     """The curves, ready for JSON. `progress` hears of each of plan.steps() steps."""
     variance, entropy = {}, {}
     for dim in plan.head_dims:
@@ -97,7 +97,7 @@ def measure(plan: Plan, seed: int, device: torch.device, progress: Callable[[str
 
 
 def entropy_curve(
-    plan: Plan, dim: int, length: int, seed: int, device: torch.device, progress: Callable[[str], None]
+    plan: CurvePlan, dim: int, length: int, seed: int, device: torch.device, progress: Callable[[str], None]
 ) -> dict[str, list[float]]:
     """s2 for every t, and its standard error, by inverting the entropy of LLN at the entropy of softmax."""
     lln_runs: list[Tensor] = []

@@ -29,7 +29,7 @@ SLOWEST_MS = 20_000.0  # of one call; longer lengths of that mechanism are left 
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     names: tuple[str, ...] = DEFAULT
     lengths: tuple[int, ...] = (512, 2048)
     temperatures: tuple[float, ...] = (0.5, 1.0, 2.0)
@@ -74,7 +74,7 @@ def find_sigma(temperature: float) -> float:
     return 1.0 / math.sqrt(temperature)
 
 
-def measure(plan: Plan, *, store: Store = ignore, progress: Progress = ignore) -> dict[str, Any]:
+def measure(plan: ComparisonPlan, *, store: Store = ignore, progress: Progress = ignore) -> dict[str, Any]:
     """The result, ready for JSON; `store` gets it after each mechanism."""
     result: dict[str, Any] = {
         "what": "time and peak extra memory of attention, its entropy and spectral gap, and its distance from softmax",
@@ -93,7 +93,7 @@ def measure(plan: Plan, *, store: Store = ignore, progress: Progress = ignore) -
     return result
 
 
-def build(plan: Plan, name: str, length: int) -> Attend:
+def build(plan: ComparisonPlan, name: str, length: int) -> Attend:
     """The mechanism as a function of q, k, v; a module where it learns something. A mixer replaces the projections too:
     its hidden states are q with the heads side by side."""
     entry = mechanisms()[name]
@@ -114,7 +114,7 @@ def build(plan: Plan, name: str, length: int) -> Attend:
     return mix
 
 
-def measure_costs(plan: Plan, name: str, progress: Progress) -> Rows:
+def measure_costs(plan: ComparisonPlan, name: str, progress: Progress) -> Rows:
     """A row for each length. What cannot be measured has a note; longer than what took too long is not tried."""
     rows: Rows = []
     last = 0.0
@@ -139,7 +139,7 @@ def measure_costs(plan: Plan, name: str, progress: Progress) -> Rows:
     return rows
 
 
-def measure_cost(plan: Plan, name: str, length: int) -> dict[str, Any]:
+def measure_cost(plan: ComparisonPlan, name: str, length: int) -> dict[str, Any]:
     q, k, v, g = plan.draw_inputs(length)
     inputs = q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), g
     works = make_works(build(plan, name, length), inputs)
@@ -148,7 +148,7 @@ def measure_cost(plan: Plan, name: str, length: int) -> dict[str, Any]:
     return found | {"training_bytes": peak_memory(works["training"], plan.device)}
 
 
-def measure_concentrations(plan: Plan, name: str, progress: Progress) -> Rows:
+def measure_concentrations(plan: ComparisonPlan, name: str, progress: Progress) -> Rows:
     """At each temperature, on Gaussian queries and keys."""
     rows: Rows = []
     for temperature in plan.temperatures:
@@ -185,7 +185,7 @@ def measure_concentration(
 
 
 def measure_on_model(
-    plan: Plan, model: Any, tokenizer: Any, progress: Progress = ignore, texts: Sequence[str] | None = None
+    plan: ComparisonPlan, model: Any, tokenizer: Any, progress: Progress = ignore, texts: Sequence[str] | None = None
 ) -> Rows:
     """The same on the queries and keys of a pretrained model's layers, a text at a time; values are Gaussian. Layers
     that attend to another sequence or with a bias of single pairs are left out."""

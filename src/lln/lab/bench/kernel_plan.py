@@ -18,7 +18,7 @@ BESIDE_PEERS = "flash", "cudnn", "LLN", "LLN+Diag"
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     shapes: list[Shape]
     attentions: list[str]  # names of ATTENTIONS
     causal: list[bool]
@@ -102,7 +102,7 @@ def make_plan(
     repeats: int | None = None,
     dropout: float = 0.0,
     quick: bool = False,
-) -> Plan:
+) -> BenchPlan:
     if device.type not in REPEATS:
         raise WrongOption("--device", f"times are taken on cpu and cuda; got {str(device)!r}")
     if shapes is not None:
@@ -117,7 +117,7 @@ def make_plan(
         batches = {n: max(1, tokens // n) if tokens else batch or 1 for n in lengths or usual}
         chosen = [Shape(size, heads or 12, n, dim or 64) for n, size in batches.items()]
     causality = {"no": [False], "yes": [True], "both": [False, True]}[causal or ("yes" if peers else "both")]
-    return Plan(
+    return BenchPlan(
         shapes=chosen,
         attentions=choose_attentions(only, peers, causality, device, dropout > 0),
         causal=causality,

@@ -15,7 +15,7 @@ import torch
 from lln.lab.bench import calls
 from lln.lab.bench.attentions import ALPHA, ATTENTIONS, BETA, BLOCK_SIZE, Attention, Case, Shape
 from lln.lab.bench.calls import PARTS
-from lln.lab.bench.kernel_plan import Plan
+from lln.lab.bench.kernel_plan import BenchPlan
 from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.provenance import provenance
 from lln.lab.core.timing import HOW, Work, measure_bandwidth, peak_memory, time_device, time_host
@@ -27,7 +27,7 @@ Rows = list[dict[str, Any]]
 Store = Callable[[dict[str, Any]], None]
 
 
-def measure(plan: Plan, *, store: Store = ignore, progress: Progress = ignore) -> dict[str, Any]:
+def measure(plan: BenchPlan, *, store: Store = ignore, progress: Progress = ignore) -> dict[str, Any]:
     """The result, ready for JSON. `store` gets it after each shape: what a killed run had measured is not lost."""
     with torch.cuda.device(plan.device) if plan.device.type == "cuda" else contextlib.nullcontext():
         progress("check")
@@ -54,7 +54,7 @@ def measure(plan: Plan, *, store: Store = ignore, progress: Progress = ignore) -
     return result
 
 
-def check_plan(plan: Plan) -> Rows:
+def check_plan(plan: BenchPlan) -> Rows:
     """Every LLN variant that will be timed, in the dtype of the run. The relative errors; raises CheckFailed where one
     is too large."""
     found = []
@@ -65,7 +65,7 @@ def check_plan(plan: Plan) -> Rows:
     return found
 
 
-def measure_shape(plan: Plan, shape: Shape, causal: bool, earlier: Rows, progress: Progress) -> Rows:
+def measure_shape(plan: BenchPlan, shape: Shape, causal: bool, earlier: Rows, progress: Progress) -> Rows:
     """A row for each attention. Where it could not be measured, `error` says why and the times are None; host_ms (of
     training) and graph (whether device_ms comes from CUDA graphs) are of CUDA alone."""
     rows: Rows = []
@@ -99,7 +99,7 @@ def measure_shape(plan: Plan, shape: Shape, causal: bool, earlier: Rows, progres
     return rows
 
 
-def build_works(plan: Plan, attention: Attention, shape: Shape, causal: bool) -> dict[str, Work]:
+def build_works(plan: BenchPlan, attention: Attention, shape: Shape, causal: bool) -> dict[str, Work]:
     case = Case(shape, causal, plan.dtype, plan.device, plan.dropout)
     inputs = calls.draw_inputs(case, plan.seed, heads_first=attention.heads_first)
     return calls.make_works(attention.build(case), inputs)
@@ -113,7 +113,7 @@ def within_context(attention: Attention, work: Work) -> Work:
     return call
 
 
-def time_on_cuda(row: dict[str, Any], works: dict[str, Work], plan: Plan) -> None:
+def time_on_cuda(row: dict[str, Any], works: dict[str, Work], plan: BenchPlan) -> None:
     host = time_host(works["training"], plan.device)
     row["host_ms"] = None if host is None else dataclasses.asdict(host)
     found = {part: time_device(work, repeats=plan.repeats, device=plan.device) for part, work in works.items()}

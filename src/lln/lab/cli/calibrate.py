@@ -25,7 +25,7 @@ def calibrate(
     import torch
 
     from lln.files import write_json
-    from lln.lab.calibration import Plan, measure
+    from lln.lab.calibration import CurvePlan, measure
     from lln.lab.core.provenance import provenance
 
     changed: dict[str, Any] = {}
@@ -37,7 +37,7 @@ def calibrate(
         raise typer.BadParameter("a standard error needs at least 2 seeds.", param_hint="--seeds")
     if seeds:
         changed["entropy_seeds"] = seeds
-    plan, where = dataclasses.replace(Plan(), **changed), torch.device(device)
+    plan, where = dataclasses.replace(CurvePlan(), **changed), torch.device(device)
     with progress_bar(plan.steps()) as step:
         curves = measure(plan, seed, where, step)
     write_json(out, {"provenance": provenance(seed, where), **curves})

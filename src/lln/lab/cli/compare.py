@@ -42,7 +42,7 @@ def compare(
 
     from lln.files import write_json
     from lln.lab.bench.bench_tables import make_compare_table, write_compare
-    from lln.lab.bench.comparison import DEFAULT, Plan, measure, measure_on_model
+    from lln.lab.bench.comparison import DEFAULT, ComparisonPlan, measure, measure_on_model
     from lln.peers import mechanisms
 
     common.need_folder(out)
@@ -52,7 +52,7 @@ def compare(
     chosen = common.parse_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     hot = common.parse_numbers(temperatures, "--temperatures", float, "numbers with commas between, like 0.5,1,2")
     with common.explain_options():
-        plan = Plan(
+        plan = ComparisonPlan(
             names=names, lengths=tuple(common.parse_lengths(lengths)), temperatures=tuple(hot), batch=batch,
             heads=heads, dim=dim, causal=causal, device=torch.device(chosen or "cpu"), repeats=repeats, seed=seed,
         )  # fmt: skip

@@ -60,13 +60,13 @@ def convert(
     from lln.hf.distillation import NotFinite
     from lln.lab.convert.layer_report import describe_whole, list_rows, name_stages
     from lln.lab.convert.passages import read_texts
-    from lln.lab.convert.pipeline import Plan, convert_checkpoint
+    from lln.lab.convert.pipeline import ConversionPlan, convert_checkpoint
     from lln.lab.core.errors import Refused
     from lln.lab.core.provenance import provenance
     from lln.lab.core.tables import print_wide, terminal_table
 
     try:
-        plan = Plan(
+        plan = ConversionPlan(
             attention=attention, matching=matching, block_size=block_size, distill=distill, fine_tune=fine_tune,
             coefficients=learn, mix=mix, feature_map=feature_map, length=length, batch_size=batch_size, rate=rate,
             fine_rate=fine_rate, seed=seed,

@@ -35,7 +35,7 @@ Progress = Callable[[str, int, int, str], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ConversionPlan:
     """How a checkpoint is converted. What is not said here is in `lln.hf.convert`, `distill` and `fine_tune`."""
 
     attention: str = "lln_diag"
@@ -95,7 +95,7 @@ def convert_checkpoint(
     name: str,
     out: Path,
     texts: Sequence[str],
-    plan: Plan,
+    plan: ConversionPlan,
     *,
     device: str = "cpu",
     about: Mapping[str, Any] | None = None,
@@ -173,7 +173,12 @@ class Conversion:
     """The stages of one conversion. Each leaves what it measured and learned in the workplace, or finds it there."""
 
     def __init__(
-        self, work: Workplace, plan: Plan, model: PreTrainedModel, kept: list[dict[str, Tensor]], progress: Progress
+        self,
+        work: Workplace,
+        plan: ConversionPlan,
+        model: PreTrainedModel,
+        kept: list[dict[str, Tensor]],
+        progress: Progress,
     ) -> None:
         self.work, self.plan, self.model, self.kept, self.progress = work, plan, model, kept, progress
         self.found: dict[str, dict[str, Any]] = {}
