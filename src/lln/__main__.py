@@ -1,5 +1,7 @@
 """`lln` and `python -m lln`: the command line, which is in lln.lab.cli and needs the extra `cli`."""
 
+from __future__ import annotations
+
 import sys
 
 

@@ -1,6 +1,8 @@
 """Import paths of the last release, which go on working for this one: each gives the module in its new place, and the
 first use of a room that has moved warns."""
 
+from __future__ import annotations
+
 import importlib
 import importlib.abc
 import importlib.machinery

@@ -4,6 +4,8 @@ Only what is known without waiting for a device is checked: types, shapes, dtype
 values of tensors on the CPU where a wrong one would be read as an index.
 """
 
+from __future__ import annotations
+
 import math
 from itertools import pairwise
 from numbers import Integral, Real

@@ -1,5 +1,7 @@
 """Files that are either whole or not there: written beside their place and moved into it. Also read, and hashed."""
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import json

@@ -1,5 +1,7 @@
 """The public op: LLN attention on query, key and value tensors."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, Literal, overload
 

@@ -12,6 +12,8 @@ explicit [B, H, Nq, Nk] matrix. Everything is differentiable by autograd.
     True
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

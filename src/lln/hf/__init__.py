@@ -4,6 +4,8 @@ The import registers both names with transformers and lets models keep their opt
 and read when it is loaded, so a saved model runs LLN again wherever lln.hf is imported before it is loaded.
 """
 
+from __future__ import annotations
+
 import importlib.util
 
 if importlib.util.find_spec("transformers") is None:

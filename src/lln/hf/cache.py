@@ -5,6 +5,8 @@ keys come back, and on them the layer itself: the attention function finds it th
 it the next one. A layer that attends to another sequence (an encoder's) folds that sequence once and then only reads.
 """
 
+from __future__ import annotations
+
 import functools
 from typing import Any
 

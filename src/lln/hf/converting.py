@@ -1,5 +1,7 @@
 """Choose a model's attention and its options in one call, and attach what is measured or learned."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -11,6 +11,8 @@ states are those of the softmax model: relative squared error over all tokens. H
 every head stands on them, and they are there where a model has no head.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """Where a transformers model attends, and what it says about the sizes there."""
 
+from __future__ import annotations
+
 import functools
 import inspect
 import math

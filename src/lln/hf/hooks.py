@@ -1,6 +1,8 @@
 """What transformers does not do for an attention that has options: remember it when a model is saved, find it again
 when one is loaded, and initialise what no checkpoint brought. Each hook runs the method it stands in for."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import os

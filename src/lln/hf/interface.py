@@ -1,5 +1,7 @@
 """The attention functions that transformers' models call: q, k, v and a mask in, the attended values out."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 from collections.abc import Iterator

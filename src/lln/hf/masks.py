@@ -13,6 +13,8 @@ The last one has four dimensions because generate may make masks before the call
 on as it is. The kind is in the dtype and the number of dimensions, so that nobody has to wait for a device to know it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

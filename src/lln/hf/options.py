@@ -1,5 +1,7 @@
 """config.lln: which attention a model runs and how, as plain values that are saved in config.json."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -5,6 +5,8 @@ as what it gets where nothing else was chosen. So this one public method, exchan
 calls of all implementations, and nothing about the model changes.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools

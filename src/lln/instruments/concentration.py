@@ -1,5 +1,7 @@
 """How concentrated a map is: the entropy of its rows, their variance, the moments of log P, its temperature."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator

@@ -1,5 +1,7 @@
 """How Gaussian the numbers are, log P and the elements of q and k, in distances that do not depend on how many."""
 
+from __future__ import annotations
+
 import functools
 import math
 from typing import NamedTuple

@@ -7,6 +7,8 @@ No class here ever holds a rows x keys matrix, except the one that was given it.
     log_rows         log P of some rows, [G, R, up to M]; keys beyond the width, hidden keys and hidden rows are -inf
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Iterator

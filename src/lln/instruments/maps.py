@@ -8,6 +8,8 @@ Everything is computed in float64 (float32 on Apple's MPS) on the device of the 
 padded queries are dropped: they count nowhere. So are rows that see no key, and a sample without any row gives NaN.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Any
 

@@ -9,6 +9,8 @@ eigenvalues are those of P without lambda_1 = 1:
     softmax, LLN+Diag, dense     short ones dense, longer ones by block Arnoldi with products over rows
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import torch

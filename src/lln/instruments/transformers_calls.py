@@ -1,5 +1,7 @@
 """What a call of a transformers attention function says about softmax attention."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from typing import Any
 

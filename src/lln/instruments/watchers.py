@@ -9,6 +9,8 @@ and key layers give must, put through softmax with the mask that came, give what
 Otherwise it attends in some other way (rotated positions, windows), and nothing is recorded about it.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools

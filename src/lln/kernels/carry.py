@@ -3,6 +3,8 @@
 All of it is index arithmetic on the device, without a loop over sequences and without waiting for the device.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

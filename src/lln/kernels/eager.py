@@ -4,6 +4,8 @@
 sequences are split apart and handled one by one.
 """
 
+from __future__ import annotations
+
 import dataclasses
 
 import torch

@@ -13,6 +13,8 @@ Dropout acts on the query's features in the numerator, as on A of LLN. Shapes ar
 [B, H, 1, M, 1].
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any

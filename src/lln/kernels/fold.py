@@ -8,6 +8,8 @@ q, k, v, L and S are kept between the passes. The backward itself is made of dif
 second derivatives work. Shapes are those of `common`.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

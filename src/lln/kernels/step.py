@@ -6,6 +6,8 @@ Longer calls cut work into chunks and blocks and keep what a backward needs; for
 arithmetic.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -9,6 +9,8 @@ All are smooth and close to straight in logarithms, so they are interpolate ther
 and across d, linear across log N.
 """
 
+from __future__ import annotations
+
 import functools
 import importlib.resources
 import json

@@ -1,5 +1,7 @@
 """alpha and beta from queries and keys themselves, rather than from their spread alone: bisection on s2."""
 
+from __future__ import annotations
+
 import math
 from typing import Literal
 

@@ -8,6 +8,8 @@ softmax attention whose scores have variance t = (scale sqrt(d))^2 sigma_q^2 sig
     entropy    the entropy of P in place of the variance of log P
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Any

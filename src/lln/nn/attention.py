@@ -1,5 +1,7 @@
 """LLNAttention: statistics of q and k, moment matching and the op, as one module on q, k, v."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, Literal
 

@@ -6,6 +6,8 @@ P of LLN attention has rank at most the head dimension, so it cannot draw local 
 sees its neighbours before. At kernel = 0 it is the identity, to the last bit.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

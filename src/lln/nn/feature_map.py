@@ -6,6 +6,8 @@ LLN attention takes exponentials along the channels, so the map chooses along wh
 blocks of LLN+Diag use q' and k' as well. At A = B = 0 and b = 0 it is the identity, to the last bit.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -1,5 +1,7 @@
 """torch.nn.MultiheadAttention on LLN attention: the same arguments, parameters, shapes and results to unpack."""
 
+from __future__ import annotations
+
 from typing import Any, Literal
 
 import torch

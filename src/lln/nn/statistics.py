@@ -1,5 +1,7 @@
 """alpha and beta of a module: statistics of q and k, kept where they must be, and moment matching."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple, Self
 
 import torch

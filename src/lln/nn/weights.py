@@ -1,5 +1,7 @@
 """P as a matrix, for those who want to look at it. Attention itself never forms it."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """Based: the Taylor expansion exp(s) = 1 + s + s^2 / 2 of the scores s = scale q.k, as features."""
 
+from __future__ import annotations
+
 import math
 
 import torch

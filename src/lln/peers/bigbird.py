@@ -1,6 +1,8 @@
 """BigBird: blocks of tokens that see their neighbours, the first and the last block, and some random ones; the first
 and the last block see all."""
 
+from __future__ import annotations
+
 import functools
 
 import torch

@@ -1,5 +1,7 @@
 """Softmax attention inside consecutive blocks and nothing else: the Diag of LLN+Diag alone."""
 
+from __future__ import annotations
+
 import dataclasses
 
 from torch import Tensor

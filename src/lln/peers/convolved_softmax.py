@@ -1,5 +1,7 @@
 """Softmax attention on convolved queries, keys and values: what a convolution does without LLN."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 

@@ -1,5 +1,7 @@
 """cosFormer: ReLU features, reweighted by cos(pi/2 (i - j) / M) = cos a_i cos a_j + sin a_i sin a_j."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 

@@ -1,5 +1,7 @@
 """A mechanism called on q, k, v: one check for all, packed sequences one by one, blocks where asked for."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 from collections.abc import Callable

@@ -1,6 +1,8 @@
 """Random numbers that mechanisms are defined with: functions of a seed, the same on every device; and the module whose
 features are random projections, drawn anew every so many training steps."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -3,6 +3,8 @@
 out = W (u * (A v + Q K^T v))      A = relu(q k^T / c + b)^2 in chunks of c       q, k, Q, K: scaled and shifted z
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """Hedgehog: features [softmax(W x), softmax(-W x)], W learned for each head and side so as to imitate softmax."""
 
+from __future__ import annotations
+
 from typing import Any, Literal
 
 import torch

@@ -1,5 +1,7 @@
 """Linformer: keys and values projected along the length to `rank` rows, by learned matrices; then softmax attention."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -1,5 +1,7 @@
 """LLN and LLN+Diag, this library's own, with alpha and beta by moment matching."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any
 

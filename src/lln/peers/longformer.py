@@ -1,5 +1,7 @@
 """Longformer: a sliding window, and global tokens that see and are seen by all."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -1,5 +1,7 @@
 """Mechanisms as modules: on q, k, v, or on hidden states (mixers)."""
 
+from __future__ import annotations
+
 import functools
 import inspect
 from typing import Any

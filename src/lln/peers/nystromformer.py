@@ -3,6 +3,8 @@
 P = softmax(q K~^T) pinv(softmax(Q~ K~^T)) softmax(Q~ k^T)
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -1,5 +1,7 @@
 """Performer (FAVOR+): exp(q.k) as a mean over random directions w of exp(w.q - |q|^2/2) exp(w.k - |k|^2/2)."""
 
+from __future__ import annotations
+
 import math
 from typing import Any
 

@@ -4,6 +4,8 @@ Shapes are those of `lln.kernels.common`: q [B, H, G, N, D] with G query heads f
 [B, H, 1, M, D | E].
 """
 
+from __future__ import annotations
+
 import dataclasses
 
 import torch

@@ -1,6 +1,8 @@
 """Reformer: tokens sorted by the bucket that random rotations hash them to; each attends its chunk of that order and
 the chunk before. Queries are the keys (shared, normalised); several rounds of hashing are joined by their weights."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

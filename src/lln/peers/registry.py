@@ -6,6 +6,8 @@ before the class of a module, whose method `attend(call)` does the same (with pa
 where there are both; what a mechanism cannot do it `refuses`, with the reason.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import difflib
 import inspect

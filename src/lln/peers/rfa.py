@@ -1,5 +1,7 @@
 """Random feature attention: a Gaussian kernel between unit vectors, by random cosines and sines; optionally gated."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from typing import Any

@@ -1,5 +1,7 @@
 """Linear attention with elementwise feature maps: the kernels that Fig. 2 of the paper sets beside LLN."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 

@@ -2,6 +2,8 @@
 from queries and keys:  P = kappa(q, Z) (kappa(Z, Z) + gamma I)^-1 kappa(Z, k)
 """
 
+from __future__ import annotations
+
 import math
 
 import torch

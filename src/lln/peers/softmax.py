@@ -1,5 +1,7 @@
 """Softmax attention: what everything else is measured against."""
 
+from __future__ import annotations
+
 import functools
 
 import torch

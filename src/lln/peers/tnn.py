@@ -4,6 +4,8 @@ a small network and decaying with it; no token looks at another.
     out = W (u * T v)      T_ij = lambda^|i-j| rpe(i - j)
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

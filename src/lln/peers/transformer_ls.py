@@ -3,6 +3,8 @@
 P = softmax over positions of (k W)     K~ = LN(P^T LN(k))     V~ = LN(P^T LN(v))      one softmax over [window, K~]
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

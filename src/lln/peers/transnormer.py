@@ -6,6 +6,8 @@ the sum of weights (norm).
     T2   softmax(q k^T) v in blocks              RMSNorm((1 + elu(q)) ((1 + elu(k))^T v))
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -2,6 +2,8 @@
 kinds. Shapes are those of `lln.kernels.common`.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable
 

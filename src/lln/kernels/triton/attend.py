@@ -1,5 +1,7 @@
 """The Triton back end: a checked call handed to the kernels."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 

@@ -1,6 +1,8 @@
 """Launches of the backward kernels. Nothing of the forward is kept but its arguments and, where it is small, the final
 state."""
 
+from __future__ import annotations
+
 from collections.abc import Set
 
 import torch

@@ -20,6 +20,8 @@ exponent is at most 0 and Z_t >= 1:
 and, backwards, R_t = e^(M_t - M_{t+1}) R_{t+1} + n_t dO_t, r_t alike with D_t, of which key t takes e_t.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -7,6 +7,8 @@ With the symbols of `causal`, and relative to M as T and z are,
     dv_j = e_j R + sum_{t >= j} (n_t . e_j) dO_t           dx_j = e_j (R v_j - r + sum_{t >= j} (dO_t . v_j - D_t) n_t)
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -1,5 +1,7 @@
 """Keys and values into states: one for every split of a sequence, then merged into one, or into all prefixes."""
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

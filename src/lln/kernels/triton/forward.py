@@ -5,6 +5,8 @@ q_d, sizes and switches. `Launch.values` holds them: those of the call, those of
 which stays until another launch has its own. One dictionary, since the host has little time.
 """
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any

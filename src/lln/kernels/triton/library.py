@@ -1,5 +1,7 @@
 """The operators that torch.compile sees. Not torch.library.custom_op: its wrapper takes longer than the launches."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

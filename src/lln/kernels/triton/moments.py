@@ -1,5 +1,7 @@
 """Launches of the kernels that take the statistics of queries and keys, and the same as operators."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

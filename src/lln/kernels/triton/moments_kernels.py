@@ -8,6 +8,8 @@ Packed sequences need no table, and the host need not know their lengths: with s
 the slots from cu[i] // chunk + i up to cu[i + 1] // chunk + i + 1, which are enough for its rows and nobody else's.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

@@ -4,6 +4,8 @@ An eager call goes through an autograd function, which is lean. Under torch.comp
 `lln::attend`, opaque to the compiler, with `lln::attend_backward` as its gradient. Both take `Call.arguments`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 

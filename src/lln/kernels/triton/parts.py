@@ -8,6 +8,8 @@ token or go on where a state left off, so that tile 0 may begin before row 0.
 Exponents are in base 2, the hardware's. WIDE (float32 inputs) carries a second word where one would round too much.
 """
 
+from __future__ import annotations
+
 import os
 
 import triton

@@ -4,6 +4,8 @@ The settings are a small table stored with the package (data/launch.json), so th
 use. `lln bench --tune` measures the table anew.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools

@@ -7,6 +7,8 @@
 With blocks the gradient of q has two parts. They meet in the keys' backward, where the block's own rows are at hand.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 

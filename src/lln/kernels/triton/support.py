@@ -1,5 +1,7 @@
 """Which calls the GPU kernels can run; nothing here imports Triton."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import importlib.metadata

@@ -6,6 +6,8 @@ later ones fill in addresses. What is not all launches and new memory (packed at
 recorded.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
