@@ -86,9 +86,8 @@ def run(cell: Cell, folder: Path, more: list[str]) -> dict[str, object]:
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True)
     lines = done.stdout.strip().splitlines()
     failed = [line.removeprefix("FAILED ").split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
-    # pytest -q prints its counts on the last line only where something failed, else nothing but dots.
-    counts = dict.fromkeys(("passed", "failed", "skipped"), 0)
-    for number, word in re.findall(r"(\d+) (passed|failed|skipped)", lines[-1] if lines else ""):
+    counts = dict.fromkeys(("passed", "failed", "error", "skipped"), 0)
+    for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", lines[-1] if lines else ""):
         counts[word] = int(number)
     versions = {name: ask_version(inside, name) for name in ("torch", "transformers")}
     outcome = "passed" if done.returncode == 0 else "failed"
@@ -119,7 +118,7 @@ def main() -> None:
 
             rows[cell.name] = run(cell, options.folder, more) | {"provenance": provenance(0, torch.device("cpu"))}
             write_json(STORED, {"cells": list(rows.values())})
-    header = ["cell", "python", "torch", "transformers", "outcome", "passed", "failed", "skipped"]
+    header = ["cell", "python", "torch", "transformers", "outcome", "passed", "failed", "error", "skipped"]
     print("\n".join(markdown_table(header, [[row.get(name, "") for name in header] for row in rows.values()])))
     sys.exit(any(rows[name]["outcome"] == "failed" for name in wanted))
 
