@@ -51,6 +51,11 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
+def read_data(name: str) -> Any:
+    """What `data/NAME.json` of this package holds."""
+    return read_json(Path(__file__).parent / "data" / f"{name}.json")
+
+
 def put_between(text: str, marks: tuple[str, str], new: str) -> str:
     """`text` with what stands between two marks replaced."""
     start = text.index(marks[0]) + len(marks[0])

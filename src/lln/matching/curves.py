@@ -12,14 +12,13 @@ and across d, linear across log N.
 from __future__ import annotations
 
 import functools
-import importlib.resources
-import json
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lln.files import read_data
 from lln.kernels.common import kept, traced_as_constant, wide_dtype
 
 
@@ -69,8 +68,7 @@ def pchip(x: Tensor, y: Tensor) -> Tensor:
 @functools.cache
 def read_curves() -> dict[str, Any]:
     """`data/curves.json`, as `lln calibrate` wrote it."""
-    text = importlib.resources.files("lln").joinpath("data/curves.json").read_text(encoding="utf-8")
-    curves: dict[str, Any] = json.loads(text)
+    curves: dict[str, Any] = read_data("curves")
     return curves
 
 

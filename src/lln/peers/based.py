@@ -13,14 +13,7 @@ from lln.peers.pieces import feature_attention
 from lln.peers.registry import register
 
 
-@register(
-    "based",
-    "Based (Taylor)",
-    paper="Arora et al. 2024, arXiv 2402.18668",
-    cost="(N + M) D^2 E / 2",
-    kind="kernel",
-    note="1 + D + D (D + 1) / 2 features: meant for narrow heads (the paper projects to 16)",
-)
+@register("based")
 def based(call: Call) -> Tensor:
     root, dim = math.sqrt(call.scale), call.query.shape[3]
     first, second = torch.triu_indices(dim, dim, device=call.query.device)

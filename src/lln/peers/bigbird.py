@@ -16,17 +16,7 @@ from lln.peers.registry import register
 from lln.peers.windows import align, cut_blocks, find_lengths, joint_attention, neighbours, visible_blocks, whole_blocks
 
 
-@register(
-    "bigbird",
-    "BigBird",
-    paper="Zaheer et al. 2020, arXiv 2007.14062",
-    cost="N (5 + r) b (D + E)",
-    refuses={
-        "causal": "its last block is global: every token sees it",
-        "cross": "a window needs query and key of one sequence",
-    },
-    note="blocks of b tokens, r random blocks from a seed",
-)
+@register("bigbird")
 def bigbird(
     call: Call, *, block: int = 64, random_blocks: int = 3, seed: int = 0, plan: Tensor | None = None
 ) -> Tensor:

@@ -12,16 +12,6 @@ from lln.peers.dispatch import run_each
 from lln.peers.registry import register
 
 
-@register(
-    "block_diagonal",
-    "Block-diagonal",
-    paper="section 4.2 of Nahshan, Kampeas and Haleva 2024, arXiv 2311.13541",
-    cost="N b (D + E)",
-    kind="kernel",
-    refuses={"cross": "blocks along the diagonal need query and key of one sequence"},
-    block_size=64,
-    mixes=False,
-    whole=True,
-)
+@register("block_diagonal")
 def block_diagonal(call: Call) -> Tensor:
     return run_each(blocks_of, dataclasses.replace(call, block_weight=None))

@@ -16,16 +16,7 @@ from lln.peers.registry import register
 from lln.peers.softmax import softmax
 
 
-@register(
-    "convolved_softmax",
-    "Softmax, convolved",
-    paper="this library's",
-    cost="N M (D + E) + (N + M) w (D + E)",
-    learned="a convolution over the tokens for each channel of queries, keys and values",
-    refuses={"cross": "the convolution runs over one sequence"},
-    matrix=False,
-    note="for a fair comparison with LLN's `convolution`; in training it is the attention `softmax:convolution=5`",
-)
+@register("convolved_softmax")
 class ConvolvedSoftmax(AttentionModule):
     """convolution: its odd width, see `lln.nn.convolution`. It starts at zero, which is softmax attention."""
 

@@ -16,14 +16,7 @@ from lln.peers.pieces import feature_attention, positions
 from lln.peers.registry import register
 
 
-@register(
-    "cosformer",
-    "cosFormer",
-    paper="Qin et al. 2022, arXiv 2202.08791",
-    cost="2 (N + M) D E",
-    kind="kernel",
-    note="a prefix has the same weights as the whole only with a given `max_length`",
-)
+@register("cosformer")
 def cosformer(call: Call, *, max_length: int | None = None) -> Tensor:
     """max_length: M; default each sequence's own length, from its first to its last valid token."""
     dtype = compute_dtype(call.query.dtype)

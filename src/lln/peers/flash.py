@@ -14,21 +14,12 @@ from torch.nn import functional
 from lln.checks import check_positive_int
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype, drop
-from lln.peers.modules import MIXER_REFUSES, Mixer, apply_linear
+from lln.peers.modules import Mixer, apply_linear
 from lln.peers.registry import register
 from lln.peers.windows import align, cut_blocks
 
 
-@register(
-    "flash",
-    "FLASH (GAU, mixed chunk)",
-    paper="Hua et al. 2022, arXiv 2202.10447",
-    cost="N (c + 2 s) e",
-    learned="the whole unit",
-    kind="mixer",
-    refuses=MIXER_REFUSES,
-    note="not FlashAttention, which is a way to compute softmax attention",
-)
+@register("flash")
 class Flash(Mixer):
     """chunk: c. expansion: channels of u and v, over those of the hidden states. key_dim: of z."""
 

@@ -14,14 +14,7 @@ from lln.peers.pieces import exponential_attention
 from lln.peers.registry import register
 
 
-@register(
-    "hedgehog",
-    "Hedgehog",
-    paper="Zhang et al. 2024, arXiv 2402.04347",
-    cost="2 (N + M) D (D + E)",
-    learned="a linear map for each head, of queries and of keys",
-    kind="kernel",
-)
+@register("hedgehog")
 class Hedgehog(AttentionModule):
     """activation: "softmax" over the channels as released, or "exp" as in the paper's formula; the exponentials
     themselves are taken inside LLN's fold."""

@@ -15,14 +15,7 @@ from lln.peers.pieces import average, group_heads, positions, scores
 from lln.peers.registry import register
 
 
-@register(
-    "linformer",
-    "Linformer",
-    paper="Wang et al. 2020, arXiv 2006.04768",
-    cost="(N + M) r (D + E)",
-    learned="the projections of keys and values, shared by the heads",
-    refuses={"causal": "each projected key mixes all positions, later ones too"},
-)
+@register("linformer")
 class Linformer(AttentionModule):
     """rank: rows that the keys are projected to. share: one projection for keys and values."""
 

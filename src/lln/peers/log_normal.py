@@ -11,9 +11,7 @@ from lln.checks import Matching, Statistics
 from lln.functional import Coefficient, CuSeqlens, lln_attention
 from lln.kernels.call import Call
 from lln.nn.attention import LLNAttention
-from lln.peers.registry import register
-
-BLOCK_SIZE = 64
+from lln.peers.registry import DECLARED, register
 
 
 @functools.wraps(LLNAttention)  # its options
@@ -23,26 +21,8 @@ def lln_module(num_heads: int, head_dim: int, max_length: int | None = None, **o
     return LLNAttention(num_heads, head_dim, **options)
 
 
-COMMON: dict[str, Any] = {
-    "paper": "Nahshan, Kampeas and Haleva 2024, arXiv 2311.13541",
-    "kind": "kernel",
-    "whole": True,
-    "note": "alpha and beta from each sample's own spread; causal calls, which must not look ahead, take those of unit "
-    "variance unless given, and `lln.mechanism` offers running averages and learned ones",
-}
-
-
-@register(
-    "lln_diag",
-    "LLN+Diag",
-    cost="(N + M) D E + N b (D + E)",
-    learned="nothing, or alpha, beta and mix",
-    refuses={"cross": "blocks along the diagonal need query and key of one sequence"},
-    module=functools.partial(lln_module, block_size=BLOCK_SIZE),
-    block_size=BLOCK_SIZE,
-    **COMMON,
-)
-@register("lln", "LLN", cost="(N + M) D E", learned="nothing, or alpha and beta", module=lln_module, **COMMON)
+@register("lln_diag", module=functools.partial(lln_module, block_size=DECLARED["lln_diag"]["block_size"]))
+@register("lln", module=lln_module)
 def lln(
     call: Call, *, alpha: Coefficient | None = None, beta: Coefficient | None = None, matching: Matching = "paper",
     statistics: Statistics | None = None,

@@ -13,14 +13,7 @@ from lln.peers.registry import register
 from lln.peers.windows import cut_blocks, joint_attention, neighbours, visible_blocks
 
 
-@register(
-    "longformer",
-    "Longformer",
-    paper="Beltagy et al. 2020, arXiv 2004.05150",
-    cost="N (3 w + g) (D + E)",
-    refuses={"cross": "a window needs query and key of one sequence"},
-    note="w tokens to each side; the first token is global by default; one projection for global and local tokens",
-)
+@register("longformer")
 def longformer(call: Call, *, window: int = 256, global_tokens: int = 1, global_mask: Tensor | None = None) -> Tensor:
     """window: tokens seen to each side. global_tokens: so many at the start of each sequence; or global_mask [B, N]
     names them (finding how many there are waits for the device)."""

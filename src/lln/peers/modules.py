@@ -15,11 +15,6 @@ from lln.kernels.call import Call
 from lln.peers.dispatch import Attend, check_blocks, run
 from lln.peers.registry import COMMON, REGISTRY, Mechanism, check_options, find
 
-MIXER_REFUSES = {
-    "grouped": "it has no key heads, it mixes hidden states",
-    "cross": "it mixes the hidden states of one sequence",
-}
-
 
 class PeerModule(nn.Module):
     """What modules of all kinds share: sizes, dropout, and a call of `attend` that is checked."""

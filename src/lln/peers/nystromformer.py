@@ -45,16 +45,7 @@ def nystromformer(call: Call, *, landmarks: int = 64, iterations: int = 6) -> Te
     return (weights @ read).flatten(1, 2)
 
 
-@register(
-    "nystromformer",
-    "Nystromformer",
-    paper="Xiong et al. 2021, arXiv 2102.03902",
-    cost="(N + M) m (D + E) + m^3",
-    learned="nothing, or the convolution",
-    refuses={"causal": "landmarks are means over the whole sequence"},
-    function=nystromformer,
-    note="m landmarks; `conv_kernel` of the module adds the paper's convolution of the values",
-)
+@register("nystromformer", function=nystromformer)
 class Nystromformer(AttentionModule):
     """conv_kernel: adds a learned depthwise convolution of so many values, an odd number (the paper: 33)."""
 

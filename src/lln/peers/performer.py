@@ -33,16 +33,7 @@ def performer(
     return exponential_attention(call, q @ w.T, k @ w.T - k.square().sum(-1, keepdim=True) / 2)
 
 
-@register(
-    "performer",
-    "Performer (FAVOR+)",
-    paper="Choromanski et al. 2020, arXiv 2009.14794",
-    cost="(N + M) F (D + E)",
-    kind="kernel",
-    function=performer,
-    note="F positive orthogonal features, default D ln D, from a seed; the module draws them anew every `redraw_every` "
-    "training calls",
-)
+@register("performer", function=performer)
 class Performer(RandomFeatures):
     def __init__(
         self, *sizes: Any, features: int | None = None, seed: int = 0, orthogonal: bool = True,

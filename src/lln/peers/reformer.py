@@ -17,17 +17,7 @@ from lln.peers.windows import cut_blocks, whole_blocks
 SELF = -1e5  # a token attends to itself only where there is nobody else
 
 
-@register(
-    "reformer",
-    "Reformer (LSH)",
-    paper="Kitaev et al. 2020, arXiv 2001.04451",
-    cost="R N (2 c + log N) (D + E)",
-    refuses={
-        "causal": "which keys a token meets depends on the buckets of all tokens, later ones too",
-        "cross": "queries and keys are shared",
-    },
-    note="`query` is both queries and keys (shared), the values of `key` are not read; R rounds, chunks of c tokens",
-)
+@register("reformer")
 def reformer(
     call: Call, *, chunk: int = 64, rounds: int = 2, buckets: int | None = None, seed: int = 0,
     rotations: Tensor | None = None,

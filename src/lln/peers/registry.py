@@ -1,6 +1,6 @@
-"""Every mechanism by name: what it declares about itself.
+"""Every mechanism by name: what `data/mechanisms.json` says of it, the fields of `Mechanism`, and what runs it.
 
-A mechanism is one short file in this folder. `@register(...)` stands before a function of a checked call and of its
+A mechanism is one short file in this folder. `@register(name)` stands before a function of a checked call and of its
 options, which has the mechanism's name (`def performer(call, *, features=None, ...)`, no parameters of its own), or
 before the class of a module, whose method `attend(call)` does the same (with parameters), and is told the function
 where there are both; what a mechanism cannot do it `refuses`, with the reason.
@@ -17,6 +17,8 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
+from lln.files import read_data
+
 Made = TypeVar("Made", bound=Callable[..., Any])
 Feature = Literal["padding", "causal", "packing", "grouped", "cross"]
 FEATURES: dict[str, str] = {  # as an error names what was asked for
@@ -32,7 +34,7 @@ COMMON = ("dropout", "scale", "block_size", "mix", "num_key_heads")
 
 @dataclasses.dataclass(frozen=True)
 class Mechanism:
-    """What a mechanism says about itself, the header of its file. ValueError for what contradicts itself.
+    """What a mechanism says about itself. ValueError for what contradicts itself.
 
     kind: "kernel" (feature maps: takes block_size), "attention" (other functions or modules of q, k, v), or "mixer" (a
     module on hidden states that replaces the whole attention block).
@@ -121,18 +123,20 @@ def read_keywords(function: Callable[..., Any]) -> dict[str, Any]:
     return {p.name: p.default for p in found if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
+DECLARED: dict[str, dict[str, Any]] = read_data("mechanisms")  # in the order of the documentation's table
 REGISTRY: dict[str, Mechanism] = {}
 
 
-def register(name: str, title: str, **declared: Any) -> Callable[[Made], Made]:
-    """Make the function, or the class of modules, that follows known by its name. declared: the other fields of
-    `Mechanism`."""
+def register(name: str, **runs: Any) -> Callable[[Made], Made]:
+    """Let the function, or the class of modules, that follows run the mechanism of this name. runs: the `module` or the
+    `function` where there are both."""
     if name in REGISTRY:
         raise ValueError(f"name must be new; there is a mechanism {name!r} already.")
 
     def add(made: Made) -> Made:
         way = "module" if isinstance(made, type) else "function"
-        REGISTRY[name] = Mechanism(name, title, **(declared | {way: made}))
+        declared = {field: value for field, value in DECLARED[name].items() if field != "file"}
+        REGISTRY[name] = Mechanism(name, **declared, **(runs | {way: made}))
         if isinstance(made, type):
             made.name = name  # type: ignore[attr-defined]
         return made

@@ -51,16 +51,7 @@ def rfa(
     return feature_attention(call, phi, lambda x: phi(x[..., :-1]) * x[..., -1:], floor=1e-6, log_gate=gate.log())
 
 
-@register(
-    "rfa",
-    "RFA",
-    paper="Peng et al. 2021, arXiv 2103.02143",
-    cost="(N + M) F (D + E)",
-    learned="nothing, or the gate",
-    kind="kernel",
-    function=rfa,
-    note="F cosines and sines; a gate is causal only",
-)
+@register("rfa", function=rfa)
 class RFA(RandomFeatures):
     """gated: g_t = sigmoid(w . k_t + b) for each key head, learned (the paper's gate reads the token's hidden state;
     on q, k, v the key is what there is of it)."""

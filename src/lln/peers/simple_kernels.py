@@ -31,28 +31,5 @@ def elementwise(feature_map: Callable[[Tensor], Tensor], call: Call) -> Tensor:
     return feature_attention(call, feature_map)
 
 
-for _name, _title, _map, _paper, _note in (
-    ("elu", "ELU+1", elu_plus_one, "Katharopoulos et al. 2020, arXiv 2006.16236", ""),
-    (
-        "relu",
-        "ReLU",
-        functional.relu,
-        "Choromanski et al. 2020, arXiv 2009.14794 (generalised kernel)",
-        "a query without a feature in common with any key gives zeros",
-    ),
-    (
-        "quadratic",
-        "Quadratic",
-        square,
-        "Fig. 2 of Nahshan, Kampeas and Haleva 2024, arXiv 2311.13541",
-        "features are the squares of the channels",
-    ),
-):
-    register(
-        _name,
-        _title,
-        paper=_paper,
-        cost="(N + M) D E",
-        kind="kernel",
-        note=_note,
-    )(functools.partial(elementwise, _map))
+for _name, _map in (("elu", elu_plus_one), ("relu", functional.relu), ("quadratic", square)):
+    register(_name)(functools.partial(elementwise, _map))

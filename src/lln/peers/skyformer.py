@@ -33,14 +33,7 @@ def sample(t: Tensor, position: Tensor, mask: Tensor, count: int, seed: int) -> 
     return t.gather(-2, index), missing[:, None, None, :, None]
 
 
-@register(
-    "skyformer",
-    "Skyformer",
-    paper="Chen et al. 2021, arXiv 2111.00035",
-    cost="(N + M) m (D + E) + m^3",
-    refuses={"causal": "landmarks are drawn from the whole sequence"},
-    note="m landmarks from a seed; rows do not sum to one",
-)
+@register("skyformer")
 def skyformer(
     call: Call, *, landmarks: int = 128, gamma: float = 0.1, iterations: int | None = 6, seed: int = 0
 ) -> Tensor:

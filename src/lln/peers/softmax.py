@@ -12,13 +12,7 @@ from lln.kernels.call import Call
 from lln.peers.registry import register
 
 
-@register(
-    "softmax",
-    "Softmax",
-    paper="Vaswani et al. 2017, arXiv 1706.03762",
-    cost="N M (D + E)",
-    note="torch.nn.functional.scaled_dot_product_attention",
-)
+@register("softmax")
 def softmax(call: Call) -> Tensor:
     q, k, v = call.query, call.key, call.value
     attend = functools.partial(

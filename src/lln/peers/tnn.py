@@ -15,20 +15,12 @@ from torch.nn import functional
 from lln.checks import check_number, check_positive_int
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype, drop
-from lln.peers.modules import MIXER_REFUSES, Mixer, apply_linear
+from lln.peers.modules import Mixer, apply_linear
 from lln.peers.registry import register
 from lln.peers.transnormer import rms_norm
 
 
-@register(
-    "tnn",
-    "TNN (Toeplitz)",
-    paper="Qin et al. 2023, arXiv 2305.04749",
-    cost="N log N e",
-    learned="the whole unit",
-    kind="mixer",
-    refuses=MIXER_REFUSES,
-)
+@register("tnn")
 class TNN(Mixer):
     """decay: lambda. expansion: channels of u and v, over those of the hidden states. rpe_dim, rpe_layers: of the
     network."""

@@ -19,18 +19,7 @@ from lln.peers.registry import register
 from lln.peers.windows import align, cut_blocks, joint_attention, neighbours, visible_blocks
 
 
-@register(
-    "transformer_ls",
-    "Transformer-LS",
-    paper="Zhu et al. 2021, arXiv 2107.02192",
-    cost="N (2 w + r) (D + E)",
-    learned="the dynamic projection and two LayerNorms",
-    refuses={
-        "causal": "the dynamic projection mixes all positions, later ones too",
-        "cross": "a window needs query and key of one sequence",
-    },
-    matrix=False,
-)
+@register("transformer_ls")
 class TransformerLS(AttentionModule):
     """window: tokens of a segment, which sees itself and half a segment to each side. rank: r."""
 

@@ -67,13 +67,5 @@ def softmax_blocks(call: Call, block: int) -> Tensor:
     return blocks_of(dataclasses.replace(call, block_size=block, start=start, block_weight=None))
 
 
-for _name, _map, _blocks in (("t1", functional.elu, rectify_blocks), ("t2", elu_plus_one, softmax_blocks)):
-    register(
-        f"transnormer_{_name}",
-        f"TransNormer {_name.upper()}",
-        paper="Qin et al. 2022, arXiv 2210.10340",
-        cost="(N + M) D E, or N b (D + E)",
-        matrix=False,
-        note="`part` norm (default) or diag, which a model has in its early layers; the norm is over a head's channels "
-        "and has no weights",
-    )(functools.partial(transnormer, _map, _blocks))
+register("transnormer_t1")(functools.partial(transnormer, functional.elu, rectify_blocks))
+register("transnormer_t2")(functools.partial(transnormer, elu_plus_one, softmax_blocks))
