@@ -6,69 +6,63 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.common import JsonForTable, explain_options, fail, need_folder, parse_device, parse_lengths, publish
+from lln.lab.cli import common
 from lln.lab.core.progress import progress_bar
-
-EPILOG = (
-    "Example: [bold]lln bench --quick[/bold] for a look in a minute; "
-    "[bold]lln bench --lengths 1024,8192 --tokens 65536 --only flash,LLN,LLN+Diag[/bold] for batches of equal size; "
-    "[bold]lln bench --shapes 16x12x4096x64,1x12x16384x64 --causal no --json[/bold] for shapes of your own; "
-    "[bold]lln bench --dropout 0.1 --causal no[/bold] for what training an encoder takes; "
-    "[bold]lln bench --peers fla[/bold] for flash-linear-attention, which tunes itself for minutes; "
-    "[bold]lln bench --render bench/bench.json --out page[/bold] to draw what another machine measured."
-)
-
 
 Dtype = enum.StrEnum("Dtype", "bfloat16 float16 float32")
 Causal = enum.StrEnum("Causal", "no yes both")
 
 
 def bench(
-    lengths: Annotated[
-        str | None,
-        typer.Option(help="Lengths, with commas between.", show_default="512 to 4096, on cuda to 65536"),
-    ] = None,
-    heads: Annotated[int | None, typer.Option(min=1, help="Heads.", show_default="12")] = None,
-    dim: Annotated[int | None, typer.Option(min=1, help="Head dim.", show_default="64")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Batch size.", show_default="1")] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens a batch: the batch size is TOKENS // length, at least 1.")
-    ] = None,
-    shapes: Annotated[
-        str | None, typer.Option(help="Shapes BxHxNxD with commas between, instead of a grid of lengths.")
-    ] = None,
-    causal: Annotated[
-        Causal | None,
-        typer.Option(help="Causal attention, bidirectional (no), or both.", show_default="both, with --peers yes"),
-    ] = None,
-    dtype: Annotated[
-        Dtype | None, typer.Option(help="Of the inputs.", show_default="bfloat16 on cuda, float32 on cpu")
-    ] = None,
-    only: Annotated[
-        str | None, typer.Option(help="Attentions by name, as in the table, with commas between.", show_default="all")
-    ] = None,
-    peers: Annotated[
-        str | None, typer.Option(help="fla: flash-linear-attention's causal attentions, beside a few of the others.")
-    ] = None,
-    dropout: Annotated[float, typer.Option(min=0.0, max=0.9, help="Of attention weights, in what is timed.")] = 0.0,
-    repeats: Annotated[
-        int | None, typer.Option(min=1, help="Measurements behind each median.", show_default="5, on cuda 50")
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Short lengths and fewer repeats.")] = False,
-    device: Annotated[
-        str | None,
-        typer.Option(help="cpu, cuda, cuda:1, ...", callback=parse_device, show_default="cuda if there is one"),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the random inputs.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for bench.json, bench.md and the charts (SVG).")] = Path("bench"),
-    as_json: JsonForTable = False,
-    render: Annotated[
-        Path | None, typer.Option(help="Measure nothing: table, Markdown and charts of this stored bench.json.")
-    ] = None,
-    tune: Annotated[bool, typer.Option("--tune", help="Find the fastest settings of the kernels instead.")] = False,
+    lengths: str | None = None,
+    heads: common.CountOrNone = None,
+    dim: common.CountOrNone = None,
+    batch: common.CountOrNone = None,
+    tokens: common.CountOrNone = None,
+    shapes: str | None = None,
+    causal: Causal | None = None,
+    dtype: Dtype | None = None,
+    only: str | None = None,
+    peers: str | None = None,
+    dropout: Annotated[float, typer.Option(min=0.0, max=0.9)] = 0.0,
+    repeats: common.CountOrNone = None,
+    quick: bool = False,
+    device: Annotated[str | None, typer.Option(callback=common.parse_device)] = None,
+    seed: common.Seed = 0,
+    out: Path = Path("bench"),
+    as_json: common.JsonForTable = False,
+    render: Path | None = None,
+    tune: bool = False,
 ) -> None:
-    """Check LLN attention, then time it beside torch's attentions: forward, backward, memory, share of the floor."""
-    need_folder(out)
+    """Check LLN attention, then time it beside torch's attentions: forward, backward, memory, share of the floor.
+
+    Args:
+        lengths: Lengths, with commas between. [default: 512 to 4096, on cuda to 65536]
+        heads: Heads. [default: 12]
+        dim: Head dim. [default: 64]
+        batch: Batch size. [default: 1]
+        tokens: Tokens a batch: the batch size is TOKENS // length, at least 1.
+        shapes: Shapes BxHxNxD with commas between, instead of a grid of lengths.
+        causal: Causal attention, bidirectional (no), or both. [default: both, with --peers yes]
+        dtype: Of the inputs. [default: bfloat16 on cuda, float32 on cpu]
+        only: Attentions by name, as in the table, with commas between. [default: all]
+        peers: fla: flash-linear-attention's causal attentions, beside a few of the others.
+        dropout: Of attention weights, in what is timed.
+        repeats: Measurements behind each median. [default: 5, on cuda 50]
+        quick: Short lengths and fewer repeats.
+        device: cpu, cuda, cuda:1, ... [default: cuda if there is one]
+        seed: Seed of the random inputs.
+        out: Folder for bench.json, bench.md and the charts (SVG).
+        render: Measure nothing: table, Markdown and charts of this stored bench.json.
+        tune: Find the fastest settings of the kernels instead.
+
+    Example: [bold]lln bench --quick[/bold] for a look in a minute; [bold]lln bench --lengths 1024,8192 --tokens 65536
+    --only flash,LLN,LLN+Diag[/bold] for batches of equal size; [bold]lln bench --shapes 16x12x4096x64,1x12x16384x64
+    --causal no --json[/bold] for shapes of your own; [bold]lln bench --dropout 0.1 --causal no[/bold] for what training
+    an encoder takes; [bold]lln bench --peers fla[/bold] for flash-linear-attention, which tunes itself for minutes;
+    [bold]lln bench --render bench/bench.json --out page[/bold] to draw what another machine measured.
+    """
+    common.need_folder(out)
 
     import torch
 
@@ -89,12 +83,12 @@ def bench(
             raise typer.BadParameter(str(error)) from None
         typer.echo(f"The settings are in {path}; they take effect as src/lln/data/launch.json.")
         return
-    with explain_options():
+    with common.explain_options():
         if render is not None:
             result = read_result(render)
         else:
             plan = make_plan(
-                lengths=None if lengths is None else parse_lengths(lengths), heads=heads, dim=dim, batch=batch,
+                lengths=None if lengths is None else common.parse_lengths(lengths), heads=heads, dim=dim, batch=batch,
                 tokens=tokens, shapes=shapes, causal=causal, dtype=dtype, only=only, peers=peers, repeats=repeats,
                 quick=quick, device=where, seed=seed, dropout=dropout,
             )  # fmt: skip
@@ -102,6 +96,6 @@ def bench(
                 with progress_bar(plan.steps()) as step:
                     result = measure(plan, store=lambda found: write_json(out / "bench.json", found), progress=step)
             except CheckFailed as error:
-                fail(str(error), 1)
+                common.fail(str(error), 1)
     shown = [make_bench_table(result), *describe_growth(result)]
-    publish(result, out, "bench", write_bench(result), shown, as_json=as_json)
+    common.publish(result, out, "bench", write_bench(result), shown, as_json=as_json)

@@ -1,25 +1,33 @@
 """`lln calibrate` on the command line."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from lln.lab.cli.common import DeviceToMeasure, parse_lengths
+from lln.lab.cli.common import DeviceToMeasure, Seed, parse_lengths
 from lln.lab.core.progress import progress_bar
-
-EPILOG = "Example: [bold]lln calibrate --head-dims 64 --lengths 1024 --seeds 8 --out my-curves.json[/bold]"
 
 
 def calibrate(
-    out: Annotated[Path, typer.Option(help="The JSON file to write.")] = Path("curves.json"),
-    head_dims: Annotated[str, typer.Option(help="Head dims to measure, with commas between. Default: all.")] = "",
-    lengths: Annotated[str, typer.Option(help="Numbers of keys for the entropy curves. Default: all.")] = "",
-    seeds: Annotated[int, typer.Option(min=0, help="Draws for each entropy curve; 0: as shipped.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of all draws.")] = 0,
+    out: Path = Path("curves.json"),
+    head_dims: str = "",
+    lengths: str = "",
+    seeds: Seed = 0,
+    seed: Seed = 0,
     device: DeviceToMeasure = "cpu",
 ) -> None:
-    """Measure the curves of variance and entropy matching (minutes on a GPU, hours for all of them on a CPU)."""
+    """Measure the curves of variance and entropy matching (minutes on a GPU, hours for all of them on a CPU).
+
+    Args:
+        out: The JSON file to write.
+        head_dims: Head dims to measure, with commas between. Default: all.
+        lengths: Numbers of keys for the entropy curves. Default: all.
+        seeds: Draws for each entropy curve; 0: as shipped.
+        seed: Seed of all draws.
+
+    Example: [bold]lln calibrate --head-dims 64 --lengths 1024 --seeds 8 --out my-curves.json[/bold]
+    """
     import dataclasses
 
     import torch

@@ -1,13 +1,16 @@
 """What commands share: extras, folders, options and how they are read, how a result is shown and a failure told."""
 
 import contextlib
+import copy
 import importlib.util
+import inspect
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -23,6 +26,24 @@ EXTRAS = {
     "hf": ("transformers", "safetensors", "filelock"),
     "train": ("transformers", "tokenizers", "pyarrow", "PIL", "sklearn"),
 }
+
+
+def add_command(app: typer.Typer, command: Callable[..., None]) -> None:
+    """Adds a function as a command. Its docstring is what --help says: first what the command does; under `Args:` each
+    option, with [default: ...] where words tell it; last the epilog, which begins with `Example:`."""
+    text, _, example = inspect.cleandoc(command.__doc__ or "").partition("\n\nExample: ")
+    about, _, options = text.partition("\n\nArgs:")
+    kinds = get_type_hints(command, include_extras=True)
+    for line in re.split(r"\n    (?=\w)", options)[1:]:
+        name, _, said = " ".join(line.split()).partition(": ")
+        said, _, default = said.removesuffix("]").partition(" [default: ")
+        kind, *given = get_args(kinds[name]) if get_origin(kinds[name]) is Annotated else [kinds[name]]
+        flag = [f"--{name.replace('_', '-')}"] if kinds[name] is bool else []  # without a --no-... beside it
+        option = copy.copy(given[0]) if given else typer.Option(*flag)
+        option.help, option.show_default = said, default or option.show_default
+        kinds[name] = Annotated[kind, option]
+    command.__annotations__ = kinds
+    app.command(help=about, epilog=f"Example: {' '.join(example.split())}")(command)
 
 
 def find_missing(extra: str) -> list[str]:
@@ -71,7 +92,10 @@ def parse_device(text: str | None) -> str | None:
     return text
 
 
-# Options that mean the same in several commands.
+# Kinds of options, and options that mean the same in several commands.
+Count = Annotated[int, typer.Option(min=1)]
+CountOrNone = Annotated[int | None, typer.Option(min=1)]
+Seed = Annotated[int, typer.Option(min=0)]
 DeviceToMeasure = Annotated[str, typer.Option(help="Where to measure: cpu, cuda, ...", callback=parse_device)]
 DeviceToRun = Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...", callback=parse_device)]
 DataRoot = Annotated[Path | None, typer.Option(help="Folder with data in the Hub's layout.", envvar="LLN_DATA_ROOT")]

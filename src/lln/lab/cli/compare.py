@@ -9,35 +9,44 @@ from lln.lab.cli import common
 from lln.lab.core.errors import Refused
 from lln.lab.core.progress import progress_bar
 
-EPILOG = (
-    "Example: [bold]lln compare[/bold] for a few mechanisms; "
-    "[bold]lln compare --all --lengths 512,2048[/bold] for every one of them; "
-    "[bold]lln compare --only softmax,lln_diag,elu --model ./my-model[/bold] on the queries and keys of a model."
-)
-
 
 def compare(
-    lengths: Annotated[str, typer.Option(help="Sequence lengths, with commas between.")] = "512,2048",
-    only: Annotated[str | None, typer.Option(help="Mechanisms, with commas between.", show_default="a few")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every mechanism of lln.mechanisms().")] = False,
-    temperatures: Annotated[str, typer.Option(help="Where entropy, gap and error are measured.")] = "0.5,1,2",
-    model: Annotated[
-        str | None,
-        typer.Option(help="Measure entropy, gap and error on this model's queries and keys: a folder or a Hub id."),
-    ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
-    heads: Annotated[int, typer.Option(min=1, help="Heads.")] = 4,
-    dim: Annotated[int, typer.Option(min=1, help="Head dim.")] = 64,
-    causal: Annotated[bool, typer.Option("--causal", help="Causal attention, where a mechanism can.")] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Calls timed of each.")] = 3,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...", show_default="cuda if there is one")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for compare.json, compare.md and the charts (SVG).")] = Path(
-        "compare"
-    ),
+    lengths: str = "512,2048",
+    only: str | None = None,
+    everything: Annotated[bool, typer.Option("--all")] = False,
+    temperatures: str = "0.5,1,2",
+    model: str | None = None,
+    batch: common.Count = 1,
+    heads: common.Count = 4,
+    dim: common.Count = 64,
+    causal: bool = False,
+    repeats: common.Count = 3,
+    device: str | None = None,
+    seed: common.Seed = 0,
+    out: Path = Path("compare"),
     as_json: common.JsonForTable = False,
 ) -> None:
-    """Mechanisms side by side on the same inputs: time, memory, entropy, spectral gap, distance from softmax."""
+    """Mechanisms side by side on the same inputs: time, memory, entropy, spectral gap, distance from softmax.
+
+    Args:
+        lengths: Sequence lengths, with commas between.
+        only: Mechanisms, with commas between. [default: a few]
+        everything: Every mechanism of lln.mechanisms().
+        temperatures: Where entropy, gap and error are measured.
+        model: Measure entropy, gap and error on this model's queries and keys: a folder or a Hub id.
+        batch: Batch size.
+        heads: Heads.
+        dim: Head dim.
+        causal: Causal attention, where a mechanism can.
+        repeats: Calls timed of each.
+        device: cpu, cuda, ... [default: cuda if there is one]
+        seed: Seed of the inputs.
+        out: Folder for compare.json, compare.md and the charts (SVG).
+
+    Example: [bold]lln compare[/bold] for a few mechanisms; [bold]lln compare --all --lengths 512,2048[/bold] for every
+    one of them; [bold]lln compare --only softmax,lln_diag,elu --model ./my-model[/bold] on the queries and keys of a
+    model.
+    """
     import torch
 
     from lln.files import write_json

@@ -6,52 +6,57 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.common import DeviceToRun, ModelName, fail, need
+from lln.lab.cli.common import Count, DeviceToRun, ModelName, Seed, fail, need
 from lln.lab.core.progress import Bars
-
-EPILOG = (
-    "Example: [bold]lln convert ./my-model ./my-lln-model --calibration notes.txt[/bold] finds alpha and beta on a "
-    "text; [bold]lln convert gpt2 gpt2-lln --calibration a.txt --calibration b.txt --distill 400 --feature-map "
-    "linear[/bold] also teaches every layer; [bold]... --fine-tune 200[/bold] then the whole model. A conversion that "
-    "was stopped: the same command."
-)
 
 
 def convert(
     model: ModelName,
-    out: Annotated[Path, typer.Argument(help="Folder for the converted model.", show_default=False)],
-    calibration: Annotated[
-        list[Path],
-        typer.Option(help="A text file, laid end to end and cut into passages; may be given several times."),
-    ],
-    attention: Annotated[str, typer.Option(help="lln or lln_diag.")] = "lln_diag",
-    matching: Annotated[str, typer.Option(help="data, entropy, variance or paper.")] = "data",
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a block of lln_diag.")] = 64,
-    distill: Annotated[int, typer.Option(min=0, help="Steps that teach each layer softmax's outputs.")] = 0,
-    fine_tune: Annotated[int, typer.Option(min=0, help="Steps that then train all weights on the whole model.")] = 0,
-    learn: Annotated[str, typer.Option(help="Distilled alpha and beta: one a head or one a channel.")] = "channel",
-    mix: Annotated[
-        str,
-        typer.Option(
-            help="Distilled mix of lln_diag: ratio (one a head), or scales (two a channel; no output_attentions)."
-        ),
-    ] = "scales",
-    feature_map: Annotated[
-        str | None,
-        typer.Option(help="linear: a map of queries and keys, distilled for each head.", show_default="none"),
-    ] = None,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of a passage, where the model has so many places.")] = 512,
-    batch_size: Annotated[int, typer.Option(min=1, help="Passages a step.")] = 4,
-    rate: Annotated[float, typer.Option(help="Learning rate of distillation.")] = 0.03,
-    fine_rate: Annotated[float, typer.Option(help="Learning rate of fine-tuning.")] = 1e-4,
+    out: Annotated[Path, typer.Argument(show_default=False)],
+    calibration: Annotated[list[Path], typer.Option()],
+    attention: str = "lln_diag",
+    matching: str = "data",
+    block_size: Count = 64,
+    distill: Annotated[int, typer.Option(min=0)] = 0,
+    fine_tune: Annotated[int, typer.Option(min=0)] = 0,
+    learn: str = "channel",
+    mix: str = "scales",
+    feature_map: str | None = None,
+    length: Annotated[int, typer.Option(min=2)] = 512,
+    batch_size: Count = 4,
+    rate: float = 0.03,
+    fine_rate: float = 1e-4,
     device: DeviceToRun = "cpu",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the order of passages.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of the table.")] = False,
+    seed: Seed = 0,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Convert a pretrained softmax model to LLN attention, and report how far each layer is from softmax.
 
     OUT is a checkpoint that transformers loads after `import lln.hf`, in the dtype of MODEL. The report is measured on
     passages that nothing is learned from, one in eight and four at most; OUT/conversion.json and the card have it.
+
+    Args:
+        out: Folder for the converted model.
+        calibration: A text file, laid end to end and cut into passages; may be given several times.
+        attention: lln or lln_diag.
+        matching: data, entropy, variance or paper.
+        block_size: Tokens of a block of lln_diag.
+        distill: Steps that teach each layer softmax's outputs.
+        fine_tune: Steps that then train all weights on the whole model.
+        learn: Distilled alpha and beta: one a head or one a channel.
+        mix: Distilled mix of lln_diag: ratio (one a head), or scales (two a channel; no output_attentions).
+        feature_map: linear: a map of queries and keys, distilled for each head. [default: none]
+        length: Tokens of a passage, where the model has so many places.
+        batch_size: Passages a step.
+        rate: Learning rate of distillation.
+        fine_rate: Learning rate of fine-tuning.
+        seed: Seed of the order of passages.
+        as_json: Print the report as JSON instead of the table.
+
+    Example: [bold]lln convert ./my-model ./my-lln-model --calibration notes.txt[/bold] finds alpha and beta on a text;
+    [bold]lln convert gpt2 gpt2-lln --calibration a.txt --calibration b.txt --distill 400 --feature-map linear[/bold]
+    also teaches every layer; [bold]... --fine-tune 200[/bold] then the whole model. A conversion that was stopped: the
+    same command.
     """
     need("hf")
 

@@ -8,8 +8,6 @@ import typer
 
 from lln.lab.cli import common
 
-EPILOG = "Example: [bold]lln info[/bold] before you report a problem; [bold]lln info --json[/bold] to attach it."
-
 
 def gather_facts() -> dict[str, Any]:
     import torch
@@ -34,10 +32,14 @@ def gather_facts() -> dict[str, Any]:
     }
 
 
-def info(
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
-) -> None:
-    """Show versions, devices, back ends, and which extras are missing."""
+def info(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """Show versions, devices, back ends, and which extras are missing.
+
+    Args:
+        as_json: Print it as JSON.
+
+    Example: [bold]lln info[/bold] before you report a problem; [bold]lln info --json[/bold] to attach it.
+    """
     found = gather_facts()
     if as_json:
         typer.echo(json.dumps(found, indent=1))

@@ -7,15 +7,9 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.common import DeviceToRun, JsonForTable, ModelName, fail, need, need_folder
+from lln.lab.cli.common import Count, DeviceToRun, JsonForTable, ModelName, Seed, fail, need, need_folder
 from lln.lab.core.errors import Refused
 from lln.lab.core.progress import progress_bar
-
-EPILOG = (
-    "Example: [bold]lln inspect sentence-transformers/all-MiniLM-L6-v2[/bold], then open inspected/index.html; "
-    "[bold]lln inspect ./my-model --text notes.txt --max-length 256[/bold] for a saved folder and your own lines; "
-    '[bold]lln inspect gpt2 --texts "One sentence." --texts "Another." --json[/bold].'
-)
 
 
 def read_texts(file: Path | None, given: list[str]) -> list[str]:
@@ -44,18 +38,29 @@ def read_texts(file: Path | None, given: list[str]) -> list[str]:
 
 def inspect(
     model: ModelName,
-    text: Annotated[Path | None, typer.Option(help="A file with a text in each line; - reads stdin.")] = None,
-    texts: Annotated[list[str] | None, typer.Option(help="A text; may be given several times.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the page, its charts (SVG) and data (JSON).")] = Path(
-        "inspected"
-    ),
-    max_length: Annotated[int, typer.Option(min=2, help="Tokens of a text at most; the rest is cut off.")] = 512,
-    batch_size: Annotated[int, typer.Option(min=1, help="Texts at a time.")] = 8,
+    text: Path | None = None,
+    texts: list[str] | None = None,
+    out: Path = Path("inspected"),
+    max_length: Annotated[int, typer.Option(min=2)] = 512,
+    batch_size: Count = 8,
     device: DeviceToRun = "cpu",
-    seed: Annotated[int, typer.Option(min=0, help="Seed, for models that draw random numbers.")] = 0,
+    seed: Seed = 0,
     as_json: JsonForTable = False,
 ) -> None:
-    """See how each head of a pretrained model attends, and what LLN would give on the same queries and keys."""
+    """See how each head of a pretrained model attends, and what LLN would give on the same queries and keys.
+
+    Args:
+        text: A file with a text in each line; - reads stdin.
+        texts: A text; may be given several times.
+        out: Folder for the page, its charts (SVG) and data (JSON).
+        max_length: Tokens of a text at most; the rest is cut off.
+        batch_size: Texts at a time.
+        seed: Seed, for models that draw random numbers.
+
+    Example: [bold]lln inspect sentence-transformers/all-MiniLM-L6-v2[/bold], then open inspected/index.html; [bold]lln
+    inspect ./my-model --text notes.txt --max-length 256[/bold] for a saved folder and your own lines; [bold]lln inspect
+    gpt2 --texts "One sentence." --texts "Another." --json[/bold].
+    """
     need("report")
     need("hf")
     need_folder(out)

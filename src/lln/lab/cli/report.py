@@ -6,42 +6,38 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.common import DeviceToMeasure, fail, find_missing, need, need_folder, parse_lengths
+from lln.lab.cli.common import CountOrNone, DeviceToMeasure, Seed, fail, find_missing, need, need_folder, parse_lengths
 from lln.lab.core.progress import progress_bar
-
-EPILOG = (
-    "Example: [bold]lln report[/bold], then open report/index.html; [bold]lln report --quick --out look[/bold] for a "
-    "first look; [bold]lln report --sections explorer,moments[/bold] for some of it. A report that was stopped goes on "
-    "where it was: the same command."
-)
-SHOWN = "256,512,1024,2048,4096,8192"
 
 
 def report(
-    out: Annotated[Path, typer.Option(help="Folder for the page, its charts (SVG) and data (JSON, CSV).")] = Path(
-        "report"
-    ),
-    sections: Annotated[
-        str | None,
-        typer.Option(
-            help="Parts of the page, with commas between: distribution, explorer, moments, training, lengths, kernels "
-            "(on a GPU).",
-            show_default="all",
-        ),
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Less of everything: under a minute.")] = False,
-    again: Annotated[bool, typer.Option("--again", help="Measure anew what the folder already holds.")] = False,
-    lengths: Annotated[
-        str | None, typer.Option(help="Sequence lengths to time, with commas between.", show_default=SHOWN)
-    ] = None,
-    repeats: Annotated[
-        int | None, typer.Option(min=1, help="Calls of each; the page shows median and quartiles.", show_default="5")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")] = 0,
+    out: Path = Path("report"),
+    sections: str | None = None,
+    quick: bool = False,
+    again: bool = False,
+    lengths: str | None = None,
+    repeats: CountOrNone = None,
+    seed: Seed = 0,
     device: DeviceToMeasure = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Measure softmax attention and LLN on this machine and write a page about it."""
+    """Measure softmax attention and LLN on this machine and write a page about it.
+
+    Args:
+        out: Folder for the page, its charts (SVG) and data (JSON, CSV).
+        sections: Parts of the page, with commas between: distribution, explorer, moments, training, lengths, kernels
+            (on a GPU). [default: all]
+        quick: Less of everything: under a minute.
+        again: Measure anew what the folder already holds.
+        lengths: Sequence lengths to time, with commas between. [default: 256,512,1024,2048,4096,8192]
+        repeats: Calls of each; the page shows median and quartiles. [default: 5]
+        seed: Seed of all random numbers.
+        as_json: Print the results as JSON.
+
+    Example: [bold]lln report[/bold], then open report/index.html; [bold]lln report --quick --out look[/bold] for a
+    first look; [bold]lln report --sections explorer,moments[/bold] for some of it. A report that was stopped goes on
+    where it was: the same command.
+    """
     need("report")
     need_folder(out)
 

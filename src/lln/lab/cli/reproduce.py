@@ -10,24 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lln.files import write_json, write_result
-from lln.lab.cli.common import AsJson, DataRoot, fail, find_missing, need, need_folder, parse_device, parse_pair
+from lln.lab.cli import common
 from lln.lab.core.errors import DataError, Refused
 from lln.lab.core.progress import Bars, describe_metrics, progress_bar
 
 if TYPE_CHECKING:
     from lln.lab.paper.jobs import Job
     from lln.lab.paper.reproduction import Reproduction, Workload
-
-EPILOG = (
-    "Example: [bold]lln reproduce fig2 --quick[/bold] for a look in seconds; "
-    "[bold]lln reproduce table2 --scale paper --device cuda --set tokens=16384 --set compile=yes[/bold] on a GPU; "
-    "[bold]lln reproduce table1 --scale mini --data-root DIR --seeds 2 --attentions softmax,lln,lln:matching=entropy "
-    "--set mlm.data.name=corpus/mine[/bold] to train. At scale tiny, on two cores and with no download, table1 takes "
-    "about 10 minutes, table5 20, fig8 6, fig10 3, table3, fig1, fig9 and lengths 1 or 2. Ours: [bold]matching[/bold] "
-    "(how alpha and beta are found), [bold]variants[/bold] (what else may help LLN), [bold]lengths[/bold] (needles in "
-    "text). Stopped, the same command goes on; [bold]lln reproduce fig8 --from DIR[/bold] draws from runs that exist."
-)
-
 
 FigureName = enum.StrEnum(
     "FigureName",
@@ -45,57 +34,62 @@ SHARED = ("--attentions", "--set", "--from", "--no-charts")  # by these and thos
 
 
 def reproduce(
-    figure: Annotated[FigureName, typer.Argument(help="A figure or table of the paper, or of ours.")],
-    out: Annotated[
-        Path, typer.Option(help="Folder for data (JSON, CSV), tables (Markdown), charts (SVG) and runs.")
-    ] = Path("reproduced"),
-    quick: Annotated[bool, typer.Option("--quick", help="Shorter sequences and fewer draws.")] = False,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, help="Sets of draws, or training runs.", show_default="4, quick 2; runs 1")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
-    scale: Annotated[Scale, typer.Option(help="Sizes of models, sequences and runs.")] = Scale.tiny,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda.", callback=parse_device, show_default="cuda if there is one")
-    ] = None,
-    attentions: Annotated[
-        str | None, typer.Option(help="Names; of runs with options like lln:alpha=2.", show_default="the paper's")
-    ] = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(help="Of table1 and table5; of fig9 image or mlm.", show_default="all; fig9 image"),
-    ] = None,
-    tunings: Annotated[
-        int | None, typer.Option(min=1, help="Fine-tunings of each pre-trained model.", show_default="3, tiny 1")
-    ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help="An option of runs, like precision=bfloat16, or of some of them, glue.sst2.data.length=64; of lengths "
-            "lengths, like 512,2048; of table2 lengths, tokens (a batch), compile, precision.",
-        ),
-    ] = None,
-    data_root: DataRoot = None,
-    source: Annotated[
-        Path | None, typer.Option("--from", help="Run nothing: use the runs, or the result, in this folder.")
-    ] = None,
-    no_charts: Annotated[bool, typer.Option("--no-charts", help="Draw nothing; --from draws later.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and run nothing.")] = False,
-    retry: Annotated[bool, typer.Option("--retry-failed", help="Run failed runs again.")] = False,
-    keep: Annotated[bool, typer.Option("--keep-all", help="Keep checkpoints and all models of finished runs.")] = False,
-    at_once: Annotated[
-        int, typer.Option(min=1, help="Runs side by side on the device; their times then say little.")
-    ] = 1,
-    as_json: AsJson = False,
+    figure: Annotated[FigureName, typer.Argument()],
+    out: Path = Path("reproduced"),
+    quick: bool = False,
+    seeds: common.CountOrNone = None,
+    seed: common.Seed = 0,
+    scale: Scale = Scale.tiny,
+    device: Annotated[str | None, typer.Option(callback=common.parse_device)] = None,
+    attentions: str | None = None,
+    tasks: str | None = None,
+    tunings: common.CountOrNone = None,
+    changes: Annotated[list[str] | None, typer.Option("--set")] = None,
+    data_root: common.DataRoot = None,
+    source: Annotated[Path | None, typer.Option("--from")] = None,
+    no_charts: bool = False,
+    dry_run: bool = False,
+    retry: Annotated[bool, typer.Option("--retry-failed")] = False,
+    keep: Annotated[bool, typer.Option("--keep-all")] = False,
+    at_once: common.Count = 1,
+    as_json: common.AsJson = False,
 ) -> None:
-    """Make a figure or table of the paper from scratch and say whether its claims hold, in numbers."""
-    need_folder(out)
+    """Make a figure or table of the paper from scratch and say whether its claims hold, in numbers.
+
+    Args:
+        figure: A figure or table of the paper, or of ours.
+        out: Folder for data (JSON, CSV), tables (Markdown), charts (SVG) and runs.
+        quick: Shorter sequences and fewer draws.
+        seeds: Sets of draws, or training runs. [default: 4, quick 2; runs 1]
+        seed: The first seed.
+        scale: Sizes of models, sequences and runs.
+        device: cpu or cuda. [default: cuda if there is one]
+        attentions: Names; of runs with options like lln:alpha=2. [default: the paper's]
+        tasks: Of table1 and table5; of fig9 image or mlm. [default: all; fig9 image]
+        tunings: Fine-tunings of each pre-trained model. [default: 3, tiny 1]
+        changes: An option of runs, like precision=bfloat16, or of some of them, glue.sst2.data.length=64; of lengths
+            lengths, like 512,2048; of table2 lengths, tokens (a batch), compile, precision.
+        source: Run nothing: use the runs, or the result, in this folder.
+        no_charts: Draw nothing; --from draws later.
+        dry_run: Print what would be run, and run nothing.
+        retry: Run failed runs again.
+        keep: Keep checkpoints and all models of finished runs.
+        at_once: Runs side by side on the device; their times then say little.
+
+    Example: [bold]lln reproduce fig2 --quick[/bold] for a look in seconds; [bold]lln reproduce table2 --scale paper
+    --device cuda --set tokens=16384 --set compile=yes[/bold] on a GPU; [bold]lln reproduce table1 --scale mini
+    --data-root DIR --seeds 2 --attentions softmax,lln,lln:matching=entropy --set mlm.data.name=corpus/mine[/bold] to
+    train. At scale tiny, on two cores and with no download, table1 takes about 10 minutes, table5 20, fig8 6, fig10 3,
+    table3, fig1, fig9 and lengths 1 or 2. Ours: [bold]matching[/bold] (how alpha and beta are found),
+    [bold]variants[/bold] (what else may help LLN), [bold]lengths[/bold] (needles in text). Stopped, the same command
+    goes on; [bold]lln reproduce fig8 --from DIR[/bold] draws from runs that exist.
+    """
+    common.need_folder(out)
     name = figure.value
     if source is not None and at_once > 1:
         raise typer.BadParameter("--from runs nothing, so nothing at once.", param_hint="--at-once")
     if name in TRAINED:
-        need("train")
+        common.need("train")
         if quick:
             raise typer.BadParameter(f"{name} is made of runs: --scale says how long they are.", param_hint="--quick")
         if tunings and name not in TUNED:
@@ -111,7 +105,7 @@ def reproduce(
                 raise Refused(f"--from: {source} is not a folder, nor a result in JSON.")
             work = understand(
                 name, scale=scale.value, attentions=attentions, tasks=tasks, seeds=seeds or 1, first=seed,
-                tunings=tunings, changes=dict(map(parse_pair, changes or [])), device=device, out=out,
+                tunings=tunings, changes=dict(map(common.parse_pair, changes or [])), device=device, out=out,
             )  # fmt: skip
             if source is not None:
                 result = work.load(source)
@@ -123,7 +117,7 @@ def reproduce(
                     typer.echo("\n".join(f"{folder}: {state}" for folder, state in plan.states.items()))
                     return
         except (Refused, ValueError, DataError) as error:
-            fail(f"lln reproduce: {error}")
+            common.fail(f"lln reproduce: {error}")
         if source is None:
             result = run(work, plan, data_root=data_root, retry=retry, keep=keep, at_once=at_once)
         paths = work.write(result, charts=not no_charts)
@@ -145,7 +139,7 @@ def reproduce(
             repeats=1 if quick else 3, seed=seed, source=source, charts=not no_charts, as_json=as_json,
         )  # fmt: skip
         return
-    need("report")
+    common.need("report")
 
     import dataclasses
 
@@ -169,7 +163,7 @@ def reproduce_costs(
     name: str, scale: str, device: str | None, out: Path, attentions: list[str], changes: list[str], *, repeats: int,
     seed: int, source: Path | None, charts: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    need("train")
+    common.need("train")
     charts = charts and name == "table2"  # table4 has no lengths to draw against
     if charts and (why := refuse_charts("measures")):
         raise typer.BadParameter(why)
@@ -208,7 +202,7 @@ def reproduce_costs(
 
 def refuse_charts(does: str) -> str | None:
     """Why there can be none here, if so."""
-    extra = f"charts need {', '.join(names := find_missing('report'))} (pip install 'lln-attention[report]')"
+    extra = f"charts need {', '.join(names := common.find_missing('report'))} (pip install 'lln-attention[report]')"
     return f"{extra}; --no-charts {does} without, and --from draws later." if names else None
 
 
@@ -246,11 +240,11 @@ def run(
         except KeyboardInterrupt:
             work.collect()
             bars.progress.stop()
-            fail(f"Stopped. The same command goes on where it was; what there is so far is in {work.out}.", 130)
+            common.fail(f"Stopped. The same command goes on where it was; what there is so far is in {work.out}.", 130)
         except OSError as error:
             bars.progress.stop()
             why = f"{error.strerror or error}: the runs in {work.asked.runs} stop here"
-            fail(f"{why}; the same command goes on.", 1)
+            common.fail(f"{why}; the same command goes on.", 1)
     return work.collect()
 
 

@@ -7,37 +7,49 @@ from typing import Annotated, Any
 
 import typer
 
-from lln.lab.cli.common import AsJson, DataRoot, fail, need, parse_pair
+from lln.lab.cli.common import AsJson, DataRoot, Seed, fail, need, parse_pair
 from lln.lab.core.progress import Bars, describe_metrics
-
-EPILOG = (
-    "Example: [bold]lln train mlm[/bold] for a tiny run on embedded text; "
-    "[bold]lln train lra --name listops --attention softmax --set optimisation.steps=800[/bold] to change an option; "
-    "[bold]lln train glue --name sst2 --preset mini --data-root DIR --start runs/mlm/model[/bold] to fine-tune; "
-    "[bold]torchrun --nproc-per-node 2 -m lln train mlm[/bold] on two devices. A stopped run: the same command."
-)
 
 
 def train(
-    task: Annotated[str, typer.Argument(help="mlm, glue, image, lra or needles.")],
-    attention: Annotated[str, typer.Option(help="softmax, lln, lln_diag, or another mechanism.")] = "lln_diag",
-    preset: Annotated[str, typer.Option(help="tiny, mini or paper.")] = "tiny",
-    name: Annotated[str | None, typer.Option(help="Which GLUE or LRA task.", show_default="the first")] = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder.", show_default="runs/TASK-NAME-...")] = None,
-    start: Annotated[Path | None, typer.Option(help="Folder of a trained model to begin from.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, order and masks.")] = 0,
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", help="An option of the config, like optimisation.rate=1e-3.")
-    ] = None,
+    task: Annotated[str, typer.Argument()],
+    attention: str = "lln_diag",
+    preset: str = "tiny",
+    name: str | None = None,
+    out: Path | None = None,
+    start: Path | None = None,
+    seed: Seed = 0,
+    changes: Annotated[list[str] | None, typer.Option("--set")] = None,
     data_root: DataRoot = None,
-    report_to: Annotated[str, typer.Option(help="tensorboard, wandb, trackio, with commas between.")] = "",
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.", show_default="cuda if there is one")] = None,
-    graph: Annotated[bool, typer.Option("--graph", help="Capture the whole step in a CUDA graph.")] = False,
-    fsdp: Annotated[bool, typer.Option("--fsdp", help="Spread weights over the processes of torchrun.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the config and sizes, and train nothing.")] = False,
+    report_to: str = "",
+    device: str | None = None,
+    graph: bool = False,
+    fsdp: bool = False,
+    dry_run: bool = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train one of the paper's models with any attention; stopped runs go on where they were."""
+    """Train one of the paper's models with any attention; stopped runs go on where they were.
+
+    Args:
+        task: mlm, glue, image, lra or needles.
+        attention: softmax, lln, lln_diag, or another mechanism.
+        preset: tiny, mini or paper.
+        name: Which GLUE or LRA task. [default: the first]
+        out: The run's folder. [default: runs/TASK-NAME-...]
+        start: Folder of a trained model to begin from.
+        seed: Seed of weights, order and masks.
+        changes: An option of the config, like optimisation.rate=1e-3.
+        report_to: tensorboard, wandb, trackio, with commas between.
+        device: cpu or cuda. [default: cuda if there is one]
+        graph: Capture the whole step in a CUDA graph.
+        fsdp: Spread weights over the processes of torchrun.
+        dry_run: Print the config and sizes, and train nothing.
+
+    Example: [bold]lln train mlm[/bold] for a tiny run on embedded text; [bold]lln train lra --name listops --attention
+    softmax --set optimisation.steps=800[/bold] to change an option; [bold]lln train glue --name sst2 --preset mini
+    --data-root DIR --start runs/mlm/model[/bold] to fine-tune; [bold]torchrun --nproc-per-node 2 -m lln train
+    mlm[/bold] on two devices. A stopped run: the same command.
+    """
     need("train")
 
     import torch
