@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lln.lab.core.tables import markdown_table
-from lln.lab.data.sources import PUBLISHED
+from lln.lab.data.sources import KNOWN
 from lln.lab.paper.analysis import WORDS
 from lln.lab.paper.run_tables import show_cell, tell_differences
 
@@ -217,7 +217,7 @@ def variants() -> list[str]:
         f"LLN+Diag by {gains['lln_diag']:.2f}, which is within the noise ({judged['lln_diag']['noise']:.2f}). Where "
         f"both have it, LLN is {left:.2f} behind softmax. On SST-2 models with it are ahead by "
         f"{', '.join(f'{value:.1f} ({name})' for name, value in tuned.items())}: one fine-tuning each, judged on "
-        f"{PUBLISHED['nyu-mll/glue/sst2']['validation']} sentences. Alpha and beta learned for each channel do no "
+        f"{KNOWN['nyu-mll/glue/sst2']['rows']['validation']} sentences. Alpha and beta learned for each channel do no "
         "better than the fixed alpha = beta = 2 that they "
         f"start from ({first['lln:alpha=2:learnable=channel']:.2f} and {fixed:.2f}, the first seed), a learned feature "
         f"map a little ({first['lln:feature_map=linear:statistics=fixed']:.2f}, one seed); overlapping windows in "

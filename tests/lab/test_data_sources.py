@@ -16,7 +16,7 @@ from lln.lab.core.errors import DataError, need
 from lln.lab.core.seeds import fingerprint, generator, permutation
 from lln.lab.data import embedded
 from lln.lab.data.made_once import SPLITS
-from lln.lab.data.sources import AAN, PUBLISHED, list_splits, read
+from lln.lab.data.sources import AAN, KNOWN, list_splits, read
 
 
 def sentences(n: int, start: int = 0) -> dict[str, list]:
@@ -201,7 +201,8 @@ def test_a_limit_takes_rows_at_random_and_says_so(root: Path) -> None:
 def test_a_partial_copy_of_a_published_set_says_so(tmp_path: Path) -> None:
     write_set(tmp_path, "nyu-mll/glue", "sst2", {"train": sentences(5), "extra": sentences(2)})
     note = read("nyu-mll/glue", "train", config="sst2", data_root=tmp_path).notes[0]
-    assert note == f"nyu-mll/glue sst2 train: 5 rows; the published set has {PUBLISHED['nyu-mll/glue/sst2']['train']}."
+    published = KNOWN["nyu-mll/glue/sst2"]["rows"]["train"]
+    assert note == f"nyu-mll/glue sst2 train: 5 rows; the published set has {published}."
     note = read("nyu-mll/glue", "extra", config="sst2", data_root=tmp_path).notes[0]
     assert note.endswith("the published set has no such split.")
     images = {"image": [b""], "labels": [0]}

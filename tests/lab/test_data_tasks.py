@@ -9,7 +9,7 @@ import torch
 
 from helpers.mirror import encoded_image, write_set, write_split
 from lln.lab.core.errors import DataError
-from lln.lab.data.examples import Pad, Stream
+from lln.lab.data.examples import Stream
 from lln.lab.data.images import CATS_VS_DOGS, CIFAR10, DIGITS, load_images, to_grey
 from lln.lab.data.labelled import IMDB, list_tasks, load_byte_text, load_glue, load_pixels, load_retrieval
 from lln.lab.data.sources import read
@@ -89,7 +89,7 @@ def test_the_embedded_tasks_have_the_shape_of_glue(tokenizer: TextTokenizer, tmp
     assert pairs.majority < 0.45
     halves = tokenizer.decode(pairs[0]["input_ids"].tolist()).strip("</s>").split("</s></s>")
     assert [len(half.split()) for half in halves] == [12, 12]
-    batch = Pad(tokenizer.pad_id)([topics[i] for i in range(5)])
+    batch = topics.__getitems__(range(5))
     assert batch["input_ids"].shape == batch["attention_mask"].shape
     assert batch["labels"].shape == (5,)
     assert topics.fingerprint != load_glue("topics", "train", tokenizer, length=64, cache_dir=tmp_path).fingerprint
@@ -200,7 +200,8 @@ def test_lra_text_is_bytes_cut_at_the_length(tmp_path: Path) -> None:
         assert bytes((item["input_ids"] - 1).tolist()) == text.encode()[:20]
     assert data.vocab_size == 257
     assert data.label_names == ["negative", "positive"]
-    batch = Pad(data.pad_id, length=data.length)(list(data))
+    data.fixed = True
+    batch = data.__getitems__(range(2))
     assert batch["input_ids"].shape == (2, 20)
     assert batch["attention_mask"].sum(1).tolist() == [len(reviews[0].encode()), 20]
     assert (batch["input_ids"] == 0).equal(~batch["attention_mask"])  # no byte looks like padding
@@ -214,7 +215,7 @@ def test_lra_retrieval_is_two_documents_as_bytes(tmp_path: Path) -> None:
     rows = {"text1": ["first document", "a"], "text2": ["second", "bcd"], "label": [1, 0]}
     write_set(tmp_path, "pairs/of", "x", {"train": rows})
     data = load_retrieval("train", name="pairs/of", length=8, data_root=tmp_path)
-    batch = Pad(data.pad_id)([data[0], data[1]])
+    batch = data.__getitems__([0, 1])
     texts = [
         [bytes(row[mask].sub(1).tolist()).decode() for row, mask in zip(batch[ids], batch[name], strict=True)]
         for ids, name in (("input_ids", "attention_mask"), ("pair_ids", "pair_mask"))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from helpers.mirror import write_set
 from lln.lab.core.errors import DataError
 from lln.lab.core.seeds import UNIT, draws, fingerprint, generator, stream_key, to_unit
-from lln.lab.data.examples import IGNORE, Pad, Stream
+from lln.lab.data.examples import IGNORE, Sequences, Stream, flatten
 from lln.lab.data.sources import read
 from lln.lab.data.text import Masking, PackedText, load_text, tokenise
 from lln.lab.data.tokenizer import FILE, SPECIAL, TextTokenizer, load_tokenizer, train_tokenizer
@@ -229,13 +229,12 @@ def test_a_resumed_stream_goes_on_where_it_stopped(packed: PackedText) -> None:
 
 def test_workers_and_ranks_see_what_one_process_sees(packed: PackedText, tokenizer: TextTokenizer) -> None:
     stream = Stream(packed, seed=1, length=16)
-    pad = Pad(tokenizer.pad_id)
-    one = list(DataLoader(stream, batch_size=4, collate_fn=pad))
-    apart = DataLoader(stream, batch_size=4, collate_fn=pad, num_workers=1, multiprocessing_context="spawn")
+    one = list(DataLoader(stream, batch_size=4, collate_fn=dict))
+    apart = DataLoader(stream, batch_size=4, collate_fn=dict, num_workers=1, multiprocessing_context="spawn")
     two = list(apart)
     assert all(same(a, b) for a, b in zip(one, two, strict=True))
     # Two ranks that take turns with half batches see the same global batches.
-    halves = list(DataLoader(stream, batch_size=2, collate_fn=Pad(tokenizer.pad_id)))
+    halves = list(DataLoader(stream, batch_size=2, collate_fn=dict))
     for step, batch in enumerate(one):
         joined = {key: torch.cat([halves[2 * step][key], halves[2 * step + 1][key]]) for key in batch}
         assert same(joined, batch)
@@ -274,22 +273,17 @@ def test_another_process_makes_the_same_of_nothing(tmp_path: Path, packed: Packe
 
 
 def test_a_batch_is_padded_and_masked() -> None:
-    items = [
-        {
-            "input_ids": torch.tensor([5, 6, 7]),
-            "labels": torch.tensor([IGNORE, 6, IGNORE]),
-            "weight": torch.tensor(0.5),
-        },
-        {"input_ids": torch.tensor([8]), "labels": torch.tensor([8]), "weight": torch.tensor(1.0)},
-    ]
-    batch = Pad(1, multiple=4)(items)
-    assert batch["input_ids"].tolist() == [[5, 6, 7, 1], [8, 1, 1, 1]]
-    assert batch["attention_mask"].tolist() == [[True, True, True, False], [True, False, False, False]]
-    assert batch["labels"].tolist() == [[-100, 6, -100, -100], [8, -100, -100, -100]]
-    assert batch["weight"].tolist() == [0.5, 1.0]
-    assert Pad(1, length=7)(items)["input_ids"].shape == (2, 7)
-    assert Pad(1)([{"input_ids": torch.tensor([], dtype=torch.int64)}])["attention_mask"].tolist() == [[False]]
-    with pytest.raises(ValueError, match="length = 2 is too short for a sequence of 3 tokens"):
-        Pad(1, length=2)(items)
-    with pytest.raises(ValueError, match="multiple must be at least 1"):
-        Pad(1, multiple=0)
+    ids, offsets = flatten([[5, 6, 7], [8], [], [9, 9, 9, 9]], np.uint8).values()
+    data = Sequences(
+        [(ids, offsets)], np.array([1, 0, 1, 0]), pad_id=1, length=7, label_names=["a", "b"], identity={}, notes=[]
+    )
+    batch = data.__getitems__([0, 1])
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 1, 1]]
+    assert batch["attention_mask"].tolist() == [[True, True, True], [True, False, False]]
+    assert batch["labels"].tolist() == [1, 0]
+    assert data.__getitems__([2])["attention_mask"].tolist() == [[False]]
+    for fixed in (False, True):
+        data.fixed = fixed
+        assert {name: value.tolist() for name, value in data[1].items()} == {"input_ids": [8], "labels": 0}
+        assert len(data[2]["input_ids"]) == 0
+    assert data.__getitems__([0, 1])["input_ids"].tolist() == [[5, 6, 7, 1, 1, 1, 1], [8, 1, 1, 1, 1, 1, 1]]

@@ -3,10 +3,10 @@
 import pytest
 
 from lln.lab.data import embedded
-from lln.lab.data.sources import AAN, PUBLISHED
+from lln.lab.data.sources import AAN, KNOWN
 from lln.lab.recipes import NAMES, RECIPES, recipe
 
-HUB = {"/".join(name.split("/")[:2]) for name in PUBLISHED}
+HUB = {"/".join(name.split("/")[:2]) for name in KNOWN if not name.startswith("embedded/")}
 PRESETS = [
     (task, preset, name) for task, presets in RECIPES.items() for preset in presets for name in NAMES.get(task, [None])
 ]

@@ -127,7 +127,7 @@ def test_a_feed_gives_what_the_data_loader_gives(cache: Path) -> None:
     feed = Feed(stream, 4, torch.device(DEVICE))
     for step in (0, 1, 7, 8, AHEAD - 1, AHEAD, AHEAD + 1, AHEAD + 19, 0):
         feed.seek(step)
-        found, wanted = feed.batch(), data.collate(stream.__getitems__(list(range(4 * step, 4 * step + 4))))
+        found, wanted = feed.batch(), stream.__getitems__(range(4 * step, 4 * step + 4))
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name].cpu(), wanted[name]) for name in wanted)
 

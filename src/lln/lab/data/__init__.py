@@ -17,6 +17,6 @@ asked.
 
 What these return is an `examples.Examples`: a torch data set whose items depend on (index, epoch) alone, with
 `identity` (JSON; hash it into the run), `fingerprint`, and `notes` (what a result from it must say). `examples.Stream`
-is the seeded order that training sees, `examples.Pad` makes batches. What is slow to make is kept in `cache_dir`, or
+is the seeded order that training sees. What is slow to make is kept in `cache_dir`, or
 LLN_CACHE, or the user's cache folder (`made_once`). What is wrong with data is a `core.errors.DataError`: a sentence.
 """

@@ -1,4 +1,4 @@
-"""Data sets as maps from an index to tensors, the seeded order in which training sees them, and batches."""
+"""Data sets as maps from indices to batches of tensors, and the seeded order in which training sees them."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from lln.lab.core.seeds import fingerprint, permutation
@@ -44,22 +43,22 @@ class Examples(Dataset[dict[str, Tensor]]):
     def make_batch(self, indices: np.ndarray, epochs: np.ndarray) -> dict[str, Tensor]:
         return self.finish(self.read(indices), torch.from_numpy(indices), torch.from_numpy(epochs))
 
-    def items(self, indices: np.ndarray, epochs: np.ndarray) -> list[dict[str, Tensor]]:
-        """One dict an example, ready for a collator."""
-        batch = {name: rows.unbind() for name, rows in self.make_batch(indices, epochs).items()}
-        return [{name: rows[i] for name, rows in batch.items()} for i in range(len(indices))]
-
     def item(self, index: int, epoch: int = 0) -> dict[str, Tensor]:
-        return self.items(np.array([index]), np.array([epoch]))[0]
+        """One example, without padding."""
+        found = {name: rows[0] for name, rows in self.make_batch(np.array([index]), np.array([epoch])).items()}
+        for name, mask in MASKS.items():
+            if mask in found:
+                found[name] = found[name][found.pop(mask)]
+        return found
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):  # iterating over the set ends with this
             raise IndexError(f"index must lie between 0 and {len(self) - 1}; got {index}.")
         return self.item(index)
 
-    def __getitems__(self, indices: list[int]) -> list[dict[str, Tensor]]:
-        """Many at once, which a DataLoader asks for where it can."""
-        return self.items(np.array(indices), np.zeros(len(indices), np.int64))
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """A whole batch, which a DataLoader asks for where it can; its collate_fn then has nothing to do: dict."""
+        return self.make_batch(np.array(indices), np.zeros(len(indices), np.int64))
 
     @property
     def fingerprint(self) -> str:
@@ -93,13 +92,14 @@ class Stream(Dataset[dict[str, Tensor]]):
             indices[here] = _order(len(self.examples), self.seed, int(epoch))[rest[here]]
         return indices, epochs
 
-    def __getitems__(self, positions: list[int]) -> list[dict[str, Tensor]]:
-        return self.examples.items(*self.find_places(np.array(positions)))
+    def __getitems__(self, positions: Sequence[int]) -> dict[str, Tensor]:
+        return self.examples.make_batch(*self.find_places(np.array(positions)))
 
     def __getitem__(self, position: int) -> dict[str, Tensor]:
         if not 0 <= position < len(self):
             raise IndexError(f"position must lie between 0 and {len(self) - 1}; got {position}.")
-        return self.__getitems__([position])[0]
+        index, epoch = (int(place[0]) for place in self.find_places(np.array([position])))
+        return self.examples.item(index, epoch)
 
 
 @lru_cache(maxsize=4)
@@ -129,7 +129,8 @@ class Labelled(Examples):
 class Sequences(Labelled):
     """Sequences of different lengths, or pairs of them, with a label each.
 
-    Items: `input_ids` [n], for pairs also `pair_ids` [m], and `labels` [] where labels are known.
+    Items: `input_ids` [n], for pairs also `pair_ids` [m], and `labels` [] where labels are known. Batches are padded
+    and have `attention_mask` and `pair_mask` (bool, True = attend).
     """
 
     parts: Sequence[tuple[np.ndarray, np.ndarray]]  # (all ids [total], offsets [rows + 1]), one or two of them
@@ -138,6 +139,7 @@ class Sequences(Labelled):
     vocab_size: int = 256
     pad_id: int = 0
     length: int  # the longest that a sequence may be
+    fixed: bool = False  # batches have this length, else that of their longest sequence
     label_names: list[str]
     identity: dict[str, Any]
     notes: list[str]
@@ -146,12 +148,13 @@ class Sequences(Labelled):
         return len(self.parts[0][1]) - 1
 
     def read(self, indices: np.ndarray | slice) -> dict[str, Tensor]:
-        """Padded to the longest that there may be, with the lengths."""
+        """Padded, with the lengths."""
         chosen = np.arange(len(self))[indices]
         found: dict[str, Tensor] = {}
         for name, (ids, offsets) in zip(MASKS, self.parts, strict=False):
             lengths = offsets[chosen + 1] - offsets[chosen]
-            rows = np.full((len(chosen), self.length), self.pad_id, np.int32)
+            width = self.length if self.fixed else max(int(lengths.max()), 1)
+            rows = np.full((len(chosen), width), self.pad_id, np.int32)
             for row, index, length in zip(rows, chosen, lengths, strict=True):
                 row[:length] = ids[offsets[index] : offsets[index] + length]
             found |= {name: torch.from_numpy(rows), f"{name} lengths": torch.from_numpy(lengths)}
@@ -161,54 +164,10 @@ class Sequences(Labelled):
 
     def finish(self, rows: dict[str, Tensor], index: Tensor, epoch: Tensor) -> dict[str, Tensor]:
         found = {"labels": rows["labels"]} if "labels" in rows else {}
-        at = torch.arange(self.length, device=index.device)
         for name in (part for part in MASKS if part in rows):
+            at = torch.arange(rows[name].shape[1], device=index.device)
             found |= {name: rows[name].long(), MASKS[name]: at < rows[f"{name} lengths"][:, None]}
         return found
-
-    def items(self, indices: np.ndarray, epochs: np.ndarray) -> list[dict[str, Tensor]]:
-        """As long as they are: a collator pads them to the longest of a batch."""
-        found: list[dict[str, Tensor]] = [{} for _ in indices]
-        for item, index in zip(found, indices.tolist(), strict=True):
-            for name, (ids, offsets) in zip(MASKS, self.parts, strict=False):
-                item[name] = torch.from_numpy(ids[offsets[index] : offsets[index + 1]].astype(np.int64))
-            if self.labels is not None:
-                item["labels"] = torch.tensor(int(self.labels[index]))
-        return found
-
-
-class Pad:
-    """Makes a batch: pads `input_ids` and adds `attention_mask`, pads `pair_ids` and adds `pair_mask` (bool, True =
-    attend), pads labels of tokens with -100, stacks the rest.
-
-    length: pad to it (fixed shapes); without it to the longest of the batch, rounded up to a `multiple`.
-    """
-
-    def __init__(self, pad_id: int, *, length: int | None = None, multiple: int = 1) -> None:
-        if multiple < 1:
-            raise ValueError(f"multiple must be at least 1; got {multiple}.")
-        self.pad_id, self.length, self.multiple = pad_id, length, multiple
-
-    def __call__(self, items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        batch = {}
-        for key in items[0]:
-            rows = [item[key] for item in items]
-            if key in MASKS:
-                batch[key] = self._pad(rows, self.pad_id)
-                batch[MASKS[key]] = self._pad([torch.ones_like(row, dtype=torch.bool) for row in rows], False)
-            elif key == "labels" and rows[0].ndim == 1:
-                batch[key] = self._pad(rows, IGNORE)
-            else:
-                batch[key] = torch.stack(rows)
-        return batch
-
-    def _pad(self, rows: list[Tensor], value: int) -> Tensor:
-        longest = max(len(row) for row in rows)
-        if self.length is not None and longest > self.length:
-            raise ValueError(f"length = {self.length} is too short for a sequence of {longest} tokens.")
-        width = self.length or -(-max(longest, 1) // self.multiple) * self.multiple
-        padded = pad_sequence(rows, batch_first=True, padding_value=value)  # [batch, longest]
-        return torch.nn.functional.pad(padded, (0, width - longest), value=value)
 
 
 def flatten(rows: Sequence[Sequence[int] | np.ndarray], dtype: Any) -> dict[str, np.ndarray]:

@@ -14,14 +14,9 @@ from lln.lab.core.progress import track
 from lln.lab.core.seeds import UNIT, draws, pick, stream_key, to_unit
 from lln.lab.data.examples import Labelled
 from lln.lab.data.made_once import Place, build_once, load_arrays
-from lln.lab.data.sources import Rows, Selection, read
+from lln.lab.data.sources import KNOWN, Rows, Selection, read
 
 CATS_VS_DOGS, CIFAR10, DIGITS = "microsoft/cats_vs_dogs", "uoft-cs/cifar10", "embedded/digits"
-LABEL_NAMES = {
-    CATS_VS_DOGS: ["cat", "dog"],
-    CIFAR10: ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"],
-    DIGITS: list("0123456789"),
-}
 
 
 @dataclass(eq=False)
@@ -99,7 +94,7 @@ def load_images(
     (5, 10, torch.Size([1, 8, 8]))
     """
     rows = read(name, split, **selection)
-    names = LABEL_NAMES.get(name)
+    names = KNOWN.get(name, {}).get("labels")
     labels = rows.labels(_find_column(rows, ("label", "labels")), len(names) if names else None)
     pixels, stored = decode(rows, size, cache_dir)
     return Images(

@@ -14,7 +14,7 @@ from lln.lab.data import embedded
 from lln.lab.data.examples import Sequences, choose_id_type, cut_evenly, flatten
 from lln.lab.data.images import CIFAR10, load_images, to_grey
 from lln.lab.data.made_once import Place, build_arrays
-from lln.lab.data.sources import Selection, read
+from lln.lab.data.sources import KNOWN, Selection, read
 from lln.lab.data.tokenizer import TextTokenizer
 
 GLUE, IMDB = "nyu-mll/glue", "stanfordnlp/imdb"
@@ -31,13 +31,13 @@ class Task:
 
 
 def list_tasks() -> dict[str, Task]:
-    matched = ("validation_matched", "validation_mismatched")
+    found = {}
+    for name in ("mnli", "qnli", "qqp", "sst2"):
+        columns, labels, rows = KNOWN[f"{GLUE}/{name}"].values()
+        scored = tuple(split for split in rows if split.startswith("validation"))
+        found[name] = Task(GLUE, name, tuple(columns), tuple(labels), scored)
     chapters = tuple(embedded.list_chapters())
-    return {
-        "mnli": Task(GLUE, "mnli", ("premise", "hypothesis"), ("entailment", "neutral", "contradiction"), matched),
-        "qnli": Task(GLUE, "qnli", ("question", "sentence"), ("entailment", "not_entailment")),
-        "qqp": Task(GLUE, "qqp", ("question1", "question2"), ("not_duplicate", "duplicate")),
-        "sst2": Task(GLUE, "sst2", ("sentence",), ("negative", "positive")),
+    return found | {
         "topics": Task("embedded/topics", None, ("sentence",), chapters),
         # Whether two texts belong together (embedded/pairs) takes longer to learn than a tiny model has.
         "pairs": Task("embedded/halves", None, ("text1", "text2"), chapters),

@@ -6,6 +6,8 @@ A folder has the Hub's parquet layout: its card (README.md) says which files hol
 from __future__ import annotations
 
 import contextlib
+import importlib.resources
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -36,23 +38,9 @@ NO_AAN = (
     f"columns text1, text2 and label into the folder {AAN} of --data-root, or name one with --set data.name=NAME "
     "(`lln train`) or --set lra.retrieval.data.name=NAME (`lln reproduce`)."
 )
-# Rows on the Hub, by name and configuration, or by name where there is one: a result from a partial set says so.
-PUBLISHED = {
-    "nyu-mll/glue/sst2": {"train": 67349, "validation": 872, "test": 1821},
-    "nyu-mll/glue/qnli": {"train": 104743, "validation": 5463, "test": 5463},
-    "nyu-mll/glue/qqp": {"train": 363846, "validation": 40430, "test": 390965},
-    "nyu-mll/glue/mnli": {
-        "train": 392702,
-        "validation_matched": 9815,
-        "validation_mismatched": 9832,
-        "test_matched": 9796,
-        "test_mismatched": 9847,
-    },
-    "Salesforce/wikitext/wikitext-103-v1": {"train": 1801350, "validation": 3760, "test": 4358},
-    "stanfordnlp/imdb": {"train": 25000, "test": 25000, "unsupervised": 50000},
-    "uoft-cs/cifar10": {"train": 50000, "test": 10000},
-    "microsoft/cats_vs_dogs": {"train": 23410},
-}
+# By name and configuration, or by name where there is one: the columns of texts, what labels mean, and how many rows
+# the Hub has, since a result from a partial set says so.
+KNOWN = json.loads(importlib.resources.files("lln").joinpath("data/known_sets.json").read_text(encoding="utf-8"))
 # split-00000-of-00002.parquet, as the Hub names the pieces of a split
 PIECE = re.compile(r"(?P<split>.+)-\d+-of-(?P<count>\d+)\.parquet")
 Layout = dict[str, dict[str, list[str]]]  # patterns of files by configuration and split, relative to the set's folder
@@ -299,7 +287,7 @@ def _read_parquet(name: str, split: str, config: str | None, data_root: Place) -
     hashes = {path.relative_to(folder).as_posix(): hash_file(path) for path in files}
     identity = {"name": name, "config": config, "split": split, "files": hashes}
     rows = Rows(table, identity, [f"Card of {name}: {card}"] if card else [])
-    published = PUBLISHED.get(f"{name}/{config}") or PUBLISHED.get(name)
+    published = KNOWN.get(f"{name}/{config}", KNOWN.get(name, {})).get("rows")
     if published and published.get(split) != len(rows):
         there = published.get(split, "no such split")
         rows.notes.insert(0, f"{rows.title}: {len(rows)} rows; the published set has {there}.")

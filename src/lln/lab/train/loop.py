@@ -147,7 +147,7 @@ class Loop:
     def load(self, examples: Any, places: Any) -> Iterator[Batch]:
         """Batches of the examples at these places, in pinned memory where they go to a GPU."""
         pin = self.device.type == "cuda"
-        return iter(DataLoader(examples, batch_sampler=places, collate_fn=self.data.collate, pin_memory=pin))
+        return iter(DataLoader(examples, batch_sampler=places, collate_fn=dict, pin_memory=pin))
 
     def move(self, batch: Batch) -> Batch:
         return {name: t.to(self.device, non_blocking=True) for name, t in batch.items()}

@@ -5,10 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-from torch.utils.data import default_collate
-
-from lln.lab.data.examples import Examples, Pad
+from lln.lab.data.examples import Examples
 from lln.lab.data.images import load_images
 from lln.lab.data.labelled import list_tasks, load_byte_text, load_glue, load_pixels, load_retrieval
 from lln.lab.data.listops import Grammar, load_listops
@@ -23,7 +20,6 @@ from lln.lab.train.models import Sizes, read_start
 from lln.lab.train.objective import Guesses, NeedleGuesses, Objective
 
 Parts = tuple[Any, dict[str, Any], Any]  # examples to train on, by split those to evaluate on, and the first of these
-Collate = Callable[[list[dict[str, Tensor]]], dict[str, Tensor]]
 HOLD_OUT = 0.1  # of the training split, for sets without a validation split
 GENERATED = {"train": 96_000, "validation": 2_000, "test": 2_000}  # examples of ListOps and Pathfinder
 NEEDLES = {"train": 2**16, "validation": 256, "test": 256}  # sequences; each epoch draws new ones
@@ -36,7 +32,6 @@ class TaskData:
     sizes: Sizes
     guess: dict[str, float]  # what a model scores that looks at nothing: a loss, or an accuracy
     tokenizer: TextTokenizer | None = None
-    collate: Collate = default_collate
     make_objective: Callable[[Any], Objective] = lambda model: Objective()
 
     @property
@@ -113,7 +108,7 @@ def load_mlm(sets: Sets) -> TaskData:
     def make_objective(model: Any) -> Objective:
         return Guesses(model.lm_head, masking.probability)
 
-    return TaskData(train, held, sizes, guess, tokenizer, default_collate, make_objective)
+    return TaskData(train, held, sizes, guess, tokenizer, make_objective)
 
 
 def load_planted(sets: Sets) -> TaskData:
@@ -127,7 +122,7 @@ def load_planted(sets: Sets) -> TaskData:
     def make_objective(model: Any) -> Objective:
         return NeedleGuesses(model.lm_head, train.questions / d.length, first.measure_distances())
 
-    return TaskData(train, held, sizes, guess, tokenizer, default_collate, make_objective)
+    return TaskData(train, held, sizes, guess, tokenizer, make_objective)
 
 
 def load_sentences(sets: Sets) -> TaskData:
@@ -171,8 +166,8 @@ def load_lra(sets: Sets) -> TaskData:
 
 
 def classify_sequences(made: Parts, config: Config, tokenizer: TextTokenizer | None = None) -> TaskData:
-    """With a graph all are as long as the longest may be."""
     train, held, first = made
-    collate = Pad(train.pad_id, length=train.length if config.graph else None)
+    for part in (train, *held.values()):
+        part.fixed = config.graph  # one graph is one shape
     sizes = Sizes(train.vocab_size, train.num_labels, padding=train.pad_id, pair=len(train.parts) == 2)
-    return TaskData(train, held, sizes, {"accuracy": first.majority}, tokenizer, collate)
+    return TaskData(train, held, sizes, {"accuracy": first.majority}, tokenizer)
