@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lln.lab.cli.common import Count, DeviceToRun, JsonForTable, ModelName, Seed, fail, need, need_folder
-from lln.lab.core.errors import Refused
+from lln.lab.core.errors import Refused, read_text
 from lln.lab.core.progress import progress_bar
 
 
@@ -23,13 +23,7 @@ def read_texts(file: Path | None, given: list[str]) -> list[str]:
         return texts or list(TEXTS)
     if given:
         raise Refused("--text and --texts are two ways to say one thing; give one of them")
-    try:
-        lines = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise Refused(f"--text: there is no file {file}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error.strerror
-        raise Refused(f"--text: {file} cannot be read: {reason}") from None
+    lines = sys.stdin.read() if str(file) == "-" else read_text(file, "--text: ")
     texts = [line.strip() for line in lines.splitlines() if line.strip()]
     if not texts:
         raise Refused(f"--text: {file} is empty; it should hold a text in each line")

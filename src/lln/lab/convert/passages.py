@@ -14,24 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lln.lab.core.errors import Refused
+from lln.lab.core.errors import Refused, read_text
 
 
 def read_texts(files: Sequence[Path]) -> list[str]:
     """The files' texts. Refused where one is not there, is no text, or holds nothing."""
-    texts = []
-    for file in files:
-        try:
-            text = file.read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise Refused(f"there is no file {file}") from None
-        except UnicodeDecodeError:
-            raise Refused(f"{file} cannot be read: it is not UTF-8 text") from None
-        except OSError as error:
-            raise Refused(f"{file} cannot be read: {error.strerror}") from None
+    texts = [read_text(file) for file in files]
+    for file, text in zip(files, texts, strict=True):
         if not text.strip():
             raise Refused(f"{file} is empty")
-        texts.append(text)
     return texts
 
 

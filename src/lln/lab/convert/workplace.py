@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lln.files import read_json, replace_file, write_json
 from lln.lab.core.errors import Refused
+from lln.lab.train.run_folder import list_differences
 
 REQUEST, RESULT, LEARNING, MODEL = "request.json", "conversion.json", "learning.safetensors", "model"
 
@@ -41,13 +42,11 @@ class Workplace:
             raise Refused(f"{out} is not empty and holds no conversion; name another folder")
         finished: Any = None if self.result is None else self.result["request"]
         for folder, held in ((out, finished), (self.place, read_json(self.place / REQUEST))):
-            for key in sorted({*held, *self.request}) if held is not None else ():
-                there, here = held.get(key), self.request.get(key)
-                if there != here:
-                    raise Refused(
-                        f"{folder} holds a conversion that was asked for differently: {key} is {there!r} there and "
-                        f"{here!r} here; name another folder or remove this one"
-                    )
+            if held is not None and (changed := list_differences(held, self.request)):
+                raise Refused(
+                    f"{folder} holds a conversion that was asked for differently: {'; '.join(changed)}; name another "
+                    "folder or remove this one"
+                )
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """What goes wrong, said in one sentence."""
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 
@@ -46,3 +47,14 @@ def first_line(error: BaseException, strip: str = ".:") -> str:
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].rstrip(strip) if lines else type(error).__name__
+
+
+def read_text(file: Path, option: str = "") -> str:
+    """The text in a file. Refused, after the name of the option that named it, where it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise Refused(f"{option}there is no file {file}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise Refused(f"{option}{file} cannot be read: {reason}") from None

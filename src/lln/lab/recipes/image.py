@@ -1,5 +1,7 @@
 """Image classification with a vision transformer (Table 3, Figs. 9 and 10)."""
 
+from dataclasses import replace
+
 from lln.lab.train.config import Attention, Config, Data, Model, Optimisation
 
 
@@ -40,13 +42,9 @@ def paper() -> Config:
 
 def deit_tiny() -> Config:
     """deit-tiny under float16, for the loss scale of Fig. 10b."""
-    return Config(
-        task="image", preset="deit-tiny", attention=Attention(),
-        model=Model(layers=12, width=192, heads=3, inner=768, dropout=0.0, attention_dropout=0.0, patch=16),
-        data=Data("microsoft/cats_vs_dogs", length=224),
-        optimisation=Optimisation(
-            steps=31_300, batch=64, rate=5e-4, warmup=1_565, schedule="cosine", decay=0.05, betas=(0.9, 0.999),
-            epsilon=1e-8,
-        ),
-        precision="float16", log_every=100, evaluate_every=1000, save_every=1000, record_every=1000,
-    )  # fmt: skip
+    base = paper()
+    model = replace(base.model, width=192, heads=3, inner=768, patch=16)
+    rising = replace(base.optimisation, rate=5e-4, warmup=1_565, schedule="cosine", decay=0.05)
+    return replace(
+        base, preset="deit-tiny", attention=Attention(), model=model, optimisation=rising, precision="float16"
+    )

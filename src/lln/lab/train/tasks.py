@@ -104,11 +104,7 @@ def load_mlm(sets: Sets) -> TaskData:
     masking = Masking(**d.options)
     train, held, first = sets.read(load_text, tokenizer=tokenizer, length=d.length, masking=masking, **sets.drawn)
     sizes, guess = Sizes(tokenizer.vocab_size, padding=tokenizer.pad_id), {"loss": first.unigram_entropy()}
-
-    def make_objective(model: Any) -> Objective:
-        return Guesses(model.lm_head, masking.probability)
-
-    return TaskData(train, held, sizes, guess, tokenizer, make_objective)
+    return TaskData(train, held, sizes, guess, tokenizer, lambda model: Guesses(model.lm_head, masking.probability))
 
 
 def load_planted(sets: Sets) -> TaskData:
