@@ -176,12 +176,12 @@ torch.set_num_threads(1)  # as here: sums over threads differ in their last bits
 from lln.lab.convert import pipeline as conversion
 from lln.hf.distillation import Learner
 conversion.KEPT_EVERY = 2
-kept = conversion.Workplace.keep_learning
-def kill(self, stage, *more):
-    kept(self, stage, *more)
-    if stage == "fine_tuned":
+kept = conversion.Workplace.keep
+def kill(self, name, notes, tensors):
+    kept(self, name, notes, tensors)
+    if name == conversion.LEARNING and notes["stage"] == "fine_tuned":
         os.kill(os.getpid(), signal.SIGKILL)
-conversion.Workplace.keep_learning = kill
+conversion.Workplace.keep = kill
 sys.argv = ["lln", "convert", *sys.argv[1:]]
 from lln.lab.cli.app import main
 main()
@@ -189,9 +189,9 @@ main()
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     partial = tmp_path / "out.partial"
-    assert (partial / LEARNING).exists()
+    assert (partial / f"{LEARNING}.safetensors").exists()
     assert not (tmp_path / "out").exists()
-    (partial / f"{LEARNING}x.part").write_bytes(b"half a file")  # what a kill inside a write leaves
+    (partial / f"{LEARNING}.safetensorsx.part").write_bytes(b"half a file")  # what a kill inside a write leaves
     assert run_convert(*arguments)[0] == 0
     assert_same_conversion(tmp_path / "out", converted / "bert")
 

@@ -83,19 +83,18 @@ def bench(
             raise typer.BadParameter(str(error)) from None
         typer.echo(f"The settings are in {path}; they take effect as src/lln/data/launch.json.")
         return
-    with common.explain_options():
-        if render is not None:
-            result = read_result(render)
-        else:
-            plan = make_plan(
-                lengths=None if lengths is None else common.parse_lengths(lengths), heads=heads, dim=dim, batch=batch,
-                tokens=tokens, shapes=shapes, causal=causal, dtype=dtype, only=only, peers=peers, repeats=repeats,
-                quick=quick, device=where, seed=seed, dropout=dropout,
-            )  # fmt: skip
-            try:
-                with progress_bar(plan.steps()) as step:
-                    result = measure(plan, store=lambda found: write_json(out / "bench.json", found), progress=step)
-            except CheckFailed as error:
-                common.fail(str(error), 1)
+    if render is not None:
+        result = read_result(render)
+    else:
+        plan = make_plan(
+            lengths=None if lengths is None else common.parse_lengths(lengths), heads=heads, dim=dim, batch=batch,
+            tokens=tokens, shapes=shapes, causal=causal, dtype=dtype, only=only, peers=peers, repeats=repeats,
+            quick=quick, device=where, seed=seed, dropout=dropout,
+        )  # fmt: skip
+        try:
+            with progress_bar(plan.steps()) as step:
+                result = measure(plan, store=lambda found: write_json(out / "bench.json", found), progress=step)
+        except CheckFailed as error:
+            common.fail(str(error), 1)
     shown = [make_bench_table(result), *describe_growth(result)]
     common.publish(result, out, "bench", write_bench(result), shown, as_json=as_json)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin, get_
 import typer
 
 from lln.files import write_text
-from lln.lab.core.errors import WrongOption, first_line
+from lln.lab.core.errors import Refused, WrongOption, first_line
 from lln.lab.core.tables import print_wide
 
 N = TypeVar("N", int, float)
@@ -43,7 +43,8 @@ def add_command(app: typer.Typer, command: Callable[..., None]) -> None:
         option.help, option.show_default = said, default or option.show_default
         kinds[name] = Annotated[kind, option]
     command.__annotations__ = kinds
-    app.command(help=about, epilog=f"Example: {' '.join(example.split())}")(command)
+    explained = explain(command.__name__)(command)
+    app.command(help=about, epilog=f"Example: {' '.join(example.split())}")(explained)
 
 
 def find_missing(extra: str) -> list[str]:
@@ -112,12 +113,14 @@ def fail(text: str, code: int = 2) -> NoReturn:
 
 
 @contextlib.contextmanager
-def explain_options() -> Iterator[None]:
-    """Says what is wrong with an option as typer does."""
+def explain(command: str) -> Iterator[None]:
+    """Says in one sentence what is refused, and of an option as typer does."""
     try:
         yield
     except WrongOption as error:
         raise typer.BadParameter(str(error), param_hint=error.option) from None
+    except Refused as error:
+        fail(f"lln {command}: {error}")
 
 
 def publish(

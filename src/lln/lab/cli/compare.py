@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from lln.lab.cli import common
-from lln.lab.core.errors import Refused
 from lln.lab.core.progress import progress_bar
 
 
@@ -60,21 +59,17 @@ def compare(
     names = tuple(mechanisms()) if everything else DEFAULT if only is None else tuple(only.split(","))
     chosen = common.parse_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     hot = common.parse_numbers(temperatures, "--temperatures", float, "numbers with commas between, like 0.5,1,2")
-    with common.explain_options():
-        plan = ComparisonPlan(
-            names=names, lengths=tuple(common.parse_lengths(lengths)), temperatures=tuple(hot), batch=batch,
-            heads=heads, dim=dim, causal=causal, device=torch.device(chosen or "cpu"), repeats=repeats, seed=seed,
-        )  # fmt: skip
+    plan = ComparisonPlan(
+        names=names, lengths=tuple(common.parse_lengths(lengths)), temperatures=tuple(hot), batch=batch, heads=heads,
+        dim=dim, causal=causal, device=torch.device(chosen or "cpu"), repeats=repeats, seed=seed,
+    )  # fmt: skip
     loaded = None
     if model is not None:
         common.need("hf")
 
         from lln.lab.core.pretrained import load
 
-        try:
-            loaded = load(model)
-        except Refused as error:
-            common.fail(f"lln compare: {error}")
+        loaded = load(model)
     with progress_bar(plan.steps() if loaded is None else None) as step:
         result = measure(plan, store=lambda found: write_json(out / "compare.json", found), progress=step)
         if loaded is not None:

@@ -76,8 +76,6 @@ def inspect(
             found = measure(loaded, tokenizer, given, max_length=max_length, batch_size=batch_size, progress=step)
     except CannotInspect as error:
         fail(f"lln inspect: {model} ({type(loaded).__name__}) cannot be inspected: {error}")
-    except Refused as error:
-        fail(f"lln inspect: {error}")
     result = {
         "model": shorten_name(model), "class": type(loaded).__name__, "texts": given, "max_length": max_length, **found,
         "provenance": provenance(seed, torch.device(device)),

@@ -21,7 +21,7 @@ from lln.hf.options import LLN, runs_ours
 from lln.hf.watch import evaluating
 from lln.lab.convert.layer_report import compare_layers, hidden_error, last_hidden, write_report
 from lln.lab.convert.passages import as_batches, cut_passages, fingerprint
-from lln.lab.convert.workplace import MODEL, Workplace
+from lln.lab.convert.workplace import LEARNING, MODEL, Workplace
 from lln.lab.core.errors import Refused, first_line
 from lln.lab.core.pretrained import load, quiet, shorten_name
 from lln.lab.inspect.inspection import count_positions, label_layers
@@ -194,7 +194,7 @@ class Conversion:
             options["block_size"] = plan.block_size
         if plan.matching != "data":
             options["statistics"] = {"encoder": "sample", "decoder": "running"}
-        if (held := self.work.stage("matched")) is not None:
+        if (held := self.work.read("matched")) is not None:
             number = 1.0 if plan.matching == "data" else None
             convert(self.model, **options, alpha=number, beta=number)
             self.take("matched", *held)
@@ -210,20 +210,21 @@ class Conversion:
         self.end("matched", {})
 
     def learn(self, stage: str, learner: Learner, teach: Callable[..., Any]) -> None:
-        if (held := self.work.stage(stage)) is not None:
+        if (held := self.work.read(stage)) is not None:
             self.take(stage, *held)
             return
         losses: dict[str, float] = {}
-        if (begun := self.work.learning(stage)) is not None:
-            learner.load(begun[1], int(begun[0]["done"]))
-            losses["first"] = float(begun[0]["first"])
+        if (begun := self.work.read(LEARNING)) is not None and begun[0]["stage"] == stage:
+            learner.load(begun[1], begun[0]["done"])
+            losses["first"] = begun[0]["first"]
 
         def tell(done: int, loss: float) -> None:
             losses.setdefault("first", loss)
             losses["last"] = loss
             self.progress(DOING[stage], done, learner.steps, f"loss {loss:.4f}")
             if done % KEPT_EVERY == 0 and done < learner.steps:
-                self.work.keep_learning(stage, {"done": str(done), "first": repr(losses["first"])}, learner.state())
+                notes = {"stage": stage, "done": done, "first": losses["first"]}
+                self.work.keep(LEARNING, notes, learner.state())
 
         teach(seed=self.plan.seed, learner=learner, progress=tell)
         self.end(stage, {"loss": losses})
@@ -237,7 +238,7 @@ class Conversion:
         self.progress(what, 1, 1, "")
         state = self.model.state_dict()
         changed = state if stage == "fine_tuned" else {name: t for name, t in state.items() if ".lln." in name}
-        self.work.keep_stage(stage, found, changed)
+        self.work.keep(stage, found, changed)
         self.found[stage] = found
 
     def take(self, stage: str, found: dict[str, Any], tensors: dict[str, Tensor]) -> None:

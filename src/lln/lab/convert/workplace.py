@@ -1,8 +1,7 @@
 """The folder of a conversion while it is being made and when it is done.
 
 OUT.partial/request.json          what was asked for; the same command finds it again, another one is refused
-OUT.partial/STAGE.json            what was measured when a stage ended, written last, and what it learned:
-OUT.partial/STAGE.safetensors
+OUT.partial/STAGE.safetensors     what a stage learned, with notes: what was measured when it ended
 OUT.partial/learning.safetensors  the stage that is being learned, after some step
 OUT/                              the model, moved here whole at the end; conversion.json in it: request and report
 OUT.lock                          while a process is at it
@@ -20,14 +19,14 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from lln.files import read_json, replace_file, write_json
 from lln.lab.core.errors import Refused
 from lln.lab.train.run_folder import list_differences
 
-REQUEST, RESULT, LEARNING, MODEL = "request.json", "conversion.json", "learning.safetensors", "model"
+REQUEST, RESULT, LEARNING, MODEL = "request.json", "conversion.json", "learning", "model"
 
 
 class Workplace:
@@ -66,29 +65,22 @@ class Workplace:
                 shutil.rmtree(self.place)
             Path(lock.lock_file).unlink(missing_ok=True)
 
-    def stage(self, name: str) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """What a stage left that is over."""
-        found = read_json(self.place / f"{name}.json")
-        return None if found is None else (found, load_file(self.place / f"{name}.safetensors"))
-
-    def keep_stage(self, name: str, found: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        write_tensors(self.place / f"{name}.safetensors", tensors, {})
-        write_json(self.place / f"{name}.json", found)
-        (self.place / LEARNING).unlink(missing_ok=True)
-
-    def learning(self, stage: str) -> tuple[dict[str, str], dict[str, Tensor]] | None:
-        """What that stage had learned when it was last put away, with its notes."""
-        path = self.place / LEARNING
+    def read(self, name: str) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """(notes, tensors) as they were kept under a name; None: nothing was."""
+        path = self.place / f"{name}.safetensors"
         if not path.exists():
             return None
         with safe_open(path, "pt") as file:
-            notes = dict(file.metadata())
-            if notes["stage"] != stage:
+            notes = (file.metadata() or {}).get("notes")
+            if notes is None:  # of an earlier version, which kept them elsewhere: it is made again
                 return None
-            return notes, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dict
+            return json.loads(notes), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dict
 
-    def keep_learning(self, stage: str, notes: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-        write_tensors(self.place / LEARNING, tensors, {"stage": stage, **notes})
+    def keep(self, name: str, notes: Any, tensors: Mapping[str, Tensor]) -> None:
+        # Tied weights are one tensor under two names, which safetensors refuses.
+        apart = {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}
+        with replace_file(self.place / f"{name}.safetensors") as temporary:
+            save_file(apart, temporary, {"notes": json.dumps(notes, allow_nan=False)})
 
     def finish(self, result: dict[str, Any]) -> None:
         """Move the model that was saved in `place / MODEL` to OUT."""
@@ -97,9 +89,3 @@ class Workplace:
             self.out.rmdir()  # empty, and not every system moves a folder onto one
         os.replace(self.place / MODEL, self.out)
         shutil.rmtree(self.place)
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], notes: dict[str, str]) -> None:
-    with replace_file(path) as temporary:
-        # Tied weights are one tensor under two names, which safetensors refuses.
-        save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, temporary, notes)
