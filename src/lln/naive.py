@@ -14,7 +14,7 @@ explicit [B, H, Nq, Nk] matrix. Everything is differentiable by autograd.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -134,91 +134,55 @@ def naive_attention(
     if key_mask is None:
         key_mask = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool)
 
-    if cu_seqlens is None:
-        return _dense(query, key, value, alpha, beta, r, p, block_size, is_causal, key_mask, state, scale)
-    # A packed batch is by definition its sequences one at a time.
-    parts = []
-    for s in range(batch):
-        rows, cols = (slice(int(cu[s]), int(cu[s + 1])) for cu in packs)
-        parts.append(
-            _dense(
-                query[:, :, rows], key[:, :, cols], value[:, :, cols],
-                alpha[s : s + 1], beta[s : s + 1], r[s : s + 1], p[s : s + 1],
-                block_size, is_causal, key_mask[:, cols], sample_state(state, s), scale,
-            )
-        )  # fmt: skip
-    out, log_sum, mean_value = zip(*parts, strict=True)
-    return Result(torch.cat(out, 2), torch.cat(log_sum), torch.cat(mean_value))
+    if cu_seqlens is not None:  # a packed batch is by definition its sequences one at a time
+        parts = []
+        for s in range(batch):
+            rows, cols = (slice(int(cu[s]), int(cu[s + 1])) for cu in packs)
+            own = [x[s : s + 1] for x in (alpha, beta, r, p)]
+            parts.append(naive_attention(
+                query[:, :, rows], key[:, :, cols], value[:, :, cols], *own[:2], mix=own[2:], block_size=block_size,
+                is_causal=is_causal, key_mask=key_mask[:, cols], state=sample_state(state, s), scale=scale,
+            ))  # fmt: skip
+        outs, sums, means = zip(*parts, strict=True)
+        return Result(torch.cat(outs, 2), torch.cat(sums), torch.cat(means))
 
-
-def _dense(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    alpha: Tensor,  # [B, Hq, 1 or D]
-    beta: Tensor,  # [B, Hk, 1 or D]
-    r: Tensor,  # [B, Hq, 1 or Dv], and p: out = r * lln + p * diag
-    p: Tensor,
-    block_size: int | None,
-    is_causal: bool,
-    key_mask: Tensor,
-    state: Any,
-    scale: float | None,
-) -> Result:
-    batch, _, rows, dim = query.shape
-    cols = key.shape[2]
+    n, m = query.shape[2], key.shape[2]
     bk = beta[:, :, None] * key  # [B, Hk, Nk, D]
     if state is None:
-        log_sum = torch.full((*bk.shape[:2], dim), -torch.inf, dtype=torch.float64)
-        state = State(log_sum, torch.zeros(*bk.shape[:2], dim, value.shape[-1], dtype=torch.float64))
+        log_sum = torch.full((batch, hk, dim), -torch.inf, dtype=torch.float64)
+        state = State(log_sum, torch.zeros(batch, hk, dim, value_dim, dtype=torch.float64))
 
     def heads(x: Tensor) -> Tensor:  # query head h uses key head h // group
-        return x.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        return x.repeat_interleave(hq // hk, dim=1)
 
-    visible = key_mask[:, None, None, :].expand(batch, 1, rows, cols)  # [B, 1, Nq, Nk]
+    visible = key_mask[:, None, None, :].expand(batch, 1, n, m)
     if is_causal:
-        visible = visible & torch.ones(rows, cols, dtype=torch.bool).tril()
+        visible = visible & torch.ones(n, m, dtype=torch.bool).tril()
 
     # A state is D further keys that everyone sees: key c has the exponent log_sum_c in channel c, -inf in all
     # others, and the value mean_value_c. Its log similarity to query i is therefore alpha q_ic + log_sum_c.
     aq = alpha[:, :, None] * query  # [B, Hq, Nq, D]
     past = heads(state.log_sum.double())[:, :, None]  # [B, Hq, 1, D]
     score = torch.cat([aq + past, log_similarity(aq, heads(bk))], -1)  # [B, Hq, Nq, D + Nk]
-    allowed = torch.cat([past.isfinite().expand_as(aq), visible.expand(-1, aq.shape[1], -1, -1)], -1)
+    allowed = torch.cat([past.isfinite().expand_as(aq), visible.expand(-1, hq, -1, -1)], -1)
     out = masked_softmax(score, allowed) @ heads(torch.cat([state.mean_value.double(), value], 2))
+    log_sum, mean_value = _fold(bk, value, key_mask, state)
 
-    if block_size is not None:
-        diag = _block_diagonal(query, key, value, block_size, visible, key_mask, state, scale, heads)
-        out = r[:, :, None] * out + p[:, :, None] * diag
-    return Result(out, *_fold(bk, value, key_mask, state))
-
-
-def _block_diagonal(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_size: int,
-    visible: Tensor,
-    key_mask: Tensor,
-    state: Any,
-    scale: float | None,
-    heads: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """softmax(scale q k^T) v over the visible keys of each row's block, counted from the first valid key."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    first = key_mask.int().argmax(-1) if key.shape[2] else torch.zeros(len(key), dtype=torch.long)  # [B]
-    count = torch.zeros_like(first) if state.count is None else state.count
-    start = torch.where(count > 0, count, -first)
-    block = (start[:, None] + torch.arange(key.shape[2])).div(block_size, rounding_mode="floor")  # [B, N]
-    visible = visible & (block[:, None, :, None] == block[:, None, None, :])
-    if state.block_key is not None:  # the keys of the block that was open when the state was taken
-        is_open = state.block_mask & (count % block_size != 0)[:, None]  # [B, block_size]
-        is_open = is_open[:, None, :] & (block == (count // block_size)[:, None])[:, :, None]  # [B, Nq, block_size]
-        visible = torch.cat([is_open[:, None], visible], -1)
-        key = torch.cat([state.block_key.double(), key], 2)
-        value = torch.cat([state.block_value.double(), value], 2)
-    score = scale * query @ heads(key).transpose(-1, -2)
-    return masked_softmax(score, visible) @ heads(value)
+    if block_size is not None:  # softmax(scale q k^T) v over each row's block, counted from the first valid key
+        first = key_mask.int().argmax(-1) if m else torch.zeros(batch, dtype=torch.long)  # [B]
+        count = torch.zeros_like(first) if state.count is None else state.count
+        start = torch.where(count > 0, count, -first)
+        block = (start[:, None] + torch.arange(m)).div(block_size, rounding_mode="floor")  # [B, N]
+        visible = visible & (block[:, None, :, None] == block[:, None, None, :])
+        if state.block_key is not None:  # the keys of the block that was open when the state was taken
+            is_open = state.block_mask & (count % block_size != 0)[:, None]  # [B, block_size]
+            is_open = is_open[:, None, :] & (block == (count // block_size)[:, None])[:, :, None]  # [B, Nq, block_size]
+            visible = torch.cat([is_open[:, None], visible], -1)
+            key = torch.cat([state.block_key.double(), key], 2)
+            value = torch.cat([state.block_value.double(), value], 2)
+        score = (dim**-0.5 if scale is None else scale) * query @ heads(key).transpose(-1, -2)
+        out = r[:, :, None] * out + p[:, :, None] * (masked_softmax(score, visible) @ heads(value))
+    return Result(out, log_sum, mean_value)
 
 
 def _fold(bk: Tensor, value: Tensor, key_mask: Tensor, state: Any) -> tuple[Tensor, Tensor]:
