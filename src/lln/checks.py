@@ -17,7 +17,7 @@ from torch import Tensor
 from lln.kernels.call import Call
 from lln.kernels.carry import block_start
 from lln.kernels.common import compute_dtype, constant
-from lln.state import LLNState, same_beta
+from lln.state import LLNState, check_state
 
 Coefficient = float | Tensor
 Mix = Coefficient | tuple[Coefficient, Coefficient]
@@ -68,8 +68,7 @@ def check_call(
     """The arguments of `lln.lln_attention` as a Call, or a ValueError or TypeError that names the argument."""
     query, key, value, key_mask, cu_query, cu_key, cross = inputs
     for name, flag in (("is_causal", is_causal), ("return_state", return_state)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be True or False; got {describe(flag)}.")
+        check_flag(name, flag)
     query_heads, length, dim = query.shape[1:]
     key_heads, key_length, value_dim = key.shape[1], key.shape[2], value.shape[3]
     batch = query.shape[0] if cu_query is None else cu_query.numel() - 1
@@ -81,7 +80,8 @@ def check_call(
     alpha = coefficient("alpha", alpha, (batch, query_heads, dim), dtype, query.device)
     given, beta = beta, coefficient("beta", beta, (batch, key_heads, dim), dtype, query.device)
     weights = mix_weights(mix, block_size, (batch, query_heads, value_dim), dtype, query.device)
-    check_state(state, batch, key, value, block_size, beta.detach() if isinstance(given, Tensor) else float(given))
+    if state is not None:
+        check_state(state, batch, key, value, block_size, beta.detach() if isinstance(given, Tensor) else float(given))
     scale = 1.0 / math.sqrt(dim) if scale is None else check_number("scale", scale)
     count = None if state is None else state.count
     return Call(
@@ -117,41 +117,55 @@ def describe(value: Any) -> str:
     return f"{value!r} ({type(value).__name__})"
 
 
+def describe_shapes(names: tuple[str, str], *tensors: Tensor) -> str:
+    return " and ".join(f"{name} {list(t.shape)}" for name, t in zip(names, tensors, strict=True))
+
+
+def check_tensor(
+    name: str, t: Tensor, dims: tuple[int, ...] = (4,), shape: str = "have 4 dimensions, [batch, heads, length, dim]"
+) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a tensor; got {describe(t)}.")
+    if t.is_nested or t.layout != torch.strided:
+        kind = "a nested tensor" if t.is_nested else f"layout {t.layout}"
+        raise TypeError(f"{name} must be a dense tensor; got {kind}. Packed sequences use cu_seqlens.")
+    if t.ndim not in dims:
+        raise ValueError(f"{name} must {shape}; got shape {list(t.shape)}.")
+    if t.dtype not in DTYPES:
+        raise TypeError(f"{name} must be float32, float64, bfloat16 or float16; got {describe(t)}.")
+
+
+def check_pair(q: Tensor, k: Tensor, names: tuple[str, str] = ("query", "key")) -> None:
+    """Two tensors [batch, heads, length, dim] that agree in batch, dim and device; k may have fewer heads."""
+    first, second = names
+    check_tensor(first, q)
+    check_tensor(second, k)
+    if q.device != k.device:
+        raise ValueError(f"{first} and {second} must be on one device; {first}: {q.device}, {second}: {k.device}.")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"{first} and {second} must agree in batch and dim; got {describe_shapes(names, q, k)}.")
+    if 0 in (q.shape[1], q.shape[3], k.shape[1]):
+        raise ValueError(f"heads and dim must be at least 1; got {describe_shapes(names, q, k)}.")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"the number of {first} heads must be a multiple of the number of {second} heads; "
+            f"got {describe_shapes(names, q, k)}."
+        )
+
+
 def check_tensors(query: Tensor, key: Tensor, value: Tensor) -> None:
-    tensors = {"query": query, "key": key, "value": value}
-    for name, t in tensors.items():
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a tensor; got {describe(t)}.")
-        if t.is_nested or t.layout != torch.strided:
-            kind = "a nested tensor" if t.is_nested else f"layout {t.layout}"
-            raise TypeError(f"{name} must be a dense tensor; got {kind}. Packed sequences use cu_seqlens.")
-        if t.ndim != 4:
-            raise ValueError(f"{name} must have 4 dimensions, [batch, heads, length, dim]; got shape {list(t.shape)}.")
-        if t.dtype not in DTYPES:
-            raise TypeError(f"{name} must be float32, float64, bfloat16 or float16; got {describe(t)}.")
+    check_pair(query, key)
+    check_tensor("value", value)
+    for name, t in (("key", key), ("value", value)):
         if t.dtype != query.dtype:
             raise TypeError(f"query, key and value must have one dtype; query is {query.dtype}, {name} is {t.dtype}.")
-        if t.device != query.device:
-            raise ValueError(f"query, key and value must be on one device; query: {query.device}, {name}: {t.device}.")
+    if value.device != key.device:
+        raise ValueError(f"key and value must be on one device; key: {key.device}, value: {value.device}.")
     if key.shape[:3] != value.shape[:3]:
-        raise ValueError(
-            "key and value must agree in batch, heads and length; "
-            f"got key {list(key.shape)} and value {list(value.shape)}."
-        )
-    if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
-        raise ValueError(
-            f"query and key must agree in batch and dim; got query {list(query.shape)} and key {list(key.shape)}."
-        )
-    if query.shape[3] == 0 or value.shape[3] == 0 or key.shape[1] == 0:
-        raise ValueError(
-            f"heads and dim must be at least 1; got query {list(query.shape)}, key {list(key.shape)} and "
-            f"value {list(value.shape)}."
-        )
-    if query.shape[1] % key.shape[1] or query.shape[1] == 0:
-        raise ValueError(
-            "the number of query heads must be a multiple of the number of key heads; "
-            f"got query with {query.shape[1]} and key with {key.shape[1]}."
-        )
+        came = describe_shapes(("key", "value"), key, value)
+        raise ValueError(f"key and value must agree in batch, heads and length; got {came}.")
+    if value.shape[3] == 0:
+        raise ValueError(f"heads and dim must be at least 1; got value {list(value.shape)}.")
 
 
 def check_packing(cu_seqlens: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor | None, bool]:
@@ -209,6 +223,19 @@ def check_key_mask(key_mask: Tensor | None, key: Tensor, name: str = "key_mask",
         raise ValueError(f"{name} must be on the device of {of}, {key.device}; got {key_mask.device}.")
 
 
+def check_masks(
+    q: Tensor, k: Tensor, key_mask: Any, query_mask: Any, is_causal: bool, names: tuple[str, str] = ("query", "key")
+) -> None:
+    """q and k are looked at for their batch, length and device only."""
+    check_key_mask(key_mask, k, "key_mask", names[1])
+    check_key_mask(query_mask, q, "query_mask", names[0])
+    check_flag("is_causal", is_causal)
+    if is_causal and q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"is_causal needs {names[0]} and {names[1]} of equal length; got {q.shape[2]} and {k.shape[2]}."
+        )
+
+
 def check_block_size(block_size: int | None, is_causal: bool, cross: bool, with_state: bool) -> None:
     if block_size is None:
         return
@@ -242,15 +269,33 @@ def check_fraction(name: str, value: Any, remedy: str = "") -> float:
     return number
 
 
-def check_positive_int(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a positive int; got {value!r}.")
+def check_positive(name: str, value: Any, unit: str = "") -> float:
+    number = check_number(name, value)
+    if number <= 0.0:
+        raise ValueError(f"{name} must be positive{unit}; got {value}.")
+    return number
+
+
+def check_count(name: str, value: Any, least: int = 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        allowed = "a positive int" if least == 1 else f"an int of at least {least}"
+        raise ValueError(f"{name} must be {allowed}; got {value!r}.")
     return value
 
 
+def check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False; got {describe(value)}.")
+
+
+def check_choice(name: str, value: Any, *allowed: Any) -> None:
+    if value not in allowed:
+        *first, last = map(repr, allowed)
+        raise ValueError(f"{name} must be {', '.join(first)} or {last}; got {value!r}.")
+
+
 def check_backend(backend: str) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be 'auto', 'eager' or 'triton'; got {backend!r}.")
+    check_choice("backend", backend, *BACKENDS)
 
 
 def coefficient(
@@ -310,35 +355,6 @@ def mix_weights(
     return r, 1.0 - r if isinstance(mix, Tensor) else constant(1.0 - float(mix), dtype, device)
 
 
-def check_state(
-    state: LLNState | None, batch: int, key: Tensor, value: Tensor, block_size: int | None, beta: float | Tensor
-) -> None:
-    if state is None:
-        return
-    if not isinstance(state, LLNState):
-        raise TypeError(f"state must be an lln.LLNState; got {describe(state)}.")
-    expected = [batch, key.shape[1], key.shape[3], value.shape[3]]
-    if list(state.mean_value.shape) != expected:
-        raise ValueError(
-            f"state must be of [batch, key heads, dim, value dim] = {expected}; got {list(state.mean_value.shape)}."
-        )
-    if state.block_size != block_size:
-        raise ValueError(
-            f"state was made with block_size={state.block_size}, this call has block_size={block_size}; "
-            "a sequence keeps one block_size from its start (LLNState.empty(..., block_size=...) begins one)."
-        )
-    if state.mean_value.device != key.device:
-        raise ValueError(f"state is on {state.mean_value.device}, key on {key.device}; use state.to(key.device).")
-    other = state.block_key is not None and state.block_key.dtype != key.dtype
-    if other or state.mean_value.dtype != compute_dtype(key.dtype):
-        raise ValueError(f"state is for keys of another dtype than {key.dtype}; use state.to({key.dtype}).")
-    if not same_beta(state.beta, beta):
-        raise ValueError(
-            "state was made with another beta than this call's, so their sums are not comparable; "
-            "give every call of one sequence the same beta."
-        )
-
-
 def check_options(
     *,
     num_heads: int = 1,
@@ -363,14 +379,12 @@ def check_options(
     """The options of a module, checked when it is built rather than when it is first called. The defaults pass."""
     key_heads = num_heads if num_key_heads is None else num_key_heads
     for name, number in (("num_heads", num_heads), ("head_dim", head_dim), ("num_key_heads", key_heads)):
-        check_positive_int(name, number)
+        check_count(name, number)
     if num_heads % key_heads:
         raise ValueError(f"num_heads must be a multiple of num_key_heads; got {num_heads} and {num_key_heads}.")
-    for name, option, allowed in (("matching", matching, MATCHINGS), ("statistics", statistics, STATISTICS)):
-        if option not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {option!r}.")
-    if learnable not in (None, "head", "channel"):
-        raise ValueError(f"learnable must be None, 'head' or 'channel'; got {learnable!r}.")
+    check_choice("matching", matching, *MATCHINGS)
+    check_choice("statistics", statistics, *STATISTICS)
+    check_choice("learnable", learnable, None, "head", "channel")
     if statistics != "fixed" and not (alpha is None and beta is None and learnable is None):
         raise ValueError(f"alpha, beta and learnable go with statistics='fixed'; got statistics={statistics!r}.")
     check_block_size(block_size, is_causal=True, cross=False, with_state=False)
@@ -380,17 +394,16 @@ def check_options(
         raise ValueError(f"mix must be a number, 'ratio' or 'scales'; got {mix!r}.")
     if block_size is None and mix != 0.5:
         raise ValueError(f"mix weighs LLN against the blocks and needs block_size; got mix={mix!r}.")
-    if feature_map not in (None, "linear"):
-        raise ValueError(f"feature_map must be None or 'linear'; got {feature_map!r}.")
+    check_choice("feature_map", feature_map, None, "linear")
     if feature_map is not None and statistics != "fixed":
         raise ValueError(f"feature_map goes with statistics='fixed'; got statistics={statistics!r}.")
     check_convolution(convolution)
     check_overlap(overlap, block_size)
     check_fraction("dropout", dropout)
     check_fraction("momentum", momentum)
-    check_positive_int("length", length)
-    if scale is not None and check_number("scale", scale) <= 0.0:
-        raise ValueError(f"scale must be positive; got {scale}.")
+    check_count("length", length)
+    if scale is not None:
+        check_positive("scale", scale)
     check_backend(backend)
 
 
@@ -401,7 +414,6 @@ def check_convolution(convolution: int | None) -> None:
 
 
 def check_overlap(overlap: bool, block_size: int | None) -> None:
-    if not isinstance(overlap, bool):
-        raise TypeError(f"overlap must be True or False; got {overlap!r}.")
+    check_flag("overlap", overlap)
     if overlap and (block_size is None or block_size % 4):
         raise ValueError(f"overlap needs a block_size that is a multiple of 4; got block_size={block_size!r}.")

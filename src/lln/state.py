@@ -235,5 +235,33 @@ def same_beta(first: float | Tensor | None, second: float | Tensor | None) -> bo
     return torch.allclose(one.float(), two.float(), rtol=1e-6, atol=0.0)
 
 
+def check_state(
+    state: LLNState, batch: int, key: Tensor, value: Tensor, block_size: int | None, beta: float | Tensor
+) -> None:
+    """ValueError or TypeError where a call on these keys and values cannot go on from it. batch: of sequences."""
+    if not isinstance(state, LLNState):
+        raise TypeError(f"state must be an lln.LLNState; got {type(state).__name__}.")
+    expected = [batch, key.shape[1], key.shape[3], value.shape[3]]
+    if list(state.mean_value.shape) != expected:
+        raise ValueError(
+            f"state must be of [batch, key heads, dim, value dim] = {expected}; got {list(state.mean_value.shape)}."
+        )
+    if state.block_size != block_size:
+        raise ValueError(
+            f"state was made with block_size={state.block_size}, this call has block_size={block_size}; "
+            "a sequence keeps one block_size from its start (LLNState.empty(..., block_size=...) begins one)."
+        )
+    if state.mean_value.device != key.device:
+        raise ValueError(f"state is on {state.mean_value.device}, key on {key.device}; use state.to(key.device).")
+    other = state.block_key is not None and state.block_key.dtype != key.dtype
+    if other or state.mean_value.dtype != compute_dtype(key.dtype):
+        raise ValueError(f"state is for keys of another dtype than {key.dtype}; use state.to({key.dtype}).")
+    if not same_beta(state.beta, beta):
+        raise ValueError(
+            "state was made with another beta than this call's, so their sums are not comparable; "
+            "give every call of one sequence the same beta."
+        )
+
+
 # A state may be saved with torch.save and loaded with weights_only=True, the default.
 torch.serialization.add_safe_globals([LLNState])

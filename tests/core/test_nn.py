@@ -228,8 +228,8 @@ def test_constant_inputs_and_half_precision_stay_finite() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"matching": "mean"}, "matching must be one of 'paper', 'variance', 'entropy'; got 'mean'"),
-        ({"statistics": "token"}, "statistics must be one of 'sample', .*; got 'token'"),
+        ({"matching": "mean"}, "matching must be 'paper', 'variance' or 'entropy'; got 'mean'"),
+        ({"statistics": "token"}, "statistics must be 'sample', .* or 'fixed'; got 'token'"),
         ({"alpha": 2.0}, "alpha, beta and learnable go with statistics='fixed'; got statistics='sample'"),
         ({"statistics": "fixed", "learnable": "row"}, "learnable must be None, 'head' or 'channel'; got 'row'"),
         ({"statistics": "fixed", "alpha": -1.0}, "alpha must be positive; got -1.0"),

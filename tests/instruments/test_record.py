@@ -456,8 +456,8 @@ def test_the_table_has_a_row_for_each_step_layer_and_head(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"every": 0}, "every must be an int of at least 1"),
-        ({"samples": 0}, "samples must be an int of at least 1"),
+        ({"every": 0}, "every must be a positive int; got 0"),
+        ({"samples": 0}, "samples must be a positive int; got 0"),
         ({"instruments": ("energy",)}, "instruments must be some of sigma_q, .*; got 'energy'"),
         ({"instruments": "entropy"}, "instruments must be some of"),
         ({"model": 3}, "model must be a torch.nn.Module; got int"),

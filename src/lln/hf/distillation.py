@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lln.checks import check_count
 from lln.hf.find import attention_modules
 from lln.hf.options import runs_lln
 from lln.hf.watch import SoftmaxCall, evaluating, on_device, show_softmax
@@ -40,9 +41,7 @@ class Learner:
     """Adam on named parameters, each with a rate of its own."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], rates: Mapping[str, float], steps: int) -> None:
-        if not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"steps must be a positive int; got {steps!r}.")
-        self.parameters, self.rates, self.steps, self.done = dict(parameters), rates, steps, 0
+        self.parameters, self.rates, self.steps, self.done = dict(parameters), rates, check_count("steps", steps), 0
         groups = [{"params": [parameter], "lr": rates[name]} for name, parameter in self.parameters.items()]
         self.adam = torch.optim.Adam(groups, betas=(0.9, 0.98))
         self.adam.zero_grad()

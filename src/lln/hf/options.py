@@ -9,7 +9,7 @@ from typing import Any
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lln.checks import MATCHINGS, STATISTICS, check_options, describe
+from lln.checks import MATCHINGS, STATISTICS, check_choice, check_options, describe
 from lln.matching.moments import LENGTH
 from lln.peers import mechanisms
 from lln.peers.registry import check_options as check_peer_options
@@ -85,11 +85,8 @@ class Options:
     def __post_init__(self) -> None:
         if not isinstance(self.implementation, str):
             raise TypeError(f"lln: implementation must be a name; got {self.implementation!r}.")
-        matchings = (*MATCHINGS, "data")
-        if self.matching not in matchings:
-            raise ValueError(f"lln: matching must be one of {', '.join(map(repr, matchings))}; got {self.matching!r}.")
-        if self.coefficients not in (None, "head", "channel"):
-            raise ValueError(f"lln: coefficients must be None, 'head' or 'channel'; got {self.coefficients!r}.")
+        check_choice("lln: matching", self.matching, *MATCHINGS, "data")
+        check_choice("lln: coefficients", self.coefficients, None, "head", "channel")
         if self.block_size is None:
             raise ValueError("lln: block_size must be a positive int; LLN without blocks is implementation='lln'.")
         parts = self.statistics if isinstance(self.statistics, dict) else dict.fromkeys(KINDS, self.statistics)

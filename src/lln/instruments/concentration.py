@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from lln.checks import check_number
+from lln.checks import check_count, check_number, check_positive
 from lln.instruments.heads import Heads, Rows, SoftmaxHeads, span_elements, take
-from lln.instruments.maps import AttentionMap, LLNMap, SoftmaxMap, check_count, lln_map, softmax_map
+from lln.instruments.maps import AttentionMap, LLNMap, SoftmaxMap, lln_map, softmax_map
 from lln.kernels.common import PAPER_A, PAPER_B
 
 PILOT_PAIRS, PILOT_ROWS = 4096, 64  # draws that tell how many draws a width takes
@@ -76,8 +76,8 @@ def entropy(
         raise ValueError(f"samples and width are two ways to say one thing; got samples={samples} and width={width}.")
     if samples is not None:
         check_count("samples", samples, 2)
-    elif not check_number("width", width) > 0:
-        raise ValueError(f"width must be positive, in bits; got {width}.")
+    else:
+        check_positive("width", width, ", in bits")
     if not 0 < check_number("confidence", confidence) < 1:
         raise ValueError(f"confidence must lie between 0 and 1; got {confidence}.")
     deviations = math.sqrt(2) * torch.erfinv(torch.tensor(confidence, dtype=torch.float64)).item()

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lln.checks import check_count
 from lln.instruments.concentration import draw_rows
 from lln.instruments.heads import Heads, span_elements
-from lln.instruments.maps import AttentionMap, check_count, check_pair
+from lln.instruments.maps import AttentionMap, check_parts
 from lln.kernels.common import wide_dtype
 
 ROWS = 2048  # that a sample of entries is spread over
@@ -186,7 +187,7 @@ def gaussian_fit(
         >>> found.query.distance.max().item() < 0.05, found.key.distance.min().item() > 0.05
         (True, True)
     """
-    check_pair(q, k, ("q", "k"), key_mask, query_mask)
+    check_parts(q, k, ("q", "k"), key_mask, query_mask, False)
     if query_mask is None and q.shape[2] == k.shape[2]:
         query_mask = key_mask
     return QueryKeyFit(element_fit(q.detach(), query_mask), element_fit(k.detach(), key_mask))

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from lln.checks import (
-    DTYPES,
     check_block_size,
-    check_key_mask,
+    check_masks,
     check_number,
     check_overlap,
+    check_pair,
+    check_tensor,
     coefficient,
-    describe,
     mix_weights,
 )  # fmt: skip
 from lln.instruments.heads import DenseHeads, DiagHeads, Heads, KernelHeads, LLNHeads, SoftmaxHeads, span_elements
@@ -209,7 +209,7 @@ def softmax_map(
         >>> p, p.dense().shape
         (SoftmaxMap(shape=(2, 4, 8, 8), is_causal=True), torch.Size([2, 4, 8, 8]))
     """
-    check_pair(q, k, ("q", "k"), key_mask, query_mask, is_causal)
+    check_parts(q, k, ("q", "k"), key_mask, query_mask, is_causal)
     scale = q.shape[-1] ** -0.5 if scale is None else check_number("scale", scale)
     return SoftmaxMap(q, k, scale, is_causal, query_mask, key_mask)
 
@@ -249,7 +249,7 @@ def lln_map(
         >>> torch.allclose(p.dense() @ v, lln.lln_attention(q, k, v, 1.5, 1.2, block_size=4))
         True
     """
-    check_pair(q, k, ("q", "k"), key_mask, query_mask, is_causal)
+    check_parts(q, k, ("q", "k"), key_mask, query_mask, is_causal)
     check_block_size(block_size, is_causal, q.shape[2] != k.shape[2], False)
     check_overlap(overlap, block_size)
     batch, heads, _, dim = q.shape
@@ -285,7 +285,7 @@ def kernel_map(
         >>> torch.allclose(a @ b.transpose(2, 3), p.dense())
         True
     """
-    check_pair(fq, fk, ("fq", "fk"), key_mask, query_mask, is_causal)
+    check_parts(fq, fk, ("fq", "fk"), key_mask, query_mask, is_causal)
     return KernelMap(fq, fk, is_causal, query_mask, key_mask)
 
 
@@ -307,56 +307,18 @@ def dense_map(
         >>> dense_map(torch.eye(3))
         DenseMap(shape=(1, 1, 3, 3), is_causal=False)
     """
-    check_tensor("p", p, "be [rows, keys] or [batch, heads, rows, keys]", (2, 4))
+    check_tensor("p", p, (2, 4), "be [rows, keys] or [batch, heads, rows, keys]")
     p = p if p.ndim == 4 else p[None, None]
     row = p[:, :, :1].transpose(2, 3)  # [batch, heads, keys, 1], as keys are
-    check_masks(p, row, ("rows of p", "keys of p"), key_mask, query_mask, is_causal)
+    check_masks(p, row, key_mask, query_mask, is_causal, ("rows of p", "keys of p"))
     found = DenseMap(p, row, is_causal, query_mask, key_mask)
     check_stochastic(torch.where(found.seen[:, None, None], found.q, 0.0), found.live)
     return found
 
 
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be an int of at least {least}; got {describe(value)}.")
-
-
-def check_tensor(name: str, t: Any, shape: str, dims: tuple[int, ...]) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a tensor; got {describe(t)}.")
-    if t.ndim not in dims:
-        raise ValueError(f"{name} must {shape}; got shape {list(t.shape)}.")
-    if t.dtype not in DTYPES:
-        raise TypeError(f"{name} must be float32, float64, bfloat16 or float16; got {describe(t)}.")
-
-
-def check_pair(q: Any, k: Any, names: tuple[str, str], key_mask: Any, query_mask: Any, is_causal: bool = False) -> None:
-    """Two tensors [batch, heads, length, dim] that agree in batch, dim, dtype and device; k may have fewer heads."""
-    for name, t in zip(names, (q, k), strict=True):
-        check_tensor(name, t, "have 4 dimensions, [batch, heads, length, dim]", (4,))
-    first, second = names
-    if q.device != k.device:
-        raise ValueError(f"{first} and {second} must be on one device; got {q.device} and {k.device}.")
-    shapes = f"{first} {list(q.shape)} and {second} {list(k.shape)}"
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"{first} and {second} must agree in batch and dim; got {shapes}.")
-    if 0 in (q.shape[1], q.shape[3], k.shape[1]) or q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"{first} must have a positive multiple of the heads of {second}, and both at least one dim; got {shapes}."
-        )
-    check_masks(q, k, names, key_mask, query_mask, is_causal)
-
-
-def check_masks(q: Tensor, k: Tensor, names: tuple[str, str], key_mask: Any, query_mask: Any, is_causal: bool) -> None:
-    """q and k are looked at for their batch, length and device only."""
-    check_key_mask(key_mask, k, "key_mask", names[1])
-    check_key_mask(query_mask, q, "query_mask", names[0])
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal must be True or False; got {describe(is_causal)}.")
-    if is_causal and q.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"is_causal needs {names[0]} and {names[1]} of equal length; got {q.shape[2]} and {k.shape[2]}."
-        )
+def check_parts(q: Any, k: Any, names: tuple[str, str], key_mask: Any, query_mask: Any, is_causal: bool) -> None:
+    check_pair(q, k, names)
+    check_masks(q, k, key_mask, query_mask, is_causal, names)
 
 
 def check_stochastic(p: Tensor, live: Tensor) -> None:

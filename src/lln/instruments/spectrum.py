@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lln.checks import check_number
+from lln.checks import check_positive
 from lln.instruments.heads import Heads
 from lln.instruments.maps import AttentionMap
 
@@ -49,7 +49,7 @@ def spectral_gap(p: AttentionMap, *, tolerance: float = 1e-7) -> Tensor:
         >>> [round(gap, 6) for gap in gaps]  # all rows alike; nothing mixes
         [1.0, 0.0]
     """
-    check_tolerance(tolerance)
+    check_positive("tolerance", tolerance)
     if not p.one_sequence:
         raise ValueError(
             "spectral_gap: a map between two sequences has no eigenvalues, and rows and keys must be the same tokens; "
@@ -82,15 +82,10 @@ def principal_std(p: AttentionMap, *, tolerance: float = 1e-7) -> Tensor:
         >>> bool((1 - spectral_gap(p) <= principal_std(p)).all())
         True
     """
-    check_tolerance(tolerance)
+    check_positive("tolerance", tolerance)
     if p.factored:
         return factor_spectrum(p)[..., 1]
     return p.collect([find_largest(p, group, True, tolerance) for group in p.groups()])
-
-
-def check_tolerance(tolerance: float) -> None:
-    if not check_number("tolerance", tolerance) > 0:
-        raise ValueError(f"tolerance must be positive; got {tolerance}.")
 
 
 def factor_spectrum(p: AttentionMap) -> Tensor:

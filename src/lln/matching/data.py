@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lln.checks import check_key_mask, check_positive_int, check_tensors
+from lln.checks import check_choice, check_count, check_masks, check_tensors
 from lln.kernels.common import PAPER_A, PAPER_B, SIGMA_FLOOR, wide_dtype
 from lln.matching.moments import both_moments, score_factor, sigma
 
@@ -57,16 +57,12 @@ def match_data(
         >>> lln.lln_attention(query, key, key, alpha.float(), beta.float()).shape
         torch.Size([1, 4, 100, 16])
     """
-    if target not in ("entropy", "variance"):
-        raise ValueError(f"target must be 'entropy' or 'variance'; got {target!r}.")
+    check_choice("target", target, "entropy", "variance")
     check_tensors(query, key, key)
-    check_key_mask(key_mask, key)
-    check_key_mask(query_mask, query, "query_mask", "query")
+    check_masks(query, key, key_mask, query_mask, is_causal)
     _, heads, length, dim = query.shape
     key_heads, key_length, dtype = key.shape[1], key.shape[2], wide_dtype(query.device)
-    if is_causal and length != key_length:
-        raise ValueError(f"is_causal needs query and key of equal length; got {length} and {key_length}.")
-    check_positive_int("rows", rows)
+    check_count("rows", rows)
     if query_mask is None and length == key_length:
         query_mask = key_mask
     scale = dim**-0.5 if scale is None else scale

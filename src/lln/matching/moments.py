@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lln.checks import MATCHINGS, Matching, check_positive_int
+from lln.checks import MATCHINGS, Matching, check_choice, check_count
 from lln.kernels.carry import owners
 from lln.kernels.common import PAPER_A, PAPER_B, SIGMA_FLOOR, spans, wide_dtype
 from lln.kernels.triton.support import refusal
@@ -64,11 +64,10 @@ def match_moments(
         >>> alpha.shape
         torch.Size([3])
     """
-    if matching not in MATCHINGS:
-        raise ValueError(f"matching must be 'paper', 'variance' or 'entropy'; got {matching!r}.")
+    check_choice("matching", matching, *MATCHINGS)
     if scale is not None and not (scale > 0 and math.isfinite(scale)):
         raise ValueError(f"scale must be positive and finite; got {scale}.")
-    check_positive_int("head_dim", head_dim)
+    check_count("head_dim", head_dim)
     if not isinstance(length, Tensor) and length < 1:
         raise ValueError(f"length must be at least 1; got {length}.")
     for name, sigma in (("sigma_q", sigma_q), ("sigma_k", sigma_k)):

@@ -8,7 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
-from lln.checks import check_positive_int, describe
+from lln.checks import check_count, describe
 from lln.kernels.blocks import gather_rows
 from lln.kernels.call import Call
 from lln.peers.pieces import average, group_heads, scores
@@ -22,9 +22,8 @@ def bigbird(
 ) -> Tensor:
     """block: tokens of a block. random_blocks: for each block and head, out of those it would not see anyhow. plan
     [heads, blocks, random_blocks] names them instead (rows of the first and the last block are not read)."""
-    check_positive_int("block", block)
-    if not isinstance(random_blocks, int) or random_blocks < 0:
-        raise ValueError(f"random_blocks must be an int of at least 0; got {random_blocks!r}.")
+    check_count("block", block)
+    check_count("random_blocks", random_blocks, 0)
     count = -(-call.key.shape[2] // block)
     if plan is not None and (plan.ndim != 3 or list(plan.shape[:2]) != [call.query.shape[1], count]):
         raise ValueError(f"plan must be [heads, blocks, random blocks] = [{call.query.shape[1]}, {count}, ...]; "

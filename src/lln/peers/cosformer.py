@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lln.checks import check_positive_int
+from lln.checks import check_count
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype
 from lln.peers.pieces import feature_attention, positions
@@ -22,7 +22,7 @@ def cosformer(call: Call, *, max_length: int | None = None) -> Tensor:
     dtype = compute_dtype(call.query.dtype)
     query, key, length = positions(call)
     if max_length is not None:
-        if max(call.query.shape[2], call.key.shape[2]) > check_positive_int("max_length", max_length):
+        if max(call.query.shape[2], call.key.shape[2]) > check_count("max_length", max_length):
             raise ValueError(f"max_length={max_length} is less than the length, {max(query.shape[1], key.shape[1])}.")
         length = torch.full_like(length, max_length)
     length = length.clamp_min(1).unsqueeze(-1)

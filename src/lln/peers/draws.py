@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.checks import check_positive_int
+from lln.checks import check_count
 from lln.kernels.common import kept, traced_as_constant
 from lln.nn.statistics import in_backward
 from lln.peers.modules import AttentionModule
@@ -67,8 +67,8 @@ class RandomFeatures(AttentionModule):
     ) -> None:
         super().__init__(*sizes, **common)
         if redraw_every is not None:
-            check_positive_int("redraw_every", redraw_every)
-        self.features, self.seed, self.orthogonal = check_positive_int("features", features), seed, orthogonal
+            check_count("redraw_every", redraw_every)
+        self.features, self.seed, self.orthogonal = check_count("features", features), seed, orthogonal
         self.redraw_every = redraw_every
         self.register_buffer("projection", self.draw(0).to(torch.get_default_dtype()))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))  # training calls so far

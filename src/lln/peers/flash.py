@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lln.checks import check_positive_int
+from lln.checks import check_count
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype, drop
 from lln.peers.modules import Mixer, apply_linear
@@ -27,10 +27,10 @@ class Flash(Mixer):
         self, *sizes: Any, chunk: int = 256, expansion: int = 2, key_dim: int = 128, dropout: float = 0.0
     ) -> None:
         super().__init__(*sizes, dropout=dropout)
-        self.chunk = check_positive_int("chunk", chunk)
-        width = self.channels * check_positive_int("expansion", expansion)
+        self.chunk = check_count("chunk", chunk)
+        width = self.channels * check_count("expansion", expansion)
         self.to_uv = nn.Linear(self.channels, 2 * width)
-        self.to_z = nn.Linear(self.channels, check_positive_int("key_dim", key_dim))
+        self.to_z = nn.Linear(self.channels, check_count("key_dim", key_dim))
         self.scale = nn.Parameter(0.02 * torch.randn(4, key_dim))  # of q, k, Q, K
         self.shift = nn.Parameter(torch.zeros(4, key_dim))
         self.bias = nn.Parameter(torch.zeros(2 * chunk - 1))  # b, by the distance i - j

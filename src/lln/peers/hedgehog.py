@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lln.checks import check_choice
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype
 from lln.peers.modules import AttentionModule
@@ -21,8 +22,7 @@ class Hedgehog(AttentionModule):
 
     def __init__(self, *sizes: Any, activation: Literal["softmax", "exp"] = "softmax", **common: Any) -> None:
         super().__init__(*sizes, **common)
-        if activation not in ("softmax", "exp"):
-            raise ValueError(f"activation must be 'softmax' or 'exp'; got {activation!r}.")
+        check_choice("activation", activation, "softmax", "exp")
         self.activation = activation
         # The identity to start with, as in the paper.
         self.query_map = nn.Parameter(torch.eye(self.head_dim).repeat(self.num_heads, 1, 1))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lln.checks import check_positive_int
+from lln.checks import check_count
 from lln.kernels.call import Call
 from lln.peers.modules import AttentionModule
 from lln.peers.pieces import average, group_heads, positions, scores
@@ -24,7 +24,7 @@ class Linformer(AttentionModule):
         max_length = self.max_length
         if max_length is None:
             raise ValueError("linformer needs max_length: its projections have one row for each position.")
-        bound = 1 / math.sqrt(check_positive_int("rank", rank))
+        bound = 1 / math.sqrt(check_count("rank", rank))
         self.key_projection = nn.Parameter(torch.empty(max_length, rank).uniform_(-bound, bound))
         self.value_projection = self.key_projection
         if not share:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lln.checks import check_key_mask, check_positive_int
+from lln.checks import check_count, check_key_mask
 from lln.kernels.blocks import gather_rows
 from lln.kernels.call import Call
 from lln.peers.pieces import average, find_valid, group_heads, scores
@@ -17,9 +17,8 @@ from lln.peers.windows import cut_blocks, joint_attention, neighbours, visible_b
 def longformer(call: Call, *, window: int = 256, global_tokens: int = 1, global_mask: Tensor | None = None) -> Tensor:
     """window: tokens seen to each side. global_tokens: so many at the start of each sequence; or global_mask [B, N]
     names them (finding how many there are waits for the device)."""
-    check_positive_int("window", window)
-    if not isinstance(global_tokens, int) or global_tokens < 0:
-        raise ValueError(f"global_tokens must be an int of at least 0; got {global_tokens!r}.")
+    check_count("window", window)
+    check_count("global_tokens", global_tokens, 0)
     _, mask = find_valid(call)
     count, chosen = global_tokens, mask & (mask.cumsum(-1) <= global_tokens)  # [B, N], at most `count` a sample
     if global_mask is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lln.checks import check_fraction, check_positive_int, describe
+from lln.checks import check_count, check_fraction, describe
 from lln.functional import CuSeqlens
 from lln.kernels.call import Call
 from lln.peers.dispatch import Attend, check_blocks, run
@@ -23,10 +23,10 @@ class PeerModule(nn.Module):
 
     def __init__(self, num_heads: int, head_dim: int, max_length: int | None = None, *, dropout: float = 0.0) -> None:
         super().__init__()
-        check_positive_int("num_heads", num_heads)
-        check_positive_int("head_dim", head_dim)
+        check_count("num_heads", num_heads)
+        check_count("head_dim", head_dim)
         if max_length is not None:
-            check_positive_int("max_length", max_length)
+            check_count("max_length", max_length)
         self.num_heads, self.head_dim, self.max_length = num_heads, head_dim, max_length
         self.dropout = check_fraction("dropout", dropout)
 
@@ -75,7 +75,7 @@ class AttentionModule(PeerModule):
         mix: float = 0.5,
     ) -> None:
         super().__init__(num_heads, head_dim, max_length, dropout=dropout)
-        self.num_key_heads = num_heads if num_key_heads is None else check_positive_int("num_key_heads", num_key_heads)
+        self.num_key_heads = num_heads if num_key_heads is None else check_count("num_key_heads", num_key_heads)
         if num_heads % self.num_key_heads:
             raise ValueError(f"num_heads must be a multiple of num_key_heads; got {num_heads} and {num_key_heads}.")
         check_blocks(self.entry, block_size, mix)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lln.checks import check_positive_int
+from lln.checks import check_count
 from lln.kernels.call import Call
 from lln.kernels.common import drop, softmax_or_zero
 from lln.peers.modules import AttentionModule
@@ -31,8 +31,8 @@ def segment_means(t: Tensor, mask: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def nystromformer(call: Call, *, landmarks: int = 64, iterations: int = 6) -> Tensor:
-    check_positive_int("landmarks", landmarks)
-    check_positive_int("iterations", iterations)
+    check_count("landmarks", landmarks)
+    check_count("iterations", iterations)
     q, k, v = group_heads(call)
     query_mask, key_mask = find_valid(call)
     q_means, no_query = segment_means(q, query_mask, landmarks)
@@ -57,7 +57,7 @@ class Nystromformer(AttentionModule):
         self.landmarks, self.iterations = landmarks, iterations
         self.conv: nn.Conv2d | None = None
         if conv_kernel is not None:
-            if check_positive_int("conv_kernel", conv_kernel) % 2 == 0:
+            if check_count("conv_kernel", conv_kernel) % 2 == 0:
                 raise ValueError(f"conv_kernel must be odd, to have a middle; got {conv_kernel}.")
             self.conv = nn.Conv2d(
                 heads, heads, (conv_kernel, 1), padding=(conv_kernel // 2, 0), groups=heads, bias=False

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lln.checks import check_positive_int
+from lln.checks import check_count
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype
 from lln.peers.draws import RandomFeatures, gaussian
@@ -26,7 +26,7 @@ def performer(
     dim, dtype = call.query.shape[3], compute_dtype(call.query.dtype)
     q, k = (t.to(dtype) * math.sqrt(call.scale) for t in (call.query, call.key))
     if projection is None:
-        count = default_features(dim) if features is None else check_positive_int("features", features)
+        count = default_features(dim) if features is None else check_count("features", features)
         projection = gaussian(count, dim, seed, orthogonal, device=q.device, dtype=dtype)
     w = projection.to(q.device, dtype)
     # |q|^2 is the same for all keys of a row, so it drops out.

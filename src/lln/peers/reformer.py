@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lln.checks import check_positive_int, describe
+from lln.checks import check_count, describe
 from lln.kernels.call import Call
 from lln.kernels.common import drop, finite, softmax_or_zero
 from lln.peers.draws import gaussian
@@ -26,12 +26,12 @@ def reformer(
     chunk. rotations [heads, dim, rounds, buckets / 2] to hash with, else drawn from the seed. The values of `key` are
     not read."""
     for name, number in (("chunk", chunk), ("rounds", rounds)):
-        check_positive_int(name, number)
+        check_count(name, number)
     q, _, v = group_heads(call)
     mask = find_valid(call)[1]
     heads, dim, length = call.query.shape[1], q.shape[-1], q.shape[-2]
     size = min(chunk, length)
-    if buckets is not None and check_positive_int("buckets", buckets) % 2:
+    if buckets is not None and check_count("buckets", buckets) % 2:
         raise ValueError(f"buckets must be even, a direction and its opposite; got {buckets}.")
     if rotations is None:
         half = max(1, (buckets or 2 * max(length // chunk, 1)) // 2)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lln.checks import check_number, check_positive_int, describe
+from lln.checks import check_count, check_positive, describe
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype
 from lln.peers.draws import RandomFeatures, gaussian
@@ -25,10 +25,9 @@ def rfa(
     """P_ij = exp(cos(q_i, k_j) / sigma^2), approximately. gate [B, key heads, M] in (0, 1): how much of the past each
     token keeps, S_t = g_t S_{t-1} + (1 - g_t) f(k_t) v_t^T."""
     dim, dtype, device = call.query.shape[3], compute_dtype(call.query.dtype), call.query.device
-    if check_number("sigma", sigma) <= 0.0:
-        raise ValueError(f"sigma must be positive; got {sigma}.")
+    check_positive("sigma", sigma)
     if projection is None:
-        count = dim if features is None else check_positive_int("features", features)
+        count = dim if features is None else check_count("features", features)
         projection = gaussian(count, dim, seed, device=device, dtype=dtype)
     w = projection.to(device, dtype).T / sigma  # [D, F]
 

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from lln.checks import check_number, check_positive_int
+from lln.checks import check_count, check_positive
 from lln.kernels.call import Call
 from lln.kernels.common import drop
 from lln.peers.draws import uniform
@@ -38,10 +38,8 @@ def skyformer(
     call: Call, *, landmarks: int = 128, gamma: float = 0.1, iterations: int | None = 6, seed: int = 0
 ) -> Tensor:
     """landmarks: half of them queries, half keys. iterations: None solves exactly."""
-    if check_positive_int("landmarks", landmarks) < 2:
-        raise ValueError(f"landmarks must be at least 2, queries and keys; got {landmarks}.")
-    if check_number("gamma", gamma) <= 0.0:
-        raise ValueError(f"gamma must be positive; got {gamma}.")
+    check_count("landmarks", landmarks, 2)
+    check_positive("gamma", gamma)
     q, k, v = (t * factor for t, factor in zip(group_heads(call), (*[math.sqrt(call.scale)] * 2, 1.0), strict=True))
     query_mask, key_mask = find_valid(call)
     query_position, key_position, _ = positions(call)
@@ -63,7 +61,7 @@ def skyformer(
     else:
         # Scaled by its row sums the matrix is better conditioned, and the iteration converges sooner.
         root = middle.sum(-1, keepdim=True).rsqrt()
-        check_positive_int("iterations", iterations)
+        check_count("iterations", iterations)
         inverse = iterative_inverse(root * middle * root.transpose(-1, -2), iterations)
         read = root * (inverse @ (root * read))
     queries = gaussian_kernel(q, z).masked_fill(missing.transpose(-1, -2), 0.0)

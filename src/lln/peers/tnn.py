@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lln.checks import check_number, check_positive_int
+from lln.checks import check_count, check_number
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype, drop
 from lln.peers.modules import Mixer, apply_linear
@@ -33,11 +33,11 @@ class TNN(Mixer):
         if not 0.0 < check_number("decay", decay) <= 1.0:
             raise ValueError(f"decay must lie between 0 and 1, and not be 0; got {decay}.")
         self.decay = decay
-        width = self.channels * check_positive_int("expansion", expansion)
+        width = self.channels * check_count("expansion", expansion)
         self.to_uv = nn.Linear(self.channels, 2 * width)
         self.to_out = nn.Linear(width, self.channels, bias=False)
-        self.position = nn.Linear(1, check_positive_int("rpe_dim", rpe_dim))
-        widths = [rpe_dim] * check_positive_int("rpe_layers", rpe_layers) + [width]
+        self.position = nn.Linear(1, check_count("rpe_dim", rpe_dim))
+        widths = [rpe_dim] * check_count("rpe_layers", rpe_layers) + [width]
         self.layers = nn.ModuleList(nn.Linear(rpe_dim, size) for size in widths)
 
     def coefficients(self, distance: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lln.checks import check_positive_int
+from lln.checks import check_count
 from lln.kernels.call import Call
 from lln.kernels.common import softmax_or_zero
 from lln.peers.modules import AttentionModule
@@ -25,9 +25,9 @@ class TransformerLS(AttentionModule):
 
     def __init__(self, *sizes: Any, window: int = 128, rank: int = 32, **common: Any) -> None:
         super().__init__(*sizes, **common)
-        self.window = check_positive_int("window", window)
+        self.window = check_count("window", window)
         width = self.num_key_heads * self.head_dim
-        self.projection = nn.Parameter(torch.empty(self.num_key_heads, self.head_dim, check_positive_int("rank", rank)))
+        self.projection = nn.Parameter(torch.empty(self.num_key_heads, self.head_dim, check_count("rank", rank)))
         nn.init.normal_(self.projection, std=self.head_dim**-0.5)
         self.local_norm, self.global_norm = nn.LayerNorm(width), nn.LayerNorm(width)  # the paper's DualLN
 

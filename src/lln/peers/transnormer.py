@@ -16,7 +16,7 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import functional
 
-from lln.checks import check_positive_int
+from lln.checks import check_choice, check_count
 from lln.kernels.call import Call
 from lln.kernels.carry import block_start
 from lln.kernels.common import drop
@@ -39,9 +39,8 @@ def transnormer(
     block: int = 64,
 ) -> Tensor:  # fmt: skip
     """part: "norm", or "diag" for early layers; block: tokens of a block of "diag"."""
-    check_positive_int("block", block)
-    if part not in ("norm", "diag"):
-        raise ValueError(f"part must be 'norm' or 'diag'; got {part!r}.")
+    check_count("block", block)
+    check_choice("part", part, "norm", "diag")
     if part == "norm":
         return rms_norm(feature_attention(call, feature_map, normalise=False))
     if call.query.shape[2] != call.key.shape[2]:
