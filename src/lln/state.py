@@ -140,7 +140,15 @@ class LLNState:
             if mine != others:
                 raise ValueError(f"LLNState.merge: the states differ in {what}, {mine} and {others}; use .to() on one.")
         if self.block_size is not None or other.block_size is not None:
-            return self._merge_blocks(other)
+            if self.block_size == other.block_size:
+                for state, rest in ((self, other), (other, self)):
+                    if state.count is not None and not state.count.any():
+                        return rest
+            raise ValueError(
+                "LLNState.merge: states with an open block (block_size) do not merge, because where a block starts "
+                "depends on all that came before; pass the earlier state as lln_attention(..., state=...) with the "
+                "later tokens."
+            )
         if not same_beta(self.beta, other.beta):
             raise ValueError(
                 "LLNState.merge: the states were made with different beta, so their sums are not comparable; "
@@ -148,16 +156,6 @@ class LLNState:
             )
         merged = merge(self.log_sum, self.mean_value, other.log_sum, other.mean_value)
         return LLNState(*merged, self.beta if self.beta is not None else other.beta)
-
-    def _merge_blocks(self, other: LLNState) -> LLNState:
-        if self.block_size == other.block_size:
-            for state, rest in ((self, other), (other, self)):
-                if state.count is not None and not state.count.any():
-                    return rest
-        raise ValueError(
-            "LLNState.merge: states with an open block (block_size) do not merge, because where a block starts depends "
-            "on all that came before; pass the earlier state as lln_attention(..., state=...) with the later tokens."
-        )
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> LLNState:
         fields: dict[str, Any] = {n: function(t) if isinstance(t, Tensor) else t for n, t in vars(self).items()}

@@ -28,7 +28,7 @@ from lln.hf.watch import WATCHERS
         ({"alpha": {}, "beta": {}}, "alpha has no value for encoder.layer.0"),
         ({"statistics": "running", "batches": []}, "batches must hold at least one batch"),
         ({"statistics": "running", "batches": [torch.ones(3)]}, "batches must be dicts"),
-        ({"matching": "worst"}, "matching must be 'paper', .* or 'data'; got 'worst'"),
+        ({"matching": "worst"}, "matching must be 'paper', 'variance', 'entropy' or 'data'"),
         ({"implementation": "lln", "mix": "ratio"}, "mix goes with implementation='lln_diag'"),
         ({"batches": [{"input_ids": tokens(0)}]}, "batches: there is nothing to measure"),
         ({"alpha": 1.0, "beta": 1.0, "batches": [{"input_ids": tokens(0)}]}, "batches: there is nothing to measure"),

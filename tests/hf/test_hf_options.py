@@ -31,7 +31,7 @@ from lln.hf.masks import lln_mask
 @pytest.mark.parametrize(
     ("held", "message"),
     [
-        ({"matching": "best"}, "matching must be 'paper', .* or 'data'; got 'best'"),
+        ({"matching": "best"}, "matching must be 'paper', 'variance', 'entropy' or 'data'"),
         ({"statistics": "all"}, "statistics must be one of"),
         ({"statistics": {"encoder": "sample"}}, "statistics must be one of"),
         ({"statistics": {"encoder": "sample", "decoder": "batch"}}, "looks at all tokens"),

@@ -7,13 +7,13 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lln.checks import coefficient
 from lln.hf.find import attention_modules, check_model, configs, is_cross, list_parts, own_attention, read_sizes
 from lln.hf.options import Options, read, runs_lln, runs_ours, write
 from lln.matching.moments import match_moments
@@ -147,19 +147,12 @@ class ModelAttention(Attached, LLNAttention):
     def set_coefficients(self, alpha: Any, beta: Any) -> None:
         """alpha and beta, numbers or tensors [heads] or [heads, dim], into the buffers or parameters that keep them."""
         for name, given, target in zip(("alpha", "beta"), (alpha, beta), self.stored, strict=True):
-            if not isinstance(given, (Real, Tensor)):
-                raise TypeError(f"{name} must be a number or a tensor; got {given!r}.")
-            values = torch.as_tensor(given, dtype=torch.float64, device=target.device)
+            if isinstance(given, Tensor):
+                given = given.to(target.device, torch.float64)
+            values = coefficient(name, given, (1, *target.shape), torch.float64, target.device)
             if not bool((values > 0).all() & values.isfinite().all()):
                 raise ValueError(f"{name} must be positive and finite; got {given!r}.")
-            values = values[:, None] if values.ndim == 1 else values
-            fits = values.ndim == 2 and values.shape[0] == len(target) and values.shape[1] in (1, target.shape[1])
-            if values.ndim and not fits:
-                raise ValueError(
-                    f"{name} must be a number or a tensor [heads] or [heads, dim] = {list(target.shape)}; "
-                    f"got {list(values.shape)}."
-                )
-            target.copy_((values.log() if self.learns else values).expand(target.shape))
+            target.copy_((values.log() if self.learns else values)[0].expand(target.shape))
 
 
 class Peer(Attached):

@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lln.checks import MATCHINGS, STATISTICS, check_choice, check_options, describe
 from lln.matching.moments import LENGTH
 from lln.peers import mechanisms
-from lln.peers.registry import check_options as check_peer_options
+from lln.peers.registry import check_names
 
 LLN = ("lln", "lln_diag")
 
@@ -149,7 +149,7 @@ def check_peer(name: str, options: Mapping[str, Any]) -> None:
     if not entry.mixes:
         blocks.pop("mix", None)
     own = {"max_length": None, **entry.module_options} if entry.parameters else entry.options
-    check_peer_options(name, options, {**blocks, **own})
+    check_names(name, options, {**blocks, **own})
     for option, value in options.items():
         if value is not None and not isinstance(value, (bool, int, float, str)):
             raise TypeError(f"lln: {option} of {name} must be a plain value that a config can keep; got "

@@ -84,11 +84,6 @@ class AttentionMap:
         for part in torch.arange(self.batch * self.heads, device=self.device).split(size):
             yield self.indexed(part)
 
-    def singles(self, group: Heads) -> Iterator[Heads]:
-        """The heads of a group one by one."""
-        for one in group.index.split(1):
-            yield self.indexed(one)
-
     def indexed(self, index: Tensor) -> Heads:
         """Heads by their place in [batch * heads], index [G]."""
         sample, head = index // self.heads, index % self.heads
@@ -140,17 +135,19 @@ class LLNMap(AttentionMap):
     """P_ij of eq. (9), and with blocks r P + p P_blocks."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, alpha: Tensor, beta: Tensor, block_size: int | None, overlap: bool,
-        weights: tuple[Tensor | None, Tensor | None], scale: float, *masks: Any,
+        self, q: Tensor, k: Tensor, alpha: float | Tensor, beta: float | Tensor, block_size: int | None, mix: Any,
+        overlap: bool, scale: float, *masks: Any,
     ) -> None:  # fmt: skip
         self.is_product = block_size is None
         super().__init__(q, k, *masks)
         self.scale, self.block_size = scale, block_size
-        self.alpha = alpha.detach().expand(self.batch, self.heads, -1)
-        self.beta = beta.detach().expand(self.batch, k.shape[1], -1)
+        (batch, heads, _, dim), key_heads, where = q.shape, k.shape[1], (self.dtype, self.device)
+        self.alpha = coefficient("alpha", alpha, (batch, heads, dim), *where).detach().expand(batch, heads, -1)
+        self.beta = coefficient("beta", beta, (batch, key_heads, dim), *where).detach().expand(batch, key_heads, -1)
+        weights = mix_weights(mix, block_size, (batch, heads, 1), *where)
         # (tokens that share their keys, how far these begin before them)
         self.window = window(block_size, self.is_causal) if overlap and block_size else (block_size or 0, 0)
-        self.weights = [w.detach().expand(self.batch, self.heads, 1) for w in weights if w is not None]
+        self.weights = [w.detach().expand(batch, heads, 1) for w in weights if w is not None]
 
     def pick(self, place: Place, q: Tensor, k: Tensor, *masks: Any) -> Heads:
         sample, head, key_head = place
@@ -252,13 +249,8 @@ def lln_map(
     check_parts(q, k, ("q", "k"), key_mask, query_mask, is_causal)
     check_block_size(block_size, is_causal, q.shape[2] != k.shape[2], False)
     check_overlap(overlap, block_size)
-    batch, heads, _, dim = q.shape
-    dtype = wide_dtype(q.device)
-    first = coefficient("alpha", alpha, (batch, heads, dim), dtype, q.device)
-    second = coefficient("beta", beta, (batch, k.shape[1], dim), dtype, q.device)
-    weights = mix_weights(mix, block_size, (batch, heads, 1), dtype, q.device)
-    scale = dim**-0.5 if scale is None else check_number("scale", scale)
-    return LLNMap(q, k, first, second, block_size, overlap, weights, scale, is_causal, query_mask, key_mask)
+    scale = q.shape[-1] ** -0.5 if scale is None else check_number("scale", scale)
+    return LLNMap(q, k, alpha, beta, block_size, mix, overlap, scale, is_causal, query_mask, key_mask)
 
 
 def kernel_map(

@@ -137,7 +137,7 @@ def find_largest(p: AttentionMap, heads: Heads, singular: bool, tolerance: float
     if min(heads.rows, heads.keys) <= DENSE:
         centred = centre(heads, heads.dense())
         return top_singular(centred) if singular else top_eigenvalue(centred)
-    return torch.stack([iterate(one, singular, tolerance) for one in p.singles(heads)])
+    return torch.stack([iterate(p.indexed(one), singular, tolerance) for one in heads.index.split(1)])
 
 
 def centre(heads: Heads, rows: Tensor, counts: Tensor | None = None) -> Tensor:

@@ -10,18 +10,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lln.hf.find import is_cross, uses_interface
+from lln.hf.interface import REFUSED
 from lln.hf.watch import SOFTMAX, Call, watch
 from lln.instruments.observation import Observation, Pattern, as_bias, default_scale, observe_softmax, read_mask
 from lln.instruments.watchers import Look, Remove, split_sequences
 
 KNOWN = ("eager", "sdpa", "flex_attention", SOFTMAX)
-REFUSED = {
-    "softcap": "caps single query-key scores",
-    "s_aux": "adds attention sinks to its rows",
-    "indices": "chooses keys for every query",
-    "block_indices": "chooses keys for every query",
-    "cache": "pages its keys",
-}
+UNKNOWN = ("softcap", "s_aux", "indices", "block_indices", "cache")  # arguments that change P as no map here knows it
 
 
 def watch_transformers(model: nn.Module, look: Look) -> Iterator[Remove]:
@@ -49,9 +44,10 @@ def observe_call(look: Look, call: Call) -> list[Observation]:
         raise ValueError(
             f"{who} runs attn_implementation={call.implementation!r}, which is not known to be softmax or LLN."
         )
-    for option, what in REFUSED.items():
+    for option in UNKNOWN:
         if given.get(option) is not None:
-            raise ValueError(f"{who} {what} ({option}), which the instruments do not know; it cannot be recorded.")
+            what = REFUSED.get(option, "pages of keys")
+            raise ValueError(f"{who} uses {what} ({option}), which the instruments do not know; it cannot be recorded.")
     scaling = given.get("scaling")
     scale = default_scale(call.query) if scaling is None else float(scaling)
     # Whether it is causal without a mask that says so. Plain softmax ("eager") has nothing but its mask.

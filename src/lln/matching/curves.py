@@ -72,15 +72,6 @@ def read_curves() -> dict[str, Any]:
     return curves
 
 
-def check_head_dim(head_dim: int, matching: str) -> None:
-    dims = read_curves()["head_dims"]
-    if not dims[0] <= head_dim <= dims[-1]:
-        raise ValueError(
-            f"matching={matching!r}: the curves cover head_dim {dims[0]} to {dims[-1]}; got {head_dim}. "
-            "Use matching='paper', or match_data on real queries and keys."
-        )
-
-
 def logarithms(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device="cpu").log()
 
@@ -92,53 +83,48 @@ def interpolate_dims(per_dim: list[list[float]], head_dim: int) -> Tensor:
     return torch.cat([interpolate(at, *pchip(dims, values)) for values in logarithms(per_dim).unbind(-1)])
 
 
-# By (head_dim, device). Tensors, not curves: objects that torch.compile had made itself while tracing it could not
-# always keep (torch 2.11 on a GPU).
+# By (matching, head_dim, device). Tensors, not curves: objects that torch.compile had made itself while tracing it
+# could not always keep (torch 2.11 on a GPU).
 MADE: dict[tuple[str, int, str], Tensor] = {}
 
 
 @traced_as_constant
-def variance_inverse(head_dim: int, device: torch.device) -> Tensor:
-    """The curve log V -> log s2, as `pchip` has it."""
+def find_curves(matching: str, head_dim: int, device: torch.device) -> Tensor:
+    """Of "variance" the curve log V -> log s2, as `pchip` has it. Of "entropy" for each measured length N the curve
+    log t -> log s2, likewise, and a fourth row of log N: [lengths, 4, n]. All are over the same t."""
 
     def make() -> Tensor:
-        check_head_dim(head_dim, "variance")
         curves = read_curves()
-        per_dim = [curves["variance"][str(dim)]["value"] for dim in curves["head_dims"]]
-        points = pchip(interpolate_dims(per_dim, head_dim), logarithms(curves["s2"]))
+        dims = curves["head_dims"]
+        if not dims[0] <= head_dim <= dims[-1]:
+            raise ValueError(
+                f"matching={matching!r}: the curves cover head_dim {dims[0]} to {dims[-1]}; got {head_dim}. "
+                "Use matching='paper', or match_data on real queries and keys."
+            )
+        if matching == "variance":
+            per_dim = [curves["variance"][str(dim)]["value"] for dim in dims]
+            points = pchip(interpolate_dims(per_dim, head_dim), logarithms(curves["s2"]))
+        else:
+            log_t, log_n = logarithms(curves["t"]), logarithms(curves["lengths"])
+            made = []
+            for length in curves["lengths"]:
+                per_dim = [curves["entropy"][str(dim)][str(length)]["s2"] for dim in dims]
+                made.append(pchip(log_t, interpolate_dims(per_dim, head_dim)))
+            points = torch.cat([torch.stack(made), log_n[:, None, None].expand(-1, 1, len(log_t))], 1)
         return points.to(wide_dtype(device)).to(device)
 
-    return kept(MADE, ("variance", head_dim, str(device)), make)
-
-
-@traced_as_constant
-def entropy_curves(head_dim: int, device: torch.device) -> Tensor:
-    """For each measured length N the curve log t -> log s2, as `pchip` has it, and a fourth row of log N: [lengths, 4,
-    n]. All are over the same t."""
-
-    def make() -> Tensor:
-        check_head_dim(head_dim, "entropy")
-        curves = read_curves()
-        log_t, log_n = logarithms(curves["t"]), logarithms(curves["lengths"])
-        made = []
-        for length in curves["lengths"]:
-            per_dim = [curves["entropy"][str(dim)][str(length)]["s2"] for dim in curves["head_dims"]]
-            made.append(pchip(log_t, interpolate_dims(per_dim, head_dim)))
-        both = torch.cat([torch.stack(made), log_n[:, None, None].expand(-1, 1, len(log_t))], 1)
-        return both.to(wide_dtype(device)).to(device)
-
-    return kept(MADE, ("entropy", head_dim, str(device)), make)
+    return kept(MADE, (matching, head_dim, str(device)), make)
 
 
 def s2_for_variance(t: Tensor, head_dim: int) -> Tensor:
     """s2 at which the variance of log P_LLN within a row is t."""
-    return interpolate(t.log(), *variance_inverse(head_dim, t.device).unbind()).exp()
+    return interpolate(t.log(), *find_curves("variance", head_dim, t.device).unbind()).exp()
 
 
 def s2_for_entropy(t: Tensor, head_dim: int, length: Tensor) -> Tensor:
     """s2 at which LLN over `length` keys has the entropy of softmax with score variance t. Beyond the measured lengths
     the nearest one serves."""
-    curves = entropy_curves(head_dim, t.device)
+    curves = find_curves("entropy", head_dim, t.device)
     known = curves[:, 3, 0].contiguous()
     values = interpolate(t.log(), curves[0, 0], curves[:, 1], curves[:, 2])  # [lengths, *t.shape]
     at = length.to(values.dtype).log().expand(t.shape)

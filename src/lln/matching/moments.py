@@ -65,14 +65,12 @@ def match_moments(
         torch.Size([3])
     """
     check_choice("matching", matching, *MATCHINGS)
-    if scale is not None and not (scale > 0 and math.isfinite(scale)):
-        raise ValueError(f"scale must be positive and finite; got {scale}.")
     check_count("head_dim", head_dim)
     if not isinstance(length, Tensor) and length < 1:
         raise ValueError(f"length must be at least 1; got {length}.")
-    for name, sigma in (("sigma_q", sigma_q), ("sigma_k", sigma_k)):
-        if not isinstance(sigma, Tensor) and not (sigma > 0 and math.isfinite(sigma)):
-            raise ValueError(f"{name} must be positive and finite; got {sigma}.")
+    for name, number in (("scale", scale), ("sigma_q", sigma_q), ("sigma_k", sigma_k)):
+        if number is not None and not isinstance(number, Tensor) and not (number > 0 and math.isfinite(number)):
+            raise ValueError(f"{name} must be positive and finite; got {number}.")
     devices = [sigma.device for sigma in (sigma_q, sigma_k) if isinstance(sigma, Tensor)]
     device = devices[-1] if devices else torch.device("cpu")
     dtype = wide_dtype(device)

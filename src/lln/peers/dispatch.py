@@ -16,7 +16,7 @@ from lln.kernels.call import Call
 from lln.kernels.common import autocast_enabled
 from lln.kernels.eager import blocks_of, with_dropout
 from lln.nn.statistics import check_heads
-from lln.peers.registry import REGISTRY, Mechanism, check_options, find
+from lln.peers.registry import REGISTRY, Mechanism, check_names, find
 
 Attend = Callable[[Call], Tensor]  # [B, Hq, N, E] of a call, in any dtype
 
@@ -68,7 +68,7 @@ def attention(
             f"{name} learns {entry.learned}, so it is a module: "
             f"build it with lln.mechanism({name!r}, num_heads=..., head_dim=..., max_length=...)."
         )
-    check_options(name, options, entry.options)
+    check_names(name, options, entry.options)
     return run(
         entry, functools.partial(entry.function, **options), query, key, value, is_causal=is_causal, key_mask=key_mask,
         dropout_p=dropout_p, cu_seqlens=cu_seqlens, scale=scale, block_size=block_size, mix=mix,

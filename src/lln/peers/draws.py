@@ -4,6 +4,7 @@ features are random projections, drawn anew every so many training steps."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,14 +62,17 @@ class RandomFeatures(AttentionModule):
 
     projection: Tensor
     calls: Tensor
+    usual_features: Callable[[int], int]  # of a head dim
 
     def __init__(
-        self, *sizes: Any, features: int, seed: int, orthogonal: bool, redraw_every: int | None, **common: Any
-    ) -> None:
+        self, *sizes: Any, features: int | None = None, seed: int = 0, orthogonal: bool = True,
+        redraw_every: int | None = 1000, **common: Any,
+    ) -> None:  # fmt: skip
         super().__init__(*sizes, **common)
         if redraw_every is not None:
             check_count("redraw_every", redraw_every)
-        self.features, self.seed, self.orthogonal = check_count("features", features), seed, orthogonal
+        count = self.usual_features(self.head_dim) if features is None else features
+        self.features, self.seed, self.orthogonal = check_count("features", count), seed, orthogonal
         self.redraw_every = redraw_every
         self.register_buffer("projection", self.draw(0).to(torch.get_default_dtype()))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))  # training calls so far

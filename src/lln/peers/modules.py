@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lln.checks import check_count, check_fraction, describe
+from lln.checks import check_count, check_options, describe
 from lln.functional import CuSeqlens
 from lln.kernels.call import Call
 from lln.peers.dispatch import Attend, check_blocks, run
-from lln.peers.registry import COMMON, REGISTRY, Mechanism, check_options, find
+from lln.peers.registry import COMMON, REGISTRY, Mechanism, check_names, find
 
 
 class PeerModule(nn.Module):
@@ -21,14 +21,16 @@ class PeerModule(nn.Module):
 
     name: str  # in the registry
 
-    def __init__(self, num_heads: int, head_dim: int, max_length: int | None = None, *, dropout: float = 0.0) -> None:
+    def __init__(
+        self, num_heads: int, head_dim: int, max_length: int | None = None, *, num_key_heads: int | None = None,
+        dropout: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__()
-        check_count("num_heads", num_heads)
-        check_count("head_dim", head_dim)
+        check_options(num_heads=num_heads, head_dim=head_dim, num_key_heads=num_key_heads, dropout=dropout)
         if max_length is not None:
             check_count("max_length", max_length)
-        self.num_heads, self.head_dim, self.max_length = num_heads, head_dim, max_length
-        self.dropout = check_fraction("dropout", dropout)
+        self.num_heads, self.num_key_heads, self.head_dim = num_heads, num_key_heads or num_heads, head_dim
+        self.max_length, self.dropout = max_length, dropout
 
     @property
     def entry(self) -> Mechanism:
@@ -74,10 +76,7 @@ class AttentionModule(PeerModule):
         block_size: int | None = None,
         mix: float = 0.5,
     ) -> None:
-        super().__init__(num_heads, head_dim, max_length, dropout=dropout)
-        self.num_key_heads = num_heads if num_key_heads is None else check_count("num_key_heads", num_key_heads)
-        if num_heads % self.num_key_heads:
-            raise ValueError(f"num_heads must be a multiple of num_key_heads; got {num_heads} and {num_key_heads}.")
+        super().__init__(num_heads, head_dim, max_length, num_key_heads=num_key_heads, dropout=dropout)
         check_blocks(self.entry, block_size, mix)
         self.scale, self.block_size, self.mix = scale, block_size, mix
 
@@ -187,11 +186,11 @@ def mechanism(
     if entry.module is not None:
         kinds = {p.kind for p in inspect.signature(entry.module).parameters.values()}
         common = dict.fromkeys(COMMON if inspect.Parameter.VAR_KEYWORD in kinds else ())
-        check_options(name, options, {**entry.module_options, **common})
+        check_names(name, options, {**entry.module_options, **common})
         built = entry.module(num_heads, head_dim, max_length, **options)
     else:
         assert entry.function is not None
-        check_options(name, options, {**entry.options, **dict.fromkeys(COMMON)})
+        check_names(name, options, {**entry.options, **dict.fromkeys(COMMON)})
         own = {option: options.pop(option) for option in entry.options if option in options}
         if "max_length" in entry.options:
             own["max_length"] = max_length

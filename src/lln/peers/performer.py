@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch import Tensor
 
@@ -35,13 +34,7 @@ def performer(
 
 @register("performer", function=performer)
 class Performer(RandomFeatures):
-    def __init__(
-        self, *sizes: Any, features: int | None = None, seed: int = 0, orthogonal: bool = True,
-        redraw_every: int | None = 1000, **common: Any,
-    ) -> None:  # fmt: skip
-        count = default_features(sizes[1]) if features is None else features
-        common |= {"features": count, "seed": seed, "orthogonal": orthogonal, "redraw_every": redraw_every}
-        super().__init__(*sizes, **common)
+    usual_features = staticmethod(default_features)
 
     def attend(self, call: Call) -> Tensor:
         return performer(call, projection=self.current_projection())

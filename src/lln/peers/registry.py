@@ -163,7 +163,7 @@ def find(name: str) -> Mechanism:
     raise ValueError(f"name must be one of {', '.join(REGISTRY)}; got {name!r}.{hint}")
 
 
-def check_options(name: str, given: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
+def check_names(name: str, given: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:
     for option in given:
         if option not in allowed:
             takes = f"takes {', '.join(allowed)}" if allowed else "takes none"

@@ -55,12 +55,13 @@ class RFA(RandomFeatures):
     """gated: g_t = sigmoid(w . k_t + b) for each key head, learned (the paper's gate reads the token's hidden state;
     on q, k, v the key is what there is of it)."""
 
+    usual_features = staticmethod(int)  # one for each channel
+
     def __init__(
         self, *sizes: Any, features: int | None = None, seed: int = 0, sigma: float = 1.0, gated: bool = False,
         redraw_every: int | None = None, **common: Any,
     ) -> None:  # fmt: skip
-        count = sizes[1] if features is None else features
-        common |= {"features": count, "seed": seed, "orthogonal": False, "redraw_every": redraw_every}
+        common |= {"features": features, "seed": seed, "orthogonal": False, "redraw_every": redraw_every}
         super().__init__(*sizes, **common)
         self.sigma, self.gated = sigma, gated
         if gated:
