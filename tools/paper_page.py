@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lln.lab.core.documents import write_block
 from lln.lab.core.provenance import without_places
 from lln.lab.core.tables import markdown_table
 from lln.lab.paper import costs
 from lln.lab.paper.fig5_fig7 import FAR, STRAIGHT
 from lln.lab.paper.published import COLUMNS1, COLUMNS3, COLUMNS5, TABLE1, TABLE3, TABLE5, Numbers
-from lln.lab.paper.run_tables import show_published, write_cells, write_differences, write_noise
+from lln.lab.paper.run_tables import prepare_table, show_published
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results" / "paper"
@@ -196,9 +197,10 @@ def ours(path: Path, result: dict[str, Any]) -> list[str]:
         table, setting = costs.TABLES[result["table"]], costs.describe_setting(result["setting"])
         lines = [f"**Ours**, {setting}. {about(result)}", "", *costs.write_measured(table, result)]
     else:
-        lines += write_cells(result)
-        for part in (write_differences(result), write_noise(result)):
-            lines += [f"{part[0].removeprefix('## ')}:", *part[1:]]
+        facts = prepare_table(result)
+        lines += write_block("table.md", "cells", **facts).splitlines()
+        lines += ["What differs from the paper:", *write_block("table.md", "differences", **facts).splitlines()]
+        lines += ["Which differences exceed the noise:", *write_block("table.md", "noise", **facts).splitlines()]
     for chart in sorted(path.parent.glob("*.svg")):
         if owner(chart) == path:
             what = chart.stem.removeprefix(path.stem).strip("-") or path.stem

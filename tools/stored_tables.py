@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lln.lab.paper import costs
 from lln.lab.paper.needle_lengths import write_lengths
-from lln.lab.paper.run_tables import write_markdown
+from lln.lab.paper.run_tables import write_table
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -19,7 +19,7 @@ def tables() -> dict[Path, str]:
         if result.get("table") in costs.TABLES:
             found[path.with_suffix(".md")] = costs.write_markdown(costs.TABLES[result["table"]], result)
         elif "table" in result:
-            found[path.with_suffix(".md")] = write_markdown(result)
+            found[path.with_suffix(".md")] = write_table(result)
         elif result.get("figure") == "lengths":
             found[path.with_suffix(".md")] = write_lengths(result)
     return found

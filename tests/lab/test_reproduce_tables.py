@@ -12,7 +12,7 @@ from helpers.fake_runs import asked, fail, finish, jobs_of
 from lln.lab.paper.experiments import EXPERIMENTS, Asked
 from lln.lab.paper.jobs import configure
 from lln.lab.paper.run_records import find_runs
-from lln.lab.paper.run_tables import assemble_table, tell_row, write_markdown
+from lln.lab.paper.run_tables import assemble_table, tell_row, write_table
 from lln.lab.train.config import change
 
 
@@ -27,7 +27,7 @@ def rows(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def shown(result: dict[str, Any]) -> str:
     about = {"date": "2026-01-01", "commit": "abc", "command": "lln"}
-    return write_markdown(result | {"provenance": about})
+    return write_table(result | {"provenance": about})
 
 
 def test_the_numbers_are_those_of_the_runs(tmp_path: Path) -> None:

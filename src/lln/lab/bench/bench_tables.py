@@ -11,8 +11,9 @@ from rich.text import Text
 
 from lln.lab.bench.attentions import Shape
 from lln.lab.bench.kernel_times import locate
+from lln.lab.core.documents import write_markdown
 from lln.lab.core.errors import WrongOption
-from lln.lab.core.tables import markdown_table, show_number, show_timing, terminal_table
+from lln.lab.core.tables import show_number, show_timing, terminal_table
 from lln.peers import mechanisms
 
 MIB = 2**20
@@ -77,17 +78,14 @@ def describe_growth(result: dict[str, Any]) -> list[str]:
 
 
 def write_bench(result: dict[str, Any]) -> str:
-    lines = ["# Attentions side by side", "", describe_machine(result), "", f"`{result['provenance']['command']}`", ""]
-    if not result["finished"]:
-        lines += ["The run was cut short: shapes are missing.", ""]
+    groups = {}
     for title, rows in group_rows(result):
-        texts = [list_cells(row, quartiles=True) for row in rows]
-        for row, shown in zip(rows, texts, strict=True):
+        groups[title] = [list_cells(row, quartiles=True) for row in rows]
+        for row, shown in zip(rows, groups[title], strict=True):
             shown[1] = row["error"] or shown[1]
-        lines += [f"## {title}", "", *markdown_table(HEADER, texts), ""]
-    lines += [text for said in describe_growth(result) for text in (said, "")]
-    lines += [describe_checks(result), "", NOTES.replace("*:", "\\*:"), "", result["how"]]
-    return "\n".join(lines) + "\n"
+    errors = [error for entry in result["checks"] for error in entry["errors"].values()]
+    given = {"machine": describe_machine(result), "growth": describe_growth(result), "header": HEADER, "notes": NOTES}
+    return write_markdown("bench.md", **result, **given, groups=groups, errors=errors)
 
 
 def group_rows(result: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
@@ -137,16 +135,6 @@ def describe_machine(result: dict[str, Any]) -> str:
     if dropped := result["settings"].get("dropout"):
         parts.append(f"dropout {dropped:g}")
     return f"{', '.join(parts)}; {made['date'][:10]}, commit {made['commit'] or 'unknown'}"
-
-
-def describe_checks(result: dict[str, Any]) -> str:
-    errors = [error for entry in result["checks"] for error in entry["errors"].values()]
-    if not errors:
-        return "No LLN attention was among those timed, so none was checked."
-    return (
-        f"Checked first: outputs and gradients of {len(result['checks'])} variants of LLN in "
-        f"{result['settings']['dtype']} are within {max(errors):.1e} of float64 (relative 2-norm)."
-    )
 
 
 def show_cost(row: dict[str, Any] | None, base: dict[str, Any] | None) -> tuple[str, str, str]:
@@ -208,13 +196,11 @@ def describe_head(result: dict[str, Any], temperature: float) -> str:
 
 
 def write_compare(result: dict[str, Any]) -> str:
-    s, p = result["settings"], result["provenance"]
-    parts = ["# Attention mechanisms side by side", "", f"{p['date'][:10]}, commit {p['commit']}, `{p['command']}`", ""]
-    for temperature in s["temperatures"] if "recorded" not in result else [choose_temperature(result)]:
-        made = markdown_table(*list_columns(result, sorted(s["lengths"]), temperature))
-        parts += [describe_head(result, temperature), "", *made, ""]
-    reasons = {
-        row["mechanism"]: row["reason"] for row in (*result["costs"], *result["concentration"]) if "reason" in row
-    }
-    parts += [f"- {mechanisms()[name].title}: {reason}" for name, reason in reasons.items()]
-    return "\n".join([*parts, "", EXPLAINED, ""])
+    s = result["settings"]
+    tables = [
+        (describe_head(result, temperature), *list_columns(result, sorted(s["lengths"]), temperature))
+        for temperature in (s["temperatures"] if "recorded" not in result else [choose_temperature(result)])
+    ]
+    refused = [row for row in (*result["costs"], *result["concentration"]) if "reason" in row]
+    reasons = {mechanisms()[row["mechanism"]].title: row["reason"] for row in refused}
+    return write_markdown("compare.md", **result, tables=tables, reasons=reasons, explained=EXPLAINED)

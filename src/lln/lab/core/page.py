@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import markupsafe
 import torch
 
 from lln.files import write_json, write_text
 from lln.lab.core.charts import Axis, draw_lines
+from lln.lab.core.documents import write_document
 from lln.lab.core.palette import Style
 from lln.lab.core.provenance import provenance
 from lln.lab.core.tables import write_csv
@@ -67,21 +66,12 @@ def pick(rows: Rows, **values: Any) -> dict[str, Any]:
     return next(row for row in rows if all(row[name] == value for name, value in values.items()))
 
 
-def load_template(name: str) -> jinja2.Template:
-    """One of the templates; all text in it is escaped but for charts, which are drawn here from numbers."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("lln.lab.core"), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["drawn"] = lambda chart: markupsafe.Markup(chart.svg)
-    return environment.get_template(name)
-
-
 def write_page(
     out: Path, sections: list[Section], made: dict[str, Any], *, summary: Sequence[str] = (),
     left_out: Sequence[str] = (),
 ) -> Path:  # fmt: skip
     """Writes index.html, an SVG file for each chart with its data as CSV, and a JSON file for each section."""
-    page = load_template("page.html").render(sections=sections, provenance=made, summary=summary, left_out=left_out)
+    page = write_document("page.html", sections=sections, provenance=made, summary=summary, left_out=left_out)
     for section in sections:
         write_json(out / f"{section.name}.json", section.data)
         for chart in section.charts:

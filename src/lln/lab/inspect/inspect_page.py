@@ -9,7 +9,8 @@ from rich import box
 from rich.table import Table
 
 from lln.files import write_json, write_text
-from lln.lab.core.page import Chart, load_template
+from lln.lab.core.documents import write_document
+from lln.lab.core.page import Chart
 from lln.lab.core.tables import terminal_table
 from lln.lab.inspect.heatmap import heatmap
 
@@ -60,7 +61,8 @@ def layer_table(result: dict[str, Any]) -> Table:
 def write(result: dict[str, Any], out: Path) -> Path:
     """inspect.json, an SVG file for each chart, and the page, whose path is returned."""
     own, others = charts(result["rows"]), compared_charts(result)
-    page = load_template("inspect.html").render(
+    page = write_document(
+        "inspect.html",
         result=result,
         count_things=count_things,
         sentences=sentences(result),

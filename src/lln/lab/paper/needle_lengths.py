@@ -8,11 +8,12 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from lln.lab.core.tables import markdown_table, show_number
+from lln.lab.core.documents import write_markdown
+from lln.lab.core.tables import show_number
 from lln.lab.paper.experiments import Asked, Experiment
 from lln.lab.paper.jobs import configure, find_shape
 from lln.lab.paper.run_records import RunRecord, list_runs, select_alike
-from lln.lab.paper.run_tables import list_scores, order_names, show_cell, write_head, write_missing
+from lln.lab.paper.run_tables import list_scores, order_names, show_cell
 from lln.lab.paper.spread import RULE, Spread, find_difference, find_spread
 from lln.lab.recipes.needles import lengthen, set_length
 
@@ -20,7 +21,6 @@ TASK = "needles"
 WITH, WITHOUT = "lln_diag", "block_diagonal"  # what the linear part adds is the difference
 BAND = re.compile(r"to_(\d+)_accuracy")
 CHART = "accuracy-against-length"
-FARTHER = "Accuracy (%) on questions that stand so many tokens from their needle, and farther than the column before."
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
@@ -130,57 +130,37 @@ def find_gains(groups: dict[int, list[RunRecord]]) -> list[dict[str, Any]]:
 
 # Markdown
 
+# By the field of a cell: the title of its table, and how a value is shown.
+SHOWN: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "accuracy": ("accuracy (%)", lambda spread: show_cell(spread, 1)),
+    "loss": ("loss", lambda spread: show_cell(spread, 3)),
+    "step_seconds": ("ms a step", lambda seconds: show_number(1e3 * seconds)),
+    "bytes": ("MiB of the GPU at most", lambda size: show_number(size / 2**20)),
+}
+
 
 def write_lengths(result: dict[str, Any]) -> str:
-    parts = [
-        write_head(result, result["title"], "seeds"),
-        write_table(result, "accuracy (%)", lambda c: show_cell(c["accuracy"], 1), guessed=True),
-        write_table(result, "loss", lambda c: show_cell(c["loss"], 3)),
-    ]
-    for name, title, factor in (("step_seconds", "ms a step", 1e3), ("bytes", "MiB of the GPU at most", 2**-20)):
-        if any(c[name] is not None for c in result["cells"]):
-            parts.append(write_table(result, title, lambda c: "" if c[name] is None else show_number(c[name] * factor)))  # noqa: B023
-    parts += [write_distances(result), write_gains(result), write_settings(result), write_missing(result)]
-    return "\n".join(line for part in parts for line in part)
-
-
-def write_table(
-    result: dict[str, Any], title: str, show: Callable[[dict[str, Any]], str], *, guessed: bool = False
-) -> list[str]:
-    lengths, shown = result["lengths"], {}
-    for c in result["cells"]:
-        shown[c["attention"], c["length"]] = show(c) or ("failed" if c["failed"] and c["accuracy"] is None else "")
-    rows = [[name, *(shown.get((name, n), "") for n in lengths)] for name in result["attentions"]]
-    if guessed:
-        floors = [result["guess"][str(n)] for n in lengths]
-        rows.append(["a guess", *("" if floor is None else f"{floor:.1f}" for floor in floors)])
-    return [*markdown_table([title, *(f"{n:,}" for n in lengths)], rows), ""]
-
-
-def write_distances(result: dict[str, Any]) -> list[str]:
     bands = sorted({int(b) for c in result["cells"] for b in c["by_distance"]})
-    rows = []
-    for c in result["cells"]:
-        found = [c["by_distance"].get(str(b)) for b in bands]
-        rows.append([f"{c['length']:,}", c["attention"], *("" if value is None else f"{value:.1f}" for value in found)])
-    table = markdown_table(["length", "attention", *(f"to {b:,}" for b in bands)], rows, "rlr")
-    return ["## By distance", "", FARTHER, "", *table, ""] if bands else []
+    distances = [
+        [f"{c['length']:,}", c["attention"], *(show_percent(c["by_distance"].get(str(b))) for b in bands)]
+        for c in result["cells"]
+    ]
+    found = {"tables": list_tables(result), "bands": [f"to {b:,}" for b in bands], "distances": distances}
+    return write_markdown("lengths.md", **result, **found)
 
 
-def write_gains(result: dict[str, Any]) -> list[str]:
-    """Whether the linear part earns its keep."""
-    lines = []
-    words = {True: "beyond the noise", False: "within the noise", None: "one seed, nothing to say about noise"}
-    for d in result["differences"]:
-        bound = "" if d["noise"] is None else f", noise {d['noise']:.1f}"
-        lines.append(f"- {d['length']:,}: {d['a']} - {d['b']} = {d['difference']:+.1f} ({words[d['beyond']]}{bound})")
-    return ["## What the linear part adds", "", result["rule"], "", *lines, ""] if lines else []
+def show_percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
 
 
-def write_settings(result: dict[str, Any]) -> list[str]:
-    lines = ["## What was run", ""]
-    for length, s in result["settings"].items():
-        made = f"{s['steps']:,} steps of {s['batch']} sequences, judged on {s['sequences']} others"
-        start = "" if s["after"] is None else f", going on from the model of {s['after']:,} tokens"
-        lines.append(f"- {int(length):,} tokens: {made}{start}.")
-    return [*lines, *(f"- {note}" for note in result["notes"]), *(f"- {text}" for text in result["remarks"]), ""]
+def list_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
+    """The rows of each table by its title, a row an attention; of costs where they are known."""
+    lengths, cells, found = result["lengths"], result["cells"], {}
+    for field, (title, show) in SHOWN.items():
+        if field in ("accuracy", "loss") or any(c[field] is not None for c in cells):
+            shown = {(c["attention"], c["length"]): "" if c[field] is None else show(c[field]) for c in cells}
+            shown |= {(c["attention"], c["length"]): "failed" for c in cells if c["failed"] and c["accuracy"] is None}
+            found[title] = [[name, *(shown.get((name, n), "") for n in lengths)] for name in result["attentions"]]
+        if field == "accuracy":
+            found[title].append(["a guess", *(show_percent(result["guess"][str(n)]) for n in lengths)])
+    return found

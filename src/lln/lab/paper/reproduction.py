@@ -23,7 +23,7 @@ from lln.lab.paper.jobs import Job, check_jobs, configure, find_shape, find_stat
 from lln.lab.paper.needle_lengths import assemble_lengths, parse_lengths, write_lengths
 from lln.lab.paper.run_figures import assemble_figure
 from lln.lab.paper.run_records import find_runs, find_stored_jobs, merge_runs, restore_runs
-from lln.lab.paper.run_tables import assemble_table, write_markdown
+from lln.lab.paper.run_tables import assemble_table, write_table
 from lln.lab.recipes import PRESETS
 from lln.lab.train.config import Config
 
@@ -188,7 +188,7 @@ class Reproduction:
         if self.experiment.name == "lengths":
             return write_lengths(result)
         if self.experiment.paper is not None:
-            return write_markdown(result)
+            return write_table(result)
         lines = [tell_verdicts(f"{self.experiment.name}: {self.experiment.title}", result["verdicts"])]
         lines += [f"\n{text}" for text in (*result["differs"], *result["missing"])]
         return "\n".join([*lines, *(f"\n{f['folder']} failed: {f['sentence']}" for f in result["failed"])])

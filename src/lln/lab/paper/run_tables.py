@@ -6,8 +6,8 @@ import itertools
 import statistics
 from typing import Any
 
-from lln.lab.core.provenance import without_places
-from lln.lab.core.tables import markdown_table, show_duration, show_number
+from lln.lab.core.documents import write_markdown
+from lln.lab.core.tables import show_duration, show_number
 from lln.lab.paper.experiments import Asked, Experiment
 from lln.lab.paper.jobs import configure, find_recipe, find_shape
 from lln.lab.paper.published import AVERAGE, PAPER4, REMARKS1, describe_data, describe_training
@@ -166,37 +166,45 @@ def list_marks(runs: list[RunRecord]) -> dict[str, Any]:
 # Markdown
 
 
-def write_markdown(result: dict[str, Any]) -> str:
-    number = result["table"].removeprefix("table")
-    title = f"Table {number}: {result['title']}" if number.isdigit() else result["title"]
-    parts = [write_head(result, title, "values"), write_cells(result), write_differences(result), write_noise(result)]
-    if result["table"] == "table5":
-        parts.insert(2, write_costs(result))
-    return "\n".join(line for part in [*parts, write_missing(result), write_runs(result)] for line in part)
+def write_table(result: dict[str, Any]) -> str:
+    return write_markdown("table.md", **prepare_table(result))
 
 
-def write_head(result: dict[str, Any], title: str, counted: str) -> list[str]:
-    p = result["provenance"]
-    machines = ", ".join(dict.fromkeys(run["provenance"]["device"] for run in result["runs"])) or "no machine yet"
-    return [
-        f"# {title}", "",
-        f"Scale {result['scale']}, {p['date'][:10]}, commit {p['commit']}, `{without_places(p['command'])}`; runs on "
-        f"{machines}. Mean ± standard deviation (number of {counted}).", "",
-    ]  # fmt: skip
+def prepare_table(result: dict[str, Any]) -> dict[str, Any]:
+    """What its template takes."""
+    number, title = result["table"].removeprefix("table"), result["title"]
+    header, cells = list_cells(result)
+    sentences: dict[str, list[str]] = {}  # and the columns that each is about
+    for column, marks in result["marks"].items():
+        for sentence in (*marks["model"], *marks["budget"], *marks["data"]):
+            sentences.setdefault(sentence, []).append(column)
+    tuned_once = {
+        row["attention"]: [c for c, cell in row["cells"].items() if cell.get("unit") == TUNINGS and cell["n"] > 1]
+        for row in result["rows"]
+    }
+    return result | {
+        "title": f"Table {number}: {title}" if number.isdigit() else title,
+        "header": header,
+        "cells": cells or [["no run is finished yet", *[""] * (len(header) - 1)]],
+        "costs": list_costs(result) if result["table"] == "table5" else [],
+        "sentences": sentences,
+        "tuned_once": [f"{name} ({', '.join(columns)})" for name, columns in tuned_once.items() if columns],
+        "noise": tell_differences(result),
+        "times": [list_time(run) for run in result["runs"]],
+    }
 
 
-def write_cells(result: dict[str, Any]) -> list[str]:
-    columns, own = result["columns"], {c for row in result["rows"] for c in row["paper"]}
+def list_cells(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The header and the rows of the table itself."""
     header, rows = ["attention"], [[row["attention"]] for row in result["rows"]]
-    for c in columns:
-        header.append(f"{c} {MARK}" if result["marks"].get(c, {}).get("data") else c)
+    own = {c for row in result["rows"] for c in row["paper"]}
+    for c in result["columns"]:
+        header += [f"{c} {MARK}" if result["marks"].get(c, {}).get("data") else c, *(["paper"] if c in own else [])]
         for texts, row in zip(rows, result["rows"], strict=True):
             texts.append(show_cell(row["cells"].get(c), find_digits(c)))
             if c in own:
                 texts.append(show_published(row["paper"].get(c)))
-        if c in own:
-            header.append("paper")
-    return [*markdown_table(header, rows or [["no run is finished yet", *[""] * (len(header) - 1)]]), ""]
+    return header, rows
 
 
 def find_digits(column: str) -> int:
@@ -221,31 +229,6 @@ def show_published(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}" if round(value, 1) == value else f"{value:g}"
 
 
-def write_differences(result: dict[str, Any]) -> list[str]:
-    """What stands between these numbers and the paper's, column by column; what all share once."""
-    lines = ["## What differs from the paper", ""]
-    marks = result["marks"]
-    said: dict[str, list[str]] = {}
-    for column, mark in marks.items():
-        for sentence in [*mark["model"], *mark["budget"], *mark["data"]]:
-            said.setdefault(sentence, []).append(column)
-    lines += [f"- {', '.join(where)}: {sentence}" for sentence, where in said.items()]
-    if any(mark["data"] for mark in marks.values()):
-        lines += ["", f"{MARK} Other data than the paper's: not to be set beside its numbers without saying so."]
-    elif not said:
-        lines.append("Nothing that is known of.")
-    if cards := list(dict.fromkeys(card for mark in marks.values() for card in mark["cards"])):
-        lines += ["", "What the data's own cards say:"]
-        lines += [line for card in cards for line in ("", *(f"> {text}".rstrip() for text in card.splitlines()))]
-    tuned_once = {
-        row["attention"]: [c for c, cell in row["cells"].items() if cell.get("unit") == TUNINGS and cell["n"] > 1]
-        for row in result["rows"]
-    }
-    if inner := [f"{name} ({', '.join(columns)})" for name, columns in tuned_once.items() if columns]:
-        lines += ["", f"The spread of {', '.join(inner)} is over fine-tunings of one pre-trained model only."]
-    return [*lines, *(f"\n{remark}" for remark in result["remarks"]), ""]
-
-
 def tell_differences(result: dict[str, Any]) -> dict[bool | None, list[str]]:
     """As sentences, by whether they exceed the noise; None: one seed."""
     groups: dict[bool | None, list[str]] = {True: [], False: [], None: []}
@@ -261,18 +244,6 @@ def tell_differences(result: dict[str, Any]) -> dict[bool | None, list[str]]:
     return groups
 
 
-def write_noise(result: dict[str, Any]) -> list[str]:
-    head, groups = ["## Which differences exceed the noise", ""], tell_differences(result)
-    titles = {True: "Beyond the noise", False: "Within the noise", None: "One seed or pre-training, nothing to say"}
-    lines = [
-        line
-        for known, title in titles.items()
-        if groups[known]
-        for line in (f"{title}:", "", *(f"- {text}" for text in groups[known]), "")
-    ]
-    return [*head, result["rule"], "", *lines] if lines else [*head, "There are no two attentions to compare yet.", ""]
-
-
 def find_reference(a: str, b: str) -> str | None:
     """Which of two attentions the other is compared with in words, if they are compared at all: a variant with what it
     is a variant of."""
@@ -280,11 +251,11 @@ def find_reference(a: str, b: str) -> str | None:
     return next((name for name in (plain if len(plain) == 1 else (BASE, OURS)) if name in (a, b)), None)
 
 
-def write_costs(result: dict[str, Any]) -> list[str]:
-    """Time (of runs that had the device to themselves) and memory (on a GPU) of whole runs, beside the paper's Table 4;
-    `lln reproduce table4` measures single steps."""
+def list_costs(result: dict[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
+    """Time (of runs that had the device to themselves) and memory (on a GPU) of whole runs, beside the paper's Table 4,
+    as headers and rows; `lln reproduce table4` measures single steps."""
     columns = [c for c in result["columns"] if c in PAPER4["softmax"]["s"]]
-    lines = []
+    found = []
     kinds = ("seconds", "s", "seconds a run", 1.0), ("bytes", "MB", "MB of the GPU at most", 1e6)
     for what, unit, title, size in kinds:
         rows = []
@@ -298,30 +269,18 @@ def write_costs(result: dict[str, Any]) -> list[str]:
                 texts.append(f"{theirs[c]:g}" if c in theirs else "-")
             rows.append(texts)
         if any(text for texts in rows for text in texts[1::2]):
-            lines += [*markdown_table([title, *(t for c in columns for t in (c, "paper"))], rows), ""]
-    said = "The paper's times and memory are those of its Table 4, on its own GPU."
-    return [*lines, said, ""] if lines else []
+            found.append(([title, *(t for c in columns for t in (c, "paper"))], rows))
+    return found
 
 
-def write_missing(result: dict[str, Any]) -> list[str]:
-    lines = [f"- {name} was not run: {reason}." for name, reason in result["unavailable"].items()]
-    for sentence, failed in group_by(result["failed"], lambda one: one["sentence"]).items():
-        lines.append(f"- {', '.join(one['folder'] for one in failed)} failed: {sentence}")
-    lines += [f"- {folder} is not finished." for folder in result["unfinished"]]
-    return ["## What is missing", "", *lines, ""] if lines else []
-
-
-def write_runs(result: dict[str, Any]) -> list[str]:
-    rows = []
-    for run in result["runs"]:
-        at_least = "" if run["all_times_known"] else "> "
-        took = "" if run["seconds"] is None else at_least + show_duration(run["seconds"])
-        if beside := run.get("beside"):
-            took += f" beside {beside} other{'s' if beside > 1 else ''}"
-        p = run["provenance"]
-        rows.append([run["folder"], f"{run['score']:.4g}", took, p["device"], p["commit"]])
-    table = markdown_table(["run", "score", "time", "machine", "commit"], rows, "lrrl")
-    return ["## Runs", "", *table, ""] if rows else []
+def list_time(run: dict[str, Any]) -> list[str]:
+    """What a run came to, how long it took, and where."""
+    took = "" if run["seconds"] is None else show_duration(run["seconds"])
+    if took and not run["all_times_known"]:
+        took = f"> {took}"
+    if beside := run.get("beside"):
+        took += f" beside {beside} other{'s' if beside > 1 else ''}"
+    return [run["folder"], f"{run['score']:.4g}", took, run["provenance"]["device"], run["provenance"]["commit"]]
 
 
 def tell_row(result: dict[str, Any], attention: str) -> str:
