@@ -62,11 +62,11 @@ def test_what_the_explorer_says_follows_from_its_rows(explored: dict[str, Any]) 
         near = [t for t in SMALL.temperatures if abs(rows[kind, t] - rows["softmax", t]) <= 0.25]
         assert f"LLN with {kind} matching is within a quarter of a bit of softmax at {len(near)} of 3" in said
     gaps = {r["series"]: r["gap"] for r in explored["rows"] if (r["dim"], r["temperature"]) == (64, 0.25)}
-    assert f"at 0.25, the coldest, it is {gaps['softmax']:.2f} with softmax" in explorer.describe_gap(explored)
-    assert "(of one draw)" in explorer.describe_gap(explored)
+    assert f"at 0.25, the coldest, it is {gaps['softmax']:.2f} with softmax" in explorer.write_captions(explored)[1]
+    assert "(of one draw)" in explorer.write_captions(explored)[1]
     several = explored | {"settings": explored["settings"] | {"seeds": 8}}
     error = max(r["gap_error"] for r in explored["rows"] if r["dim"] == 64)
-    assert f"(means over 8 draws, standard errors up to {error:.2f})" in explorer.describe_gap(several)
+    assert f"(means over 8 draws, standard errors up to {error:.2f})" in explorer.write_captions(several)[1]
 
 
 def test_a_normal_sample_is_called_log_normal_and_its_quantiles_are_a_line() -> None:

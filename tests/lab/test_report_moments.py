@@ -47,7 +47,7 @@ def with_gaps(measured: dict[str, Any], gaps: dict[str, list[float]]) -> dict[st
 def test_the_worst_matching_is_named_first_with_its_sigma_and_direction(measured: dict[str, Any]) -> None:
     gaps: dict[str, list[float]]
     gaps = {"paper": [0, 0.25, -0.5], "variance": [0, 0.75, 0], "entropy": [0, -3, 2], "unmatched": [0.125, 0, 0]}
-    said = moments.describe_gaps(with_gaps(measured, gaps))
+    said = moments.write_sentences(with_gaps(measured, gaps), [])[3]
     order = [said.index(f"{name} matching") for name in ("entropy", "variance", "paper", "no")]
     assert order == sorted(order)
     assert "3.00 ± 0.00 bits with entropy matching (at sigma = 1, too concentrated)" in said
@@ -58,15 +58,15 @@ def test_the_worst_matching_is_named_first_with_its_sigma_and_direction(measured
 def test_a_gap_within_its_error_is_called_chance(measured: dict[str, Any]) -> None:
     result = with_gaps(measured, {kind: [0.0, 0.0, 0.0] for kind in moments.LLN_KINDS})
     next(row for row in result["entropy"] if row["series"] == "entropy")["bits"][:] = [7.4, 7.6, 7.56]
-    assert "bits with entropy matching (at sigma = 0.5, no more than chance)" in moments.describe_gaps(result)
+    assert "bits with entropy matching (at sigma = 0.5, no more than chance)" in moments.write_sentences(result, [])[3]
 
 
 def test_over_concentration_at_small_sigma_is_claimed_only_where_it_is(measured: dict[str, Any]) -> None:
-    said = moments.describe_floor(measured)
+    said = moments.write_sentences(measured, [])[2]
     assert f"below -b/a = {-PAPER_B / PAPER_A:.3g}" in said
     assert "over-concentrated" in said
-    even = with_gaps(measured, {"paper": [0.25, 0, 0]})
-    assert "over-concentrated" not in moments.describe_floor(even)
+    even = with_gaps(measured, {kind: [0.25, 0, 0] for kind in moments.LLN_KINDS})
+    assert "over-concentrated" not in moments.write_sentences(even, [])[2]
 
 
 def test_the_line_holds_where_it_is_near_the_curve_and_only_there(measured: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ def test_the_line_holds_where_it_is_near_the_curve_and_only_there(measured: dict
     assert moments.find_where_line_holds(exact) == [pytest.approx((curves["s2"][0], curves["s2"][-1]))]
     exact["line"] = {"a": 2 * PAPER_A, "b": 0.0}
     assert moments.find_where_line_holds(exact) == []
-    assert "nowhere" in moments.describe_line(exact, [])
+    assert "nowhere" in moments.write_sentences(exact, [])[1]
 
 
 def test_the_table_shows_the_data(measured: dict[str, Any], made: Section) -> None:

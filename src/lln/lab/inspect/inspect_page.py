@@ -61,18 +61,12 @@ def layer_table(result: dict[str, Any]) -> Table:
 def write(result: dict[str, Any], out: Path) -> Path:
     """inspect.json, an SVG file for each chart, and the page, whose path is returned."""
     own, others = charts(result["rows"]), compared_charts(result)
+    kinds = matchings(result)
     page = write_document(
-        "inspect.html",
-        result=result,
-        count_things=count_things,
-        sentences=sentences(result),
-        charts=own,
-        said_of_lln=describe_lln(result),
-        compared=others,
-        matchings=matchings(result),
-        number=number,
+        "inspect.html", result=result, count_things=count_things, charts=own, compared=others, matchings=kinds,
+        differences={kind: list_differences(result["rows"], kind) for kind in kinds}, number=number,
         provenance=result["provenance"],
-    )
+    )  # fmt: skip
     write_json(out / f"{NAME}.json", result)
     for chart in (*own, *(chart for group in others for chart in group)):
         write_text(out / f"{chart.name}.svg", chart.svg)
@@ -118,66 +112,7 @@ def count_things(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def place(row: dict[str, Any]) -> str:
-    return f"head {row['head']} of layer {row['label']}"
-
-
-def extremes(rows: Rows, field: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    there = [row for row in rows if row[field] is not None]
-    return (min(there, key=lambda r: r[field]), max(there, key=lambda r: r[field])) if there else None
-
-
-def sentences(result: dict[str, Any]) -> list[str]:
-    rows: Rows = result["rows"]
-    said = []
-    if found := extremes([row for row in rows if row["max_entropy"]], "entropy"):
-        low, high = found
-        said.append(
-            f"The most concentrated is {place(low)}: its rows have {number(low['entropy'])} bits of the "
-            f"{number(low['max_entropy'])} that an even spread would have, as if they read {2 ** low['entropy']:.1f} "
-            f"keys. The most even is {place(high)}, with {number(high['entropy'])} of {number(high['max_entropy'])} "
-            "bits."
-        )
-    if found := extremes(rows, "spectral_gap"):
-        low, high = found
-        said.append(
-            f"The spectral gap runs from {number(low['spectral_gap'])} ({place(low)}) to "
-            f"{number(high['spectral_gap'])} ({place(high)})."
-        )
-    distances = [row["lognormality"] for row in rows if row["lognormality"] is not None]
-    if distances:
-        near = sum(d < 0.05 for d in distances)
-        said.append(
-            f"Weights are log-normal to within a distance of .05 in {near} of {count_things(len(distances), 'head')}; "
-            f"the furthest is {number(max(distances))} away."
-        )
-    return said
-
-
-def describe_lln(result: dict[str, Any]) -> list[str]:
-    rows: Rows = result["rows"]
-
-    def list_differences(matching: str, field: str) -> list[float]:
-        values = (row["lln"][matching][f"{field}_difference"] for row in rows)
-        return sorted((value for value in values if value is not None), key=abs)
-
-    compared = len(list_differences("paper", "entropy"))
-    if not compared:
-        return ["This model masks or biases single query-key pairs, and so LLN attention could not stand in for it."]
-    said = []
-    for matching in matchings(result):
-        entropies, gaps = (list_differences(matching, field) for field, *_ in DIFFERENCES)
-        if entropies:
-            even = sum(value > 0 for value in entropies)
-            gap = f"; in spectral gap by {number(sum(map(abs, gaps)) / len(gaps))}" if gaps else ""
-            said.append(
-                f"With {matching} matching LLN differs from softmax in entropy by "
-                f"{number(sum(map(abs, entropies)) / len(entropies))} bits on average (half of the heads by at most "
-                f"{number(abs(entropies[(len(entropies) - 1) // 2]))}, the worst by {number(abs(entropies[-1]))}) and "
-                f"is the more even of the two in {even} of {count_things(len(entropies), 'head')}{gap}."
-            )
-        else:
-            said.append(f"The curves of {matching} matching do not cover this model's head dim.")
-    if compared < len(rows):
-        said.append("Empty cells: layers that mask or bias single query-key pairs, where LLN cannot stand in.")
-    return said
+def list_differences(rows: Rows, matching: str) -> list[list[float]]:
+    """Of LLN from softmax, in entropy and in gap, from the smallest on."""
+    found = [[row["lln"][matching][f"{field}_difference"] for row in rows] for field, *_ in DIFFERENCES]
+    return [sorted((value for value in values if value is not None), key=abs) for values in found]

@@ -122,7 +122,6 @@ def summarize(results: dict[str, Result]) -> list[str]:
     if "lengths" in results:
         said += lengths_section.describe_crossovers(results["lengths"]["rows"])
     if "training" in results:
-        found = results["training"]["attentions"]
-        ended = ", ".join(f"{x['loss']:.2f} with {name}" for name, x in found.items())
+        ended = training.list_losses(results["training"])
         said.append(f"The short training run below ended at a loss of {ended}: too short a run to rank them.")
     return said

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lln.instruments import entropy, lognormal_fit
 from lln.lab.core.charts import Axis
+from lln.lab.core.documents import write_paragraphs
 from lln.lab.core.page import Result, Rows, Section, begin_result, chart_lines
 from lln.lab.core.palette import BLUE, INK, ORANGE, SHORT, SOLID, Style
 from lln.lab.core.progress import Progress, ignore
@@ -20,6 +21,7 @@ SIGMA = 1.0
 MATCHING = "entropy"
 SERIES = {"softmax": "softmax", "LLN": MATCHING}  # by the names that the page shows
 BINS = 60
+NEAR = 0.02  # the largest distance of what is called close to log-normal
 SHOWN = 3.5  # standard deviations either side: beyond lie a few of a hundred thousand entries
 STYLES = {
     "softmax": Style(ORANGE, SOLID, "circle", 3),
@@ -110,19 +112,13 @@ def list_quantiles(result: Result) -> Rows:
 
 def make_section(result: Result) -> Section:
     softmax, ours, length = result["attentions"]["softmax"], result["attentions"]["LLN"], result["settings"]["length"]
+    of_density, of_quantiles = write_paragraphs("distribution.txt", "captions")
+    log_p, normal = Axis("log_p", "log P"), Axis("normal", "normal quantile")
+    density, quantile = Axis("density", "density"), Axis("standardised", "quantile of log P")
     charts = [
-        chart_lines(
-            "log-p-histogram", list_densities(result), STYLES, Axis("log_p", "log P"), Axis("density", "density"),
-            "How the logarithms of attention weights are distributed, and the normal distribution with their mean "
-            "and variance (dashed): where a curve lies on its dashes, attention is log-normal.",
-        ),
-        chart_lines(
-            "log-p-quantiles", list_quantiles(result), STYLES, Axis("normal", "normal quantile"),
-            Axis("standardised", "quantile of log P"),
-            "The same as quantiles against those of a normal distribution: a straight line means log-normal, an "
-            "end that bends up means more very large weights than that.",
-        ),
-    ]  # fmt: skip
+        chart_lines("log-p-histogram", list_densities(result), STYLES, log_p, density, of_density),
+        chart_lines("log-p-quantiles", list_quantiles(result), STYLES, normal, quantile, of_quantiles),
+    ]
     return Section(
         name="distribution",
         title="What attention looks like",
@@ -139,15 +135,5 @@ def make_section(result: Result) -> Section:
 
 
 def write_sentences(softmax: dict[str, Any], ours: dict[str, Any], length: int) -> list[str]:
-    def verdict(x: dict[str, Any]) -> str:
-        return "close to log-normal" if x["distance"] <= 0.02 else "log-normal only roughly"
-
-    bend = "heavier towards large weights" if ours["skewness"] > softmax["skewness"] else "no heavier at large weights"
-    return [
-        f"On Gaussian queries and keys of spread 1, softmax attention is {verdict(softmax)} (the Kolmogorov-"
-        f"Smirnov distance of log P from a normal distribution is {softmax['distance']:.3f}; 0 would be exact) and "
-        f"LLN {verdict(ours)} ({ours['distance']:.3f}); "
-        f"LLN's is {bend} (skewness {ours['skewness']:.2f} against {softmax['skewness']:.2f}).",
-        f"Their rows have an entropy of {softmax['entropy']:.2f} bits for softmax and {ours['entropy']:.2f} for LLN; "
-        f"attention that is even over all {length} tokens would have {math.log2(length):.0f}.",
-    ]
+    facts = {"softmax": softmax, "ours": ours, "length": length, "even": math.log2(length), "near": NEAR}
+    return write_paragraphs("distribution.txt", "sentences", **facts)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from lln.instruments import entropy, spectral_gap
 from lln.lab.core.charts import Axis
+from lln.lab.core.documents import write_paragraphs
 from lln.lab.core.page import Result, Rows, Section, begin_result, chart_lines
 from lln.lab.core.palette import ATTENTIONS, SOLID
 from lln.lab.core.progress import Progress, ignore
-from lln.lab.core.tables import join_words
 from lln.lab.core.timing import one_thread
 from lln.lab.paper.analysis import LLN, Draws, make_maps, read_curve, summarize
 from lln.lab.paper.fig2 import SERIES, STYLES
@@ -70,13 +70,10 @@ def make_section(result: Result) -> Section:
     shown = [{key: x for key, x in row.items() if key != "histogram"} for row in rows if row["dim"] == dim]
     x = Axis("temperature", "temperature 1 / (sigma_q sigma_k)", True, (0.25, 0.5, 1, 2, 4, 8))
     bits, gap = Axis("entropy", f"entropy (bits), {length} keys"), Axis("gap", "spectral gap")
-    said = (
-        f"Entropy against the temperature for head dim {dim}; paper, variance, entropy and unmatched are LLN with that "
-        "matching. What follows softmax cools down with it; a flat line does not feel the temperature at all."
-    )
+    of_entropy, of_gap = write_captions(result)
     charts = [
-        chart_lines("entropy-against-temperature", shown, STYLES, x, bits, said, points=True),
-        chart_lines("gap-against-temperature", shown, STYLES, x, gap, describe_gap(result), points=True),
+        chart_lines("entropy-against-temperature", shown, STYLES, x, bits, of_entropy, points=True),
+        chart_lines("gap-against-temperature", shown, STYLES, x, gap, of_gap, points=True),
     ]
     table = [
         [f"{r['temperature']:g}", r["series"], f"{r['entropy']:.2f}", f"{r['gap']:.3f}", f"{100 * r['zero']:.0f} %"]
@@ -113,45 +110,28 @@ def list_for_script(result: Result) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def describe_gap(result: Result) -> str:
-    dim = START["dim"]
-    rows = [row for row in result["rows"] if row["dim"] == dim]
+def write_captions(result: Result) -> list[str]:
+    rows = [row for row in result["rows"] if row["dim"] == START["dim"]]
     cold = min(row["temperature"] for row in rows)
     gaps = {row["series"]: row["gap"] for row in rows if row["temperature"] == cold}
     titles = {"softmax": "softmax", "paper": "LLN and paper matching", "entropy": "entropy matching"}
-    texts = [f"{gaps[name]:.2f} with {titles.get(name, name)}" for name in (*titles, *FEATURES)]
-    draws = result["settings"]["seeds"]
-    error = max(row["gap_error"] for row in rows)
-    spread = f"means over {draws} draws, standard errors up to {error:.2f}" if draws > 1 else "of one draw"
-    return (
-        f"Spectral gap against the temperature for head dim {dim}: at {cold:g}, the coldest, it is {join_words(texts)} "
-        f"({spread})."
-    )
+    return write_paragraphs(
+        "explorer.txt", "captions", dim=START["dim"], cold=cold, draws=result["settings"]["seeds"],
+        error=max(row["gap_error"] for row in rows),
+        gaps=[f"{gaps[name]:.2f} with {titles.get(name, name)}" for name in (*titles, *FEATURES)],
+    )  # fmt: skip
 
 
 def write_sentences(result: Result) -> list[str]:
-    dim = START["dim"]
-    rows = [row for row in result["rows"] if row["dim"] == dim]
-    cold, hot = min(row["temperature"] for row in rows), max(row["temperature"] for row in rows)
-
+    rows = [row for row in result["rows"] if row["dim"] == START["dim"]]
     bits = {series: read_curve(rows, series, "temperature", "entropy") for series in SERIES}
-    moved = {name: abs(bits[name][cold] - bits[name][hot]) for name in FEATURES}
-    flat = [name for name, by in moved.items() if by < 0.05]
-    said = [
-        f"From temperature {hot:g} down to {cold:g}, the entropy of softmax attention falls from "
-        f"{bits['softmax'][hot]:.2f} to {bits['softmax'][cold]:.2f} bits, that of LLN with paper matching from "
-        f"{bits['paper'][hot]:.2f} to {bits['paper'][cold]:.2f}."
-    ]
-    if flat:
-        do = "does" if len(flat) == 1 else "do"
-        said.append(f"{join_words(flat)} {do} not feel the temperature: attention stays as broad when it is cold.")
-    said += [f"{name} moves by {by:.2f} bits over the same range." for name, by in moved.items() if name not in flat]
     temperatures = sorted(bits["softmax"])
-    for kind in ("paper", "entropy"):
-        near = [t for t in temperatures if abs(bits[kind][t] - bits["softmax"][t]) <= 0.25]
-        which = "all" if near == temperatures else ", ".join(f"{t:g}" for t in near) or "none"
-        said.append(
-            f"LLN with {kind} matching is within a quarter of a bit of softmax at {len(near)} of {len(temperatures)} "
-            f"temperatures ({which})."
-        )
-    return said
+    cold, hot = temperatures[0], temperatures[-1]
+    moved = {name: abs(bits[name][cold] - bits[name][hot]) for name in FEATURES}
+    follows = {
+        kind: [t for t in temperatures if abs(bits[kind][t] - bits["softmax"][t]) <= 0.25]
+        for kind in ("paper", "entropy")
+    }
+    flat = [name for name, by in moved.items() if by < 0.05]
+    facts = {"bits": bits, "cold": cold, "hot": hot, "moved": moved, "flat": flat, "follows": follows}
+    return write_paragraphs("explorer.txt", "sentences", **facts)

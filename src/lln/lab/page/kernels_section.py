@@ -5,7 +5,8 @@ from typing import Any
 from lln.lab.bench.attentions import Shape
 from lln.lab.bench.bench_charts import draw_bench
 from lln.lab.bench.bench_tables import HEADER, describe_growth
-from lln.lab.bench.calls import PARTS
+from lln.lab.bench.calls import OURS, PARTS
+from lln.lab.core.documents import write_paragraphs
 from lln.lab.core.page import MIB, Chart, Result, Rows, Section
 
 CAPTIONS = {
@@ -51,14 +52,9 @@ def list_cells(row: dict[str, Any]) -> list[str]:
 
 
 def write_sentences(result: Result, rows: Rows) -> list[str]:
-    said = []
-    for name in ("LLN", "LLN+Diag"):
-        mine = [r for r in rows if r["attention"] == name and r["speedup"] is not None and not r["causal"]]
-        if not mine:
-            continue
-        best = max(mine, key=lambda r: r["length"])
-        slower = [r["length"] for r in mine if r["speedup"]["training"] < 1]
-        times = f"{best['speedup']['training']:.3g} times as fast as torch's attention"
-        text = f"{name} is {times} at {best['length']:,} tokens"
-        said.append(f"{text}, and slower at {', '.join(f'{n:,}' for n in slower)}." if slower else f"{text}.")
-    return [*said, *describe_growth(result)]
+    found = {}
+    for name in OURS:
+        if mine := [r for r in rows if r["attention"] == name and r["speedup"] is not None and not r["causal"]]:
+            slower = [r["length"] for r in mine if r["speedup"]["training"] < 1]
+            found[name] = max(mine, key=lambda r: r["length"]), slower
+    return [*write_paragraphs("kernels.txt", "sentences", found=found), *describe_growth(result)]

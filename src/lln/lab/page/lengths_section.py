@@ -2,6 +2,7 @@
 
 from lln.lab.bench.calls import OURS
 from lln.lab.core.charts import draw_against_length
+from lln.lab.core.documents import write_paragraphs
 from lln.lab.core.page import MIB, Chart, Result, Rows, Section, pick
 from lln.lab.core.tables import show_number, show_timing
 
@@ -16,17 +17,14 @@ def make_section(result: Result) -> Section:
         memory.append({"attention": name, "length": length, "MiB": extra})
         faster = f"{compare_with_softmax(rows, name, length):.2g}"
         table.append([f"{length:,}", name, show_timing(row["forward"]), show_timing(ms), faster, show_number(extra)])
+    of_time, of_memory = write_paragraphs("lengths.txt", "captions")
     charts = [
-        Chart(
-            "time-against-length", draw_against_length(times, "ms", "forward + backward (ms)"),
-            "Time of forward and backward against length, for softmax attention, LLN and LLN+Diag. "
-            "Bars span the quartiles of the repeats.", rows=times,
-        ),
-        Chart(
-            "memory-against-length", draw_against_length(memory, "MiB", "peak extra memory (MiB)"),
-            "Peak extra memory of forward and backward against length, for the same three.", rows=memory,
-        ),
-    ]  # fmt: skip
+        Chart(f"{name}-against-length", draw_against_length(points, unit, title), caption, rows=points)
+        for name, points, unit, title, caption in (
+            ("time", times, "ms", "forward + backward (ms)", of_time),
+            ("memory", memory, "MiB", "peak extra memory (MiB)", of_memory),
+        )
+    ]
     return Section(
         name="lengths",
         title="Time and memory against length",
@@ -49,30 +47,18 @@ def compare_with_softmax(rows: Rows, attention: str, length: int) -> float:
 def write_sentences(result: Result) -> list[str]:
     rows = result["rows"]
     longest = max(row["length"] for row in rows)
-    faster = {name: f"{compare_with_softmax(rows, name, longest):.3g}" for name in OURS}
-    memory = {row["attention"]: show_number(row["training_bytes"] / MIB) for row in rows if row["length"] == longest}
-    return [
-        f"At {longest:,} tokens, LLN trains {faster['LLN']} times and LLN+Diag {faster['LLN+Diag']} times as fast as "
-        "softmax attention.",
-        f"Memory there peaks at {memory['LLN']} MiB for LLN, {memory['LLN+Diag']} for LLN+Diag and {memory['softmax']} "
-        "for softmax attention: torch's does not keep its matrix either, so time is the difference.",
-        *describe_crossovers(rows),
-    ]
+    faster = {name: compare_with_softmax(rows, name, longest) for name in OURS}
+    memory = {row["attention"]: row["training_bytes"] / MIB for row in rows if row["length"] == longest}
+    said = write_paragraphs("lengths.txt", "sentences", longest=longest, faster=faster, memory=memory)
+    return [*said, *describe_crossovers(rows)]
 
 
 def describe_crossovers(rows: Rows) -> list[str]:
     """From which length on each is faster than softmax attention."""
     lengths = sorted({row["length"] for row in rows})
-    said = []
+    found = {}
     for name in OURS:
         # From here on, not merely here: a lucky short length is not a crossover.
         faster = [n for i, n in enumerate(lengths) if all(compare_with_softmax(rows, name, m) > 1 for m in lengths[i:])]
-        slower = [n for n in lengths if n not in faster]
-        if not faster:
-            text = "was not reliably faster than softmax attention at any measured length."
-        elif slower:
-            text = f"trains faster from {faster[0]:,} tokens on; at {slower[-1]:,} and below, softmax wins."
-        else:
-            text = f"trains faster than softmax attention at every measured length, from {lengths[0]:,} tokens on."
-        said.append(f"{name} {text}")
-    return said
+        found[name] = [n for n in lengths if n not in faster], faster
+    return write_paragraphs("lengths.txt", "crossovers", crossovers=found)

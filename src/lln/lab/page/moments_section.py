@@ -12,11 +12,12 @@ from lln.checks import MATCHINGS
 from lln.kernels.common import PAPER_A, PAPER_B
 from lln.lab.calibration import lln_entropy, softmax_entropy
 from lln.lab.core.charts import Axis
+from lln.lab.core.documents import write_paragraphs
 from lln.lab.core.page import CPU, Result, Rows, Section, begin_result, chart_lines, pick
 from lln.lab.core.palette import CURVES, MATCHED
 from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.seeds import normal
-from lln.lab.core.tables import join_words, show_number
+from lln.lab.core.tables import show_number
 from lln.lab.core.timing import one_thread
 from lln.lab.paper.analysis import match_alpha
 from lln.matching.curves import interpolate, pchip, read_curves
@@ -27,6 +28,7 @@ TOLERANCE = 0.1  # relative: nearer than this, the paper's line holds
 LLN_KINDS = (*MATCHINGS, "unmatched")
 FINE = tuple(0.25 + 0.05 * i for i in range(46))  # sigmas of the chart of alpha, to 2.5
 S2_DRAWN = 0.1  # the smallest; below, no matching leads for the sigmas shown
+CONSTANTS = {"head_dims": HEAD_DIMS, "head_dim": HEAD_DIM, "tolerance": 100 * TOLERANCE}  # that its template names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,32 +90,18 @@ def summarize_entropy(series: str, sigma: float, alpha: float | None, bits: list
 def make_section(result: Result) -> Section:
     holds = find_where_line_holds(result)
     error = max(e / v for c in result["curves"]["variance"].values() for v, e in zip(c["value"], c["se"], strict=True))
-    keys, seeds = result["settings"]["keys"], result["settings"]["seeds"]
     s2 = Axis("s2", "s2 = alpha² sigma_q² + beta² sigma_k²", logarithmic=True)
     variance = Axis("value", "variance of log P in a row", logarithmic=True)
     sigma, alpha = Axis("sigma", "sigma of queries and keys"), Axis("alpha", "alpha = beta")
-    entropy = Axis("mean", f"entropy of a row (bits), {keys} keys")
+    entropy = Axis("mean", f"entropy of a row (bits), {result['settings']['keys']} keys")
+    of_curve, of_alpha, of_entropy = write_paragraphs(
+        "moments.txt", "captions", **CONSTANTS, **result["settings"], error=100 * error
+    )
     charts = [
-        chart_lines(
-            "variance-curve", list_variances(result), CURVES, s2, variance,
-            f"Variance of log P within a row of LLN attention against s2, measured for head dims "
-            f"{join_words(HEAD_DIMS)} (standard errors of at most {100 * error:.1g} % are thinner than the "
-            f"curves), and the paper's straight line, shaded where it is within {100 * TOLERANCE:.0f} % "
-            f"of the curve for head dim {HEAD_DIM}.",
-            shaded=holds,
-        ),
-        chart_lines(
-            "alpha-against-sigma", result["alpha"], MATCHED, sigma, alpha,
-            f"Alpha, equal to beta here, against the standard deviation sigma of queries and keys, as set by paper, "
-            f"variance and entropy matching for head dim {HEAD_DIM} and {keys} keys.",
-        ),
-        chart_lines(
-            "entropy-against-sigma", result["entropy"], MATCHED, sigma, entropy,
-            "Mean entropy of the rows of P against sigma, for softmax attention and for LLN with each matching and "
-            f"with none (alpha = beta = 1); bars span a standard deviation either side over {seeds} sets of draws.",
-            points=True,
-        ),
-    ]  # fmt: skip
+        chart_lines("variance-curve", list_variances(result), CURVES, s2, variance, of_curve, shaded=holds),
+        chart_lines("alpha-against-sigma", result["alpha"], MATCHED, sigma, alpha, of_alpha),
+        chart_lines("entropy-against-sigma", result["entropy"], MATCHED, sigma, entropy, of_entropy, points=True),
+    ]
     return Section(
         name="moments",
         title="How alpha and beta are set: moment matching",
@@ -168,47 +156,20 @@ def find_where_line_holds(result: Result) -> list[tuple[float, float]]:
 
 
 def write_sentences(result: Result, holds: list[tuple[float, float]]) -> list[str]:
-    made = result["curves"]["provenance"]
-    return [
-        "All that counts is s2 = alpha² sigma_q² + beta² sigma_k². Paper matching gives log P the variance it has in "
-        "softmax attention, taking it for a straight line a s2 + b; variance matching does so by a curve measured for "
-        "the head dim; entropy matching gives P the same entropy instead. The curves came with the package, measured "
-        f"on {made['device']} on {made['date'][:10]}; the entropies were measured here.",
-        describe_line(result, holds),
-        describe_floor(result),
-        describe_gaps(result),
-        "This is for independent Gaussian queries and keys, for which the curves were made. Those of a trained model "
-        "are not, and a matching can be further off there; lln.match_data matches on given queries and keys.",
-    ]
-
-
-def describe_line(result: Result, holds: list[tuple[float, float]]) -> str:
-    texts = []
+    line, entropy = result["line"], result["entropy"]
+    ranges = []
     for ends in holds:
         # The s2 wanted for this sigma: softmax attention has scores of variance sigma^4.
         low, high = (show_number(v**0.25) for v in read_variance(result, HEAD_DIM, list(ends)))
-        texts.append(f"{show_number(ends[0])} to {show_number(ends[1])} (wanted at sigma {low} to {high})")
-    where = f"for s2 of {join_words(texts)}" if texts else "nowhere"
-    s2 = (1 - result["line"]["b"]) / result["line"]["a"]
-    values = [f"{read_variance(result, dim, [s2])[0]:.2f} for head dim {dim}" for dim in HEAD_DIMS]
-    return (
-        f"The line is within {100 * TOLERANCE:.0f} % of the curve for head dim {HEAD_DIM} {where}. One line serves all "
-        f"head dims, and they differ: at s2 = {show_number(s2)}, where it promises a variance of 1, it is "
-        f"{join_words(values)}."
-    )
-
-
-def describe_floor(result: Result) -> str:
-    sigma, flat = min(row["sigma"] for row in result["entropy"]), math.log2(result["settings"]["keys"])
-    paper, softmax = (flat - pick(result["entropy"], series=kind, sigma=sigma)["mean"] for kind in ("paper", "softmax"))
-    verdict = (
-        f": over-concentrated, {show_number(paper / softmax)} times as far from even" if paper > softmax > 0 else ""
-    )
-    return (
-        f"By the line, s2 never drops below -b/a = {show_number(-result['line']['b'] / result['line']['a'])}, however "
-        f"small sigma is. At sigma = {sigma:g}, paper matching ends {show_number(paper)} bits below an even spread "
-        f"over all keys and softmax attention {show_number(softmax)}{verdict}."
-    )
+        ranges.append(f"{show_number(ends[0])} to {show_number(ends[1])} (wanted at sigma {low} to {high})")
+    promised = (1 - line["b"]) / line["a"]
+    sigma, even = min(row["sigma"] for row in entropy), math.log2(result["settings"]["keys"])
+    below = {kind: even - pick(entropy, series=kind, sigma=sigma)["mean"] for kind in ("paper", "softmax")}
+    return write_paragraphs(
+        "moments.txt", "sentences", **CONSTANTS, **below, made=result["curves"]["provenance"], line=line, sigma=sigma,
+        ranges=ranges, promised=promised, gaps=describe_gaps(result),
+        variances=[f"{read_variance(result, dim, [promised])[0]:.2f} for head dim {dim}" for dim in HEAD_DIMS],
+    )  # fmt: skip
 
 
 def find_largest_gap(result: Result, kind: str) -> tuple[float, float, float]:
@@ -221,11 +182,12 @@ def find_largest_gap(result: Result, kind: str) -> tuple[float, float, float]:
     return max(gaps, key=lambda gap: abs(gap[0]))
 
 
-def describe_gaps(result: Result) -> str:
+def describe_gaps(result: Result) -> list[str]:
+    """Of each matching, from the worst on."""
     texts = []
     for kind in sorted(LLN_KINDS, key=lambda kind: -abs(find_largest_gap(result, kind)[0])):
         bits, error, sigma = find_largest_gap(result, kind)
         verdict = "no more than chance" if abs(bits) <= 2 * error else f"too {'concentrated' if bits < 0 else 'even'}"
         name = kind.replace("unmatched", "no")
         texts.append(f"{abs(bits):.2f} ± {error:.2f} bits with {name} matching (at sigma = {sigma:g}, {verdict})")
-    return f"At worst, LLN misses the entropy of softmax attention by {join_words(texts)}; ± is one standard error."
+    return texts

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lln.lab.core.charts import Axis, choose_ticks
+from lln.lab.core.documents import write_paragraphs
 from lln.lab.core.page import Result, Rows, Section, chart_lines
 from lln.lab.core.palette import ATTENTIONS as LOOKS
 from lln.lab.core.palette import Style
@@ -140,25 +141,20 @@ def describe_ends(x: dict[str, Any], quantity: str) -> str:
     return " to ".join(f"{value:.3g}" for value in ends)
 
 
+def list_losses(result: Result) -> str:
+    return ", ".join(f"{x['loss']:.2f} with {name}" for name, x in result["attentions"].items())
+
+
 def write_sentences(result: dict[str, Any]) -> list[str]:
     found = result["attentions"]
-    ended = ", ".join(f"{x['loss']:.2f} with {name}" for name, x in found.items())
     guess = found["softmax"]["guess"]
-    learned = [name for name, x in found.items() if x["loss"] < guess]
-    which = "all three have" if len(learned) == len(found) else f"{' and '.join(learned) or 'none'} has"
-    said = [
-        f"The loss ended at {ended}. Guessing by how common each token is would give {guess:.2f}: {which} learned more "
-        "than that."
-    ]
-    for quantity in ("temperature", "entropy"):
-        texts = [f"{ends} with {name}" for name, x in found.items() if (ends := describe_ends(x, quantity))]
-        if texts:
-            said.append(f"The mean {quantity} went from {', '.join(texts)}.")
+    went = {
+        quantity: [f"{ends} with {name}" for name, x in found.items() if (ends := describe_ends(x, quantity))]
+        for quantity in ("temperature", "entropy")
+    }
     # At every record, not only at the ends: in between it can be far lower.
     gaps = [x for points in found["LLN+Diag"]["layers"]["spectral_gap"].values() for x in points.values()]
-    if gaps and max(gaps) < 0.55:
-        said.append(
-            f"The spectral gap of LLN+Diag was {min(gaps):.2f} to {max(gaps):.2f}: half of its weight is softmax "
-            "inside blocks and never leaves them, so it cannot mix everything in one step, whatever the rest does."
-        )
-    return said
+    return write_paragraphs(
+        "training.txt", "sentences", ended=list_losses(result), guess=guess, went=went, gaps=gaps,
+        learned=[name for name, x in found.items() if x["loss"] < guess], blocked=max(gaps, default=1.0) < 0.55,
+    )  # fmt: skip
