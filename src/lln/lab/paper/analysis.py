@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lln.checks import MATCHINGS, Matching
 from lln.instruments import AttentionMap, kernel_map, lln_map, softmax_map
+from lln.lab.core.documents import write_paragraphs
 from lln.lab.core.provenance import provenance
 from lln.lab.core.seeds import normal
 from lln.matching.moments import match_moments
@@ -42,6 +43,12 @@ class Verdict:
     holds: bool | None
     numbers: Mapping[str, float | None]
     sentence: str
+
+
+def judge(claim: str, holds: bool | None, numbers: Mapping[str, float | None], **facts: Any) -> Verdict:
+    """A verdict in the words of verdicts.txt, which show the numbers and what else is known."""
+    words, sentence = write_paragraphs("verdicts.txt", claim, **{**numbers, **facts})
+    return Verdict(words, holds, numbers, sentence)
 
 
 WORDS: dict[bool | None, str] = {True: "holds", False: "DOES NOT HOLD", None: "not decided"}

@@ -3,7 +3,7 @@
 from lln.instruments import entropy, spectral_gap
 from lln.lab.core.charts import Axis, draw_lines
 from lln.lab.core.palette import GREY, MATCHED, OLIVE, SKY, Style
-from lln.lab.paper.analysis import LLN, Draws, Figure, Progress, Rows, Verdict, make_maps, read_curve, summarize
+from lln.lab.paper.analysis import LLN, Draws, Figure, Progress, Rows, Verdict, judge, make_maps, read_curve, summarize
 from lln.peers.simple_kernels import FEATURES
 
 SIGMAS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.125, 1.25, 1.5, 1.75, 2.0)  # temperatures 1 / sigma^2 from 4 to .25
@@ -29,7 +29,7 @@ def measure(draws: Draws, seed: int, progress: Progress) -> Rows:
     return rows
 
 
-def judge(draws: Draws, rows: Rows) -> list[Verdict]:
+def judge_all(draws: Draws, rows: Rows) -> list[Verdict]:
     return [
         *(judge_following(rows, series) for series in ("paper", "variance", "entropy")),
         judge_matching(rows),
@@ -52,39 +52,23 @@ def judge_following(rows: Rows, series: str) -> Verdict:
     bits, gaps = (subtract_softmax(rows, series, name) for name in ("entropy", "gap"))
     near = [t for t in bits if all(abs(bits[u]) <= NEAR_BITS and abs(gaps[u]) <= NEAR_GAP for u in bits if u >= t)]
     (t_bits, most_bits), (t_gap, most_gap) = find_largest(bits), find_largest(gaps)
-    from_there = f"for temperatures from {min(near):.2f} up" if near else "at no measured temperature"
-    return Verdict(
-        claim=f"With moment matching ({series}) the entropy and spectral gap of LLN are similar to those of softmax.",
-        holds=len(near) == len(bits),
-        numbers={"follows_from": min(near, default=None), "most_bits": most_bits, "most_gap": most_gap},
-        sentence=f"LLN with {series} matching is within {NEAR_BITS} bits and {NEAR_GAP} of the gap {from_there}; "
-        "the largest differences are "
-        f"{most_bits:+.2f} bits at {t_bits:.2f} and {most_gap:+.3f} in the gap at {t_gap:.2f}.",
-    )
+    numbers = {"follows_from": min(near, default=None), "most_bits": most_bits, "most_gap": most_gap}
+    facts = {"series": series, "t_bits": t_bits, "t_gap": t_gap, "near_bits": NEAR_BITS, "near_gap": NEAR_GAP}
+    return judge("fig2_following", len(near) == len(bits), numbers, **facts)
 
 
 def judge_matching(rows: Rows) -> Verdict:
     t, most = find_largest(subtract_softmax(rows, "unmatched", "entropy"))
     t_paper, paper = find_largest(subtract_softmax(rows, "paper", "entropy"))
-    return Verdict(
-        claim="Moment matching is essential to align LLN with softmax.",
-        holds=abs(most) > abs(paper),
-        numbers={"unmatched_bits": most, "paper_bits": paper},
-        sentence=f"Unmatched LLN is up to {most:+.2f} bits from softmax (at temperature {t:.2f}), "
-        f"with paper matching {paper:+.2f} (at {t_paper:.2f}).",
-    )
+    numbers = {"unmatched_bits": most, "paper_bits": paper}
+    return judge("fig2_matching", abs(most) > abs(paper), numbers, t=t, t_paper=t_paper)
 
 
 def judge_indifference(rows: Rows, kernel: str) -> Verdict:
     bits, softmax = ([row["entropy"] for row in rows if row["series"] == name] for name in (kernel, "softmax"))
-    moved = max(bits) - min(bits)
-    return Verdict(
-        claim=f"The {kernel} kernel is indifferent to the temperature.",
-        holds=moved <= INDIFFERENT_BITS,
-        numbers={"moved_bits": moved, "entropy": bits[0]},
-        sentence=f"Over the temperatures measured the entropy of the {kernel} kernel moves by {moved:.2g} bits around "
-        f"{bits[0]:.3f}, that of softmax by {max(softmax) - min(softmax):.2f}.",
-    )
+    moved, theirs = (max(values) - min(values) for values in (bits, softmax))
+    numbers = {"moved_bits": moved, "entropy": bits[0]}
+    return judge("fig2_indifference", moved <= INDIFFERENT_BITS, numbers, kernel=kernel, softmax=theirs)
 
 
 def draw(draws: Draws, rows: Rows) -> dict[str, str]:
@@ -94,5 +78,5 @@ def draw(draws: Draws, rows: Rows) -> dict[str, str]:
 
 
 FIG2 = Figure(
-    "fig2", "Entropy and spectral gap against the temperature", len(SIGMAS) * len(SERIES), measure, judge, draw
+    "fig2", "Entropy and spectral gap against the temperature", len(SIGMAS) * len(SERIES), measure, judge_all, draw
 )

@@ -8,7 +8,7 @@ from torch import Tensor
 from lln.instruments import log_moments, lognormal_fit
 from lln.lab.core.charts import Axis, draw_lines
 from lln.lab.core.palette import BLUE, GREEN, LONG, MATCHED, ORANGE, SHORT, SOLID, Style
-from lln.lab.paper.analysis import LLN, Draws, Figure, Progress, Rows, Verdict, make_maps, read_curve, summarize
+from lln.lab.paper.analysis import LLN, Draws, Figure, Progress, Rows, Verdict, judge, make_maps, read_curve, summarize
 
 SIGMAS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
 MODERATE = 1.25  # the largest sigma that Prop. 3.1 is held to
@@ -50,22 +50,12 @@ def judge_5a(draws: Draws, rows: Rows) -> list[Verdict]:
     off = [{s: x - 1 for s, x in divide(rows, "measured", series, name).items()} for series, name in pairs]
     variance, mean, better = off
     moderate = max(abs(d[s]) for d in (variance, mean) for s in SIGMAS if s <= MODERATE)
-    last = SIGMAS[-1]
-    corrected = max(abs(x) for x in better.values())
+    last, corrected = SIGMAS[-1], max(abs(x) for x in better.values())
+    everywhere = {"deviation_at_largest_sigma": variance[last], "corrected": corrected}
+    matches = all(abs(x) <= CLOSE for x in variance.values())
     return [
-        Verdict(
-            claim=f"Prop. 3.1 predicts variance and mean of log P for moderate inputs (sigma up to {MODERATE}).",
-            holds=moderate <= CLOSE,
-            numbers={"largest_deviation": moderate},
-            sentence=f"Up to sigma = {MODERATE} both are within {100 * moderate:.1f} % of the prediction.",
-        ),
-        Verdict(
-            claim="Measurements perfectly match the theoretical estimation.",
-            holds=all(abs(x) <= CLOSE for x in variance.values()),
-            numbers={"deviation_at_largest_sigma": variance[last], "corrected": corrected},
-            sentence=f"At sigma = {last:g} the variance is {100 * variance[last]:+.0f} % off; t + t²/2d is within "
-            f"{100 * corrected:.1f} % everywhere.",
-        ),
+        judge("fig5a_moderate", moderate <= CLOSE, {"largest_deviation": moderate}, sigma=MODERATE),
+        judge("fig5a_everywhere", matches, everywhere, sigma=last),
     ]
 
 
@@ -94,29 +84,13 @@ def judge_5b(draws: Draws, rows: Rows) -> list[Verdict]:
     for series in ("paper", "variance"):
         found = divide(rows, series, "softmax")
         over_t = {s: variance / s**4 for s, variance in read_curve(rows, series, "sigma", "variance").items()}
-        verdicts.append(
-            Verdict(
-                claim=f"With moment matching ({series}) the variance of LLN approximates that of softmax.",
-                holds=all(abs(x - 1) <= ROUGHLY for x in found.values()),
-                numbers={f"ratio_at_{s:g}": found[s] for s in SIGMAS} | {f"over_t_at_{s:g}": over_t[s] for s in SIGMAS},
-                sentence=f"Variance of log P with {series} matching, over softmax's: "
-                + ", ".join(f"{found[s]:.2f} at sigma {s:g}" for s in SIGMAS)
-                + "; over t = sigma_q² sigma_k²: "
-                + ", ".join(f"{over_t[s]:.2f} at {s:g}" for s in (1.0, 1.5, 2.0))
-                + ".",
-            )
-        )
+        numbers = {f"ratio_at_{s:g}": found[s] for s in SIGMAS} | {f"over_t_at_{s:g}": over_t[s] for s in SIGMAS}
+        near = all(abs(x - 1) <= ROUGHLY for x in found.values())
+        verdicts.append(judge("fig5b_matched", near, numbers, series=series, ratios=found, over_t=over_t))
     small = divide(rows, "unmatched", "softmax")
-    return [
-        *verdicts,
-        Verdict(
-            claim="Without moment matching (alpha = beta = 1) the variance of LLN is much smaller than softmax's.",
-            holds=all(x < 0.5 for s, x in small.items() if s >= 1),
-            numbers={f"ratio_at_{s:g}": small[s] for s in SIGMAS},
-            sentence=f"Unmatched, the ratio is {small[1.0]:.2f} at sigma = 1 and {small[SIGMAS[-1]]:.2f} at "
-            f"{SIGMAS[-1]:g}; at {SIGMAS[0]:g} it is {small[SIGMAS[0]]:.2f}.",
-        ),
-    ]
+    numbers = {f"ratio_at_{s:g}": small[s] for s in SIGMAS}
+    far = all(x < 0.5 for s, x in small.items() if s >= 1)
+    return [*verdicts, judge("fig5b_unmatched", far, numbers, ratios=small, first=SIGMAS[0], last=SIGMAS[-1])]
 
 
 def draw_5b(draws: Draws, rows: Rows) -> dict[str, str]:
@@ -161,35 +135,17 @@ def find_distance(one: Tensor, other: Tensor) -> float:
 def judge_7(draws: Draws, rows: Rows) -> list[Verdict]:
     fits = {row["series"]: row for row in rows if row["kind"] == "fit"}
     softmax, paper, unmatched = fits["softmax"], fits["paper"], fits["unmatched"]
-    return [
-        Verdict(
-            claim="The distribution of LLN closely follows that of softmax after moment matching.",
-            holds=paper["from_softmax"] < ROUGHLY,
-            numbers={f"{name}_distance": fits[name]["from_softmax"] for name in LLN},
-            sentence="Largest difference of the distribution functions of log P from softmax's: "
-            + ", ".join(f"{name} {fits[name]['from_softmax']:.3f}" for name in LLN)
-            + f". Skewness: softmax {softmax['skewness']:.2f}, LLN {paper['skewness']:.2f}.",
-        ),
-        Verdict(
-            claim="The means differ slightly, because only variances are matched.",
-            holds=abs(paper["mean"] - softmax["mean"]) < 0.2 < abs(unmatched["mean"] - softmax["mean"]),
-            numbers={"paper_mean": paper["mean"], "softmax_mean": softmax["mean"], "unmatched_mean": unmatched["mean"]},
-            sentence=f"Mean of log P: softmax {softmax['mean']:.2f}, LLN with paper matching {paper['mean']:.2f}, "
-            f"unmatched {unmatched['mean']:.2f}.",
-        ),
-        *(
-            Verdict(
-                claim=f"{attention} attention is log-normal ({proposition}).",
-                holds=fit["distance"] <= FAR and fit["qq_r2"] >= STRAIGHT,
-                numbers={name: fit[name] for name in ("distance", "qq_r2", "skewness")},
-                sentence=f"{word} {fit['distance']:.3f}, Q-Q R² {fit['qq_r2']:.4f}{more}.",
-            )
-            for attention, proposition, fit, word, more in (
-                ("Softmax", "Prop. 3.1", softmax, "Kolmogorov-Smirnov distance", ""),
-                ("LLN", "Prop. 4.1", paper, "Distance", f", skewness {paper['skewness']:.2f}, with paper matching"),
-            )
-        ),
+    distances = {f"{name}_distance": fits[name]["from_softmax"] for name in LLN}
+    means = {f"{name}_mean": fits[name]["mean"] for name in ("paper", "softmax", "unmatched")}
+    slightly = abs(paper["mean"] - softmax["mean"]) < 0.2 < abs(unmatched["mean"] - softmax["mean"])
+    verdicts = [
+        judge("fig7_follows", paper["from_softmax"] < ROUGHLY, distances, names=LLN, fits=fits),
+        judge("fig7_means", slightly, means),
     ]
+    for claim, fit in (("fig7_softmax", softmax), ("fig7_lln", paper)):
+        numbers = {name: fit[name] for name in ("distance", "qq_r2", "skewness")}
+        verdicts.append(judge(claim, fit["distance"] <= FAR and fit["qq_r2"] >= STRAIGHT, numbers))
+    return verdicts
 
 
 def draw_7(draws: Draws, rows: Rows) -> dict[str, str]:

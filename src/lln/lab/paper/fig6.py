@@ -8,7 +8,7 @@ from lln.lab.calibration import within_row_variance
 from lln.lab.core.charts import Axis, draw_lines
 from lln.lab.core.palette import AMBER, GREEN, SKY, SOLID, Style
 from lln.lab.core.seeds import normal
-from lln.lab.paper.analysis import CPU, Draws, Figure, Progress, Rows, Verdict, read_curve
+from lln.lab.paper.analysis import CPU, Draws, Figure, Progress, Rows, Verdict, judge, read_curve
 
 DIMS = (32, 64, 128)
 MODERATE = tuple(0.1 * i for i in range(2, 13))  # s2 of Fig. 6a
@@ -66,20 +66,10 @@ def judge_6a(draws: Draws, rows: Rows) -> list[Verdict]:
     off = {dim: max(abs(x / fenton(s2, dim) - 1) for s2, x in curve.items()) for dim, curve in curves.items()}
     in_row = read_curve(rows, "row of LLN", "s2", "variance")
     paper, ours = (max(abs(in_row[s2] / form(s2, draws.dim) - 1) for s2 in MODERATE) for form in (fenton, shared_row))
+    deviations = {f"deviation_d{dim}": off[dim] for dim in DIMS}
     return [
-        Verdict(
-            claim="For s2 in [0.2, 1.2] Fenton's estimate, eq. (28), gives the variance of the sum of d log-normals.",
-            holds=max(off.values()) <= CLOSE,
-            numbers={f"deviation_d{dim}": off[dim] for dim in DIMS},
-            sentence="Largest deviation from it: " + ", ".join(f"{100 * off[d]:.1f} % for d = {d}" for d in DIMS) + ".",
-        ),
-        Verdict(
-            claim="The same estimate is the variance of the numerator of LLN attention.",
-            holds=paper <= CLOSE,
-            numbers={"eq_28": paper, "shared_query": ours},
-            sentence=f"Within a row, whose entries share their query, it is up to {100 * paper:.0f} % off "
-            f"(d = {draws.dim}); ln(1 + (e^s2 - e^(s2/2)) / d) is within {100 * ours:.1f} %.",
-        ),
+        judge("fig6a_independent", max(off.values()) <= CLOSE, deviations, off=off),
+        judge("fig6a_shared", paper <= CLOSE, {"eq_28": paper, "shared_query": ours}, dim=draws.dim),
     ]
 
 
@@ -111,15 +101,9 @@ def judge_6b(draws: Draws, rows: Rows) -> list[Verdict]:
     for dim in DIMS:
         slope, intercept, r2 = fit_line(rows, dim, LARGE, BROAD[-1])
         first, second = fit_line(rows, dim, LARGE, middle)[0], fit_line(rows, dim, middle, BROAD[-1])[0]
-        verdicts.append(
-            Verdict(
-                claim=f"For large s2 the variance of the sum of d = {dim} log-normals grows linearly with s2.",
-                holds=abs(second / first - 1) <= STRAIGHT,
-                numbers={"slope": slope, "intercept": intercept, "r2": r2, "first_half": first, "second_half": second},
-                sentence=f"d = {dim}: slope {first:.3f} over s2 from {LARGE:g} to {middle:g}, {second:.3f} from there "
-                f"to {BROAD[-1]:g}; one line over both has slope {slope:.3f} and R² {r2:.4f}.",
-            )
-        )
+        numbers = {"slope": slope, "intercept": intercept, "r2": r2, "first_half": first, "second_half": second}
+        ends = {"low": LARGE, "middle": middle, "high": BROAD[-1]}
+        verdicts.append(judge("fig6b", abs(second / first - 1) <= STRAIGHT, numbers, dim=dim, **ends))
     return verdicts
 
 

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lln.lab.paper.analysis import Rows, Verdict
+from lln.lab.paper.analysis import Rows, Verdict, judge
 from lln.lab.paper.experiments import FLOAT16, Asked, Experiment, find_watched
 from lln.lab.paper.jobs import DEIT, configure, find_shape
 from lln.lab.paper.run_records import LOGGED, Curves, RunRecord, group_by, list_runs, select_alike, select_layers
@@ -17,7 +17,6 @@ from lln.lab.paper.spread import find_difference, find_spread
 
 PANELS1 = ("temperature", "entropy", "spectral_gap")
 PANELS9 = ("alpha", "beta")
-WORDS9 = {"image": "", "mlm": ", a language model"}
 NEAR = 0.05  # nats: a loss that is higher by no more than this is said to follow another
 SOME = 1.0  # bits: entropy that is "approximately zero"
 RANGE9 = (2.0, 2.2)  # of alpha and beta in the paper's Fig. 9
@@ -37,8 +36,8 @@ class Draft:
     missing: list[str] = dataclasses.field(default_factory=list)
     bare: set[str] = dataclasses.field(default_factory=set)  # folders of runs whose curves are asked for and not known
 
-    def judge(self, claim: str, holds: bool | None, numbers: Mapping[str, float | None], sentence: str) -> None:
-        self.verdicts.append(Verdict(claim, holds, numbers, sentence))
+    def judge(self, claim: str, holds: bool | None, numbers: Mapping[str, float | None], **facts: Any) -> None:
+        self.verdicts.append(judge(claim, holds, numbers, **facts))
 
     def select(self, task: str, *, precision: str | None = None, fixed: bool = True) -> list[RunRecord]:
         """Runs of one task in one setting, with the attentions asked for (and fixed alpha = beta of them)."""
@@ -175,30 +174,16 @@ def draw_fig1(draft: Draft) -> None:
             (t0, t1), (h0, h1) = (
                 map(statistics.fmean, zip(*ends.values(), strict=True)) for ends in (temperature, entropy)
             )
-            draft.judge(
-                f"The temperature decreases during training, and with it the entropy ({attention}).",
-                t1 < t0 and h1 < h0,
-                {"temperature_first": t0, "temperature_last": t1, "entropy_first": h0, "entropy_last": h1},
-                f"Mean over the layers from the first record to the last: temperature {t0:.3g} to {t1:.3g}, entropy "
-                f"{h0:.2f} to {h1:.2f} bits.",
-            )
+            means = {"temperature_first": t0, "temperature_last": t1, "entropy_first": h0, "entropy_last": h1}
+            draft.judge("fig1_falls", t1 < t0 and h1 < h0, means, attention=attention)
             first, *middle = (last for _, last in entropy.values())
             if (lowest := min(middle[:-1], default=None)) is not None:
-                draft.judge(
-                    f"The first layers keep a high entropy, while that of middle layers comes near zero ({attention}).",
-                    lowest < SOME and first > lowest,
-                    {"first_layer": first, "lowest_middle_layer": lowest},
-                    f"In the end the entropy of layer 1 is {first:.2f} bits, the lowest of the middle layers "
-                    f"{lowest:.2f}.",
-                )
+                numbers = {"first_layer": first, "lowest_middle_layer": lowest}
+                draft.judge("fig1_middle", lowest < SOME and first > lowest, numbers, attention=attention)
         if gap:
             fallen = sum(last < first for first, last in gap.values())
-            draft.judge(
-                f"In most layers the spectral gap decreases during training ({attention}).",
-                fallen > len(gap) / 2,
-                {"layers": len(gap), "decreased": fallen},
-                f"It decreased in {fallen} of {len(gap)} layers.",
-            )
+            numbers = {"layers": len(gap), "decreased": fallen}
+            draft.judge("fig1_gap", fallen > len(gap) / 2, numbers, attention=attention)
 
 
 def draw_fig8(draft: Draft) -> None:
@@ -210,15 +195,11 @@ def draw_fig8(draft: Draft) -> None:
     for attention, ours in zip(others, rest, strict=True):
         if ours and softmax:
             said, (mean, theirs) = find_difference(ours, softmax), map(statistics.fmean, (ours, softmax))
-            draft.judge(
-                f"The loss of {attention} follows that of softmax, or falls below it.",
-                # No: more than NEAR above it, and by more than the noise. With much noise, or one seed, nobody knows.
-                None if said.noise is None or NEAR < said.difference <= said.noise else said.difference <= NEAR,
-                {"final": mean, "softmax": theirs, "difference": said.difference, "noise": said.noise},
-                f"Final validation loss {mean:.3f}, of softmax {theirs:.3f}: {said.difference:+.3f}"
-                + (" with one seed" if said.noise is None else f", where the noise of seeds is {said.noise:.3f}")
-                + f"; up to {NEAR} above it counts as following.",
-            )
+            numbers = {"final": mean, "softmax": theirs, "difference": said.difference, "noise": said.noise}
+            # No: more than NEAR above it, and by more than the noise. With much noise, or one seed, nobody knows.
+            unclear = said.noise is None or NEAR < said.difference <= said.noise
+            follows = None if unclear else said.difference <= NEAR
+            draft.judge("fig8_loss", follows, numbers, attention=attention, near=NEAR)
     scaled = draft.select_scaled("mlm", used)
     most = draft.add_scales("b-loss-scale", scaled, lambda run: run.attention)
     inverse = [(run.attention, list(invert_scale(run).values())) for run in scaled if not run.is_bare]
@@ -231,16 +212,10 @@ def draw_fig8(draft: Draft) -> None:
     for a in (a for a in most if a != "softmax" and {a, "softmax"} <= lowered.keys() & most.keys()):
         # Where no scale came below the first one, the largest inverse is that of the beginning, and says nothing.
         tested = max(most[a], most["softmax"]) > first
-        words = [f"{count} time{'s' * (count != 1)}" for count in (lowered[a], lowered["softmax"])]
-        draft.judge(
-            f"The largest inverse loss scale of {a} does not exceed that of softmax.",
-            most[a] <= most["softmax"] if tested else None,
-            {"largest": most[a], "softmax": most["softmax"], "first": first}
-            | {"lowered": lowered[a], "softmax_lowered": lowered["softmax"]},
-            f"Largest inverse loss scale {most[a]:.3g}, of softmax {most['softmax']:.3g}"
-            + ("" if tested else " (the one that runs begin with)")
-            + f"; the loss scale was lowered {words[0]}, that of softmax {words[1]}.",
-        )
+        numbers = {"largest": most[a], "softmax": most["softmax"], "first": first}
+        numbers |= {"lowered": lowered[a], "softmax_lowered": lowered["softmax"]}
+        holds = most[a] <= most["softmax"] if tested else None
+        draft.judge("fig8_scale", holds, numbers, attention=a, tested=tested)
 
 
 def draw_fig9(draft: Draft) -> None:
@@ -251,13 +226,8 @@ def draw_fig9(draft: Draft) -> None:
         charts = {f"{quantity}-{attention}{end}" for quantity in PANELS9}
         if values := [row["value"] for row in draft.rows if row["chart"] in charts]:
             low, high, inside = min(values), max(values), statistics.fmean(RANGE9[0] <= x <= RANGE9[1] for x in values)
-            draft.judge(
-                f"alpha and beta stay within (2, 2.2) during training ({attention}{WORDS9[task]}).",
-                inside == 1,
-                {"lowest": low, "highest": high, "inside": inside},
-                f"Means over the heads of a layer lie between {low:.3f} and {high:.3f}; "
-                f"{100 * inside:.0f} % of them within (2, 2.2).",
-            )
+            numbers = {"lowest": low, "highest": high, "inside": inside}
+            draft.judge("fig9", inside == 1, numbers, attention=attention, task=task)
 
 
 def draw_fig10(draft: Draft) -> None:
@@ -287,30 +257,21 @@ def draw_fig10(draft: Draft) -> None:
         )  # fmt: skip
         two, four, free = (most.get(name) for name in ("alpha = beta = 2", "alpha = beta = 4", "matched"))
         if two is not None and four is not None:
-            draft.judge(
-                f"With alpha = beta = 4 the inverse loss scale is larger than with 2 ({attention}).",
-                four > two,
-                {"four": four, "two": two, "matched": free},
-                f"Largest inverse loss scale {four:.3g} with 4, {two:.3g} with 2"
-                + ("." if free is None else f", {free:.3g} with matching."),
-            )
+            numbers = {"four": four, "two": two, "matched": free}
+            draft.judge("fig10_scale", four > two, numbers, attention=attention)
 
 
 def judge_fixed(draft: Draft, attention: str, by: dict[float, list[float]], matched: list[float]) -> None:
     """Fixed values below 2 lose accuracy, those from 2 on do not. by: accuracies of each alpha = beta."""
     apart = {alpha: find_difference(values, matched) for alpha, values in by.items()}
     once, mean = any(d.noise is None for d in apart.values()), statistics.fmean(matched)
-    for low, words in ((True, "below 2 lose accuracy against"), (False, "from 2 on reach the accuracy of")):
+    for low in (True, False):
         if asked := {a: d for a, d in apart.items() if (a < 2.0) == low}:
             worse = [d.noise is not None and d.difference < -d.noise for d in asked.values()]
-            texts = ", ".join(f"{round(d.difference, 1) + 0.0:+.1f} at {a:g}" for a, d in asked.items())  # no -0.0
-            draft.judge(
-                f"Fixed alpha = beta {words} moment matching ({attention}).",
-                None if once else all(one == low for one in worse),
-                {f"difference_{a:g}": d.difference for a, d in asked.items()} | {"matched": mean},
-                f"Accuracy against {mean:.1f} % with matching: {texts} "
-                f"({'one seed' if once else 'beyond the noise of seeds counts'}).",
-            )
+            holds = None if once else all(one == low for one in worse)
+            texts = [f"{round(d.difference, 1) + 0.0:+.1f} at {a:g}" for a, d in asked.items()]  # no -0.0
+            numbers = {f"difference_{a:g}": d.difference for a, d in asked.items()} | {"matched": mean}
+            draft.judge("fig10_fixed", holds, numbers, attention=attention, low=low, texts=texts, once=once)
 
 
 # How each is made, and which curves of its runs are stored with it.
