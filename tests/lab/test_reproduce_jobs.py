@@ -282,5 +282,6 @@ def test_an_estimate_is_what_runs_like_it_took(tmp_path: Path, trainer: Trainer)
 def test_every_experiment_has_runs_at_every_scale_of_its_task(tmp_path: Path) -> None:
     for name, experiment in EXPERIMENTS.items():
         for scale in RECIPES[experiment.task]:
-            what = asked(tmp_path, scale=scale, attentions=experiment.attentions(scale), tasks=experiment.tasks(scale))
+            chosen = {what: experiment.choose(what, scale) for what in ("attentions", "tasks")}
+            what = asked(tmp_path, scale=scale, **chosen)
             assert jobs_of(name, what), (name, scale)

@@ -99,7 +99,7 @@ def reproduce(
         from lln.lab.paper.reproduction import check_data, understand
 
         try:
-            if EXPERIMENTS[name].paper is None and not no_charts and (why := refuse_charts("runs")):
+            if not EXPERIMENTS[name].columns and not no_charts and (why := refuse_charts("runs")):
                 raise Refused(why)
             if source is not None and not source.is_dir() and not (source.is_file() and source.suffix == ".json"):
                 raise Refused(f"--from: {source} is not a folder, nor a result in JSON.")
@@ -228,7 +228,7 @@ def run(
             bars.end(job)
             if job.folder in plan.costs:
                 result = work.collect()
-                if now == "finished" and work.experiment.paper is not None:
+                if now == "finished" and work.experiment.columns:
                     bars.say(tell_row(result, job.config.attention.label))
 
         hooks = Hooks(say=bars.say, begin=bars.begin, step=bars.step, end=end)

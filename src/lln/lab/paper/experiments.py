@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,8 @@ import torch
 
 import lln.hf
 from lln.lab.data.needles import Planting
-from lln.lab.paper import published
 from lln.lab.paper.jobs import DEIT, Job, configure, name_folder
-from lln.lab.recipes import NAMES
+from lln.lab.paper.published import TABLES, read_shipped
 from lln.lab.recipes.needles import lengthen, set_length
 from lln.lab.train.config import LEARNED
 from lln.lab.train.models import check_attention
@@ -25,25 +24,6 @@ SCALED = (2, 4)  # of Fig. 10b
 FLOAT16 = "float16"
 WATCHED = ("image", "mlm")  # whose alpha and beta Fig. 9 can show; the paper's first
 LENGTHS = {"tiny": (128, 512), "mini": (256, 512, 2048, 8192, 32768)}  # of needles in text
-
-# Table 1: the paper's, and what else tells apart where accuracy comes from.
-ALL1 = (
-    "softmax", "lln", "lln_diag", "block_diagonal", "elu", "elu_diag", "performer", "cosformer", "nystromformer",
-    "hedgehog", "reformer", "longformer", "transformer_ls", "transnormer_t1", "transnormer_t2", "flash", "tnn",
-)  # fmt: skip
-FEW1 = ("softmax", "lln", "lln_diag", "elu")
-
-# Ours: how alpha and beta are found, and what else may help LLN.
-MATCHED = (
-    "", ":matching=variance", ":matching=entropy", *(f":alpha={alpha:g}" for alpha in ALPHAS), ":statistics=sample",
-    ":matching=entropy:statistics=sample",
-)  # fmt: skip
-MATCHINGS = ("softmax", *(name + how for name in ("lln_diag", "lln") for how in MATCHED))
-VARIANTS = (
-    "softmax", "softmax:convolution=5", "lln", "lln:alpha=2:learnable=head", "lln:alpha=2:learnable=channel",
-    "lln:feature_map=linear:statistics=fixed", "lln:convolution=5", "lln_diag", "lln_diag:alpha=2:learnable=channel",
-    "lln_diag:convolution=5", "lln_diag:overlap=true", "block_diagonal",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,19 +49,6 @@ class Asked:
     @property
     def on_gpu(self) -> bool:
         return torch.device(self.device).type == "cuda"
-
-
-@dataclasses.dataclass(frozen=True)
-class Experiment:
-    name: str
-    title: str
-    task: str  # the one that counts
-    attentions: Callable[[str], tuple[str, ...]]  # of a scale
-    jobs: Callable[[Asked], list[Job]]
-    tiny: str  # how long it takes at that scale on two cores
-    tasks: Callable[[str], tuple[str, ...]] = lambda scale: ()
-    paper: published.Numbers | None = None  # of tables; of our own none are published
-    columns: tuple[str, ...] = ()
 
 
 def make_job(
@@ -168,62 +135,41 @@ def list_lengths(asked: Asked) -> list[Job]:
     return found
 
 
-def always(*names: str) -> Callable[[str], tuple[str, ...]]:
-    """The same at every scale."""
-    return lambda scale: names
+OWN_JOBS: dict[str, Callable[[Asked], list[Job]]] = {
+    "fig8": list_fig8,
+    "fig9": lambda asked: [job for task in find_watched(asked) for job in list_single(asked, task)],
+    "fig10": list_fig10,
+    "lengths": list_lengths,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """A table, which has columns, or a figure; see data/experiments.json. What is asked for where nobody says it is
+    less at scale tiny, which has two embedded tasks, one of sentences and one of pairs."""
+
+    name: str
+    title: str
+    task: str  # the one that counts
+    tiny: str  # how long it takes at that scale on two cores
+    attentions: list[str]
+    tasks: Sequence[str] = ()
+    columns: Sequence[str] = ()
+    at_tiny: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+
+    def choose(self, what: str, scale: str) -> tuple[str, ...]:
+        """Its attentions or tasks at a scale."""
+        return tuple(self.at_tiny.get(what, getattr(self, what)) if scale == "tiny" else getattr(self, what))
+
+    def jobs(self, asked: Asked) -> list[Job]:
+        usual = list_tuned if self.task == "glue" else functools.partial(list_single, task=self.task)
+        return OWN_JOBS.get(self.name, usual)(asked)
 
 
 EXPERIMENTS = {
-    e.name: e
-    for e in (
-        Experiment(
-            "table1", "accuracy on GLUE after MLM pre-training (%)", "glue",
-            lambda scale: FEW1 if scale == "tiny" else ALL1, list_tuned, "10 min",
-            # Tiny has two embedded tasks, one of sentences and one of pairs.
-            lambda scale: ("sst2", "qqp") if scale == "tiny" else tuple(NAMES["glue"]),
-            published.TABLE1, published.COLUMNS1,
-        ),
-        Experiment(
-            "table3", "accuracy of a vision transformer on Dogs vs Cats (%)", "image",
-            always("softmax", "lln_diag", "linformer"), functools.partial(list_single, task="image"), "2 min",
-            paper=published.TABLE3, columns=published.COLUMNS3,
-        ),
-        Experiment(
-            "table5", "accuracy on Long Range Arena (%)", "lra", always(*published.TABLE5),
-            functools.partial(list_single, task="lra"), "20 min", always(*published.COLUMNS5[:-1]), published.TABLE5,
-            published.COLUMNS5,
-        ),
-        Experiment(
-            "fig1", "Temperature, entropy and spectral gap of every layer while a model trains", "mlm",
-            always("softmax"), functools.partial(list_single, task="mlm"), "2 min",
-        ),
-        Experiment(
-            "fig8", "Loss and loss scale of pre-training", "mlm", always("softmax", "lln", "lln_diag"), list_fig8,
-            "6 min",
-        ),
-        Experiment(
-            "fig9", "alpha and beta of every layer while a model trains", "image", always("lln"),
-            lambda asked: [job for task in find_watched(asked) for job in list_single(asked, task)], "1 min",
-            always(*WATCHED),
-        ),
-        Experiment(
-            "fig10", "Accuracy and loss scale with fixed alpha = beta and with moment matching", "image", always("lln"),
-            list_fig10, "3 min",
-        ),
-        Experiment(
-            "matching", "Which matching and which statistics train best", "glue", always(*MATCHINGS), list_tuned,
-            "15 min", always("sst2"), {}, ("sst2",),
-        ),
-        Experiment(
-            "variants", "What helps LLN: learned alpha and beta, feature map, convolution, overlapping blocks", "glue",
-            always(*VARIANTS), list_tuned, "10 min", always("sst2"), {}, ("sst2",),
-        ),
-        Experiment(
-            "lengths", "Needles in text against length", "needles",
-            always("softmax", "lln", "lln_diag", "block_diagonal"), list_lengths, "2 min",
-        ),
-    )
-}  # fmt: skip
+    name: Experiment(name, **{"columns": TABLES[name]["columns"] if name in TABLES else (), **held})
+    for name, held in read_shipped("experiments.json").items()
+}
 
 
 def find_refusal(task: str, scale: str, attention: str) -> str | None:

@@ -9,12 +9,14 @@ from typing import Any
 
 Numbers = dict[str, dict[str, float | None]]  # attention -> column -> accuracy
 AVERAGE = "average"
-REMARKS1 = (
-    "In the paper's Table 1 only the rows of softmax, lln and lln_diag are its own measurements; nystromformer's are "
-    "from Xiong et al. (2021), with another baseline (1.5, 1.6 and 1.0 below it on mnli, qnli and qqp, 1.4 above it on "
-    "sst2, 0.7 below it on average), the rest from Qin et al. (2022b)."
-)
-TABLES = json.loads(importlib.resources.files("lln").joinpath("data/published.json").read_text(encoding="utf-8"))
+
+
+def read_shipped(name: str) -> Any:
+    """A file of the package's data."""
+    return json.loads(importlib.resources.files("lln").joinpath(f"data/{name}").read_text(encoding="utf-8"))
+
+
+TABLES = read_shipped("published.json")
 COLUMNS1, LENGTHS2, COLUMNS3, TASKS4, COLUMNS5 = (tuple(table["columns"]) for table in TABLES.values())
 
 
@@ -22,10 +24,11 @@ def name_columns(name: str, values: list[float | None]) -> dict[Any, float | Non
     return dict(zip(TABLES[name]["columns"], values, strict=True))
 
 
-TABLE1, TABLE3, TABLE5 = (
-    {attention: name_columns(table, values) for attention, values in TABLES[table]["rows"].items()}
+ACCURACIES: dict[str, Numbers] = {
+    table: {attention: name_columns(table, values) for attention, values in TABLES[table]["rows"].items()}
     for table in ("table1", "table3", "table5")
-)
+}
+TABLE1, TABLE3, TABLE5 = ACCURACIES.values()
 # By attention, unit and column.
 PAPER2, PAPER4 = (
     {

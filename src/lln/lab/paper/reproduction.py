@@ -43,7 +43,7 @@ def understand(
     task = "mlm" if experiment.task == "glue" else experiment.task
     unavailable: dict[str, str] = {}
     names: list[str] = []
-    for attention in experiment.attentions(scale) if attentions is None else split_names(attentions):
+    for attention in experiment.choose("attentions", scale) if attentions is None else split_names(attentions):
         if (why := find_refusal(task, scale, attention)) is None:
             names.append(configure(task, scale, attention, 0, {}).attention.label)  # whatever the order of options
         elif attentions is None:
@@ -67,16 +67,16 @@ def split_names(text: str) -> list[str]:
 
 
 def choose_tasks(experiment: Experiment, scale: str, tasks: str | None) -> tuple[str, ...]:
-    allowed = experiment.tasks(scale)
+    allowed = experiment.choose("tasks", scale)
     if tasks is None:
         return allowed if experiment.columns else ()
     if not allowed:
-        able = ", ".join(e.name for e in EXPERIMENTS.values() if e.tasks(scale))
+        able = ", ".join(e.name for e in EXPERIMENTS.values() if e.tasks)
         raise Refused(f"--tasks goes with {able}, not with {experiment.name}.")
     given = split_names(tasks)
     unknown = [name for name in given if name not in allowed]
     if unknown or not given:
-        elsewhere = unknown and any(unknown[0] in experiment.tasks(other) for other in PRESETS)
+        elsewhere = unknown and any(unknown[0] in experiment.choose("tasks", other) for other in PRESETS)
         more = f" (at scale {scale})" if elsewhere else ""
         raise Refused(f"--tasks must be among {', '.join(allowed)}{more}; got {(unknown or [tasks])[0]!r}.")
     return tuple(given)
@@ -108,7 +108,7 @@ class Reproduction:
         given = self.experiment, self.asked, merge_runs(find_runs(folder), kept), self.unavailable
         if self.experiment.name == "lengths":
             result = assemble_lengths(*given)
-        elif self.experiment.paper is not None:
+        elif self.experiment.columns:
             result = assemble_table(*given)
         else:
             result = assemble_figure(*given, means=self.stored["rows"] if self.stored and kept else [])
@@ -173,11 +173,11 @@ class Reproduction:
     def write(self, result: dict[str, Any], *, charts: bool = False) -> list[Path]:
         """NAME.json, and NAME.md or NAME.csv or both; of figures charts. Returns where they are."""
         name, texts = self.experiment.name, {}
-        if self.experiment.paper is None:
+        if not self.experiment.columns:
             texts[".csv"] = write_csv(result["rows"])
-        if self.experiment.paper is not None or name == "lengths":
+        if self.experiment.columns or name == "lengths":
             texts[".md"] = self.tell(result)
-        if self.experiment.paper is None and charts:
+        if not self.experiment.columns and charts:
             from lln.lab.paper.result_charts import draw_figure
 
             texts |= {f"{end}.svg": text for end, text in draw_figure(result).items()}
@@ -187,7 +187,7 @@ class Reproduction:
         """The result for the reader of a terminal."""
         if self.experiment.name == "lengths":
             return write_lengths(result)
-        if self.experiment.paper is not None:
+        if self.experiment.columns:
             return write_table(result)
         lines = [tell_verdicts(f"{self.experiment.name}: {self.experiment.title}", result["verdicts"])]
         lines += [f"\n{text}" for text in (*result["differs"], *result["missing"])]

@@ -10,7 +10,7 @@ from lln.lab.core.documents import write_markdown
 from lln.lab.core.tables import show_duration, show_number
 from lln.lab.paper.experiments import Asked, Experiment
 from lln.lab.paper.jobs import configure, find_recipe, find_shape
-from lln.lab.paper.published import AVERAGE, PAPER4, REMARKS1, describe_data, describe_training
+from lln.lab.paper.published import ACCURACIES, AVERAGE, PAPER4, TABLES, describe_data, describe_training
 from lln.lab.paper.run_records import RunRecord, group_by, list_runs, select_alike
 from lln.lab.paper.spread import RULE, Difference, find_difference, find_spread
 
@@ -41,7 +41,7 @@ def assemble_table(
         if any(averages.values()):
             columns.append(AVERAGE)
             cells |= averages
-    paper = experiment.paper or {}
+    paper = ACCURACIES.get(experiment.name, {})
     return {
         "table": experiment.name,
         "title": experiment.title,
@@ -58,7 +58,7 @@ def assemble_table(
         "rule": RULE,
         "differences": compare_cells(names, columns, cells),
         "marks": {column: list_marks(group) for column, group in groups.items() if group},
-        "remarks": [*left, *([REMARKS1] if experiment.name == "table1" else [])],
+        "remarks": [*left, *TABLES.get(experiment.name, {}).get("remarks", [])],
         "unavailable": unavailable,
         **list_runs(used),
     }
