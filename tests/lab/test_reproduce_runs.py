@@ -125,7 +125,7 @@ def test_a_run_that_fails_is_recorded_and_the_rest_goes_on(tmp_path: Path) -> No
 
 def test_running_and_drawing_are_separable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:  # as on a machine without altair
-        patch.setattr(command, "find_missing", lambda extra: ["altair"])
+        patch.setattr("lln.lab.cli.common.find_missing", lambda extra: ["altair"] if extra == "report" else [])
         refused = reproduce("fig9", "--out", tmp_path / "gpu")
         assert refused.exit_code == 2
         assert "charts need altair" in refused.stderr
