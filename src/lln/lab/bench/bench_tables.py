@@ -11,27 +11,22 @@ from rich.text import Text
 
 from lln.lab.bench.attentions import Shape
 from lln.lab.bench.kernel_times import locate
-from lln.lab.core.documents import write_markdown
+from lln.lab.core.documents import write_markdown, write_paragraphs
 from lln.lab.core.errors import WrongOption
 from lln.lab.core.tables import show_number, show_timing, terminal_table
 from lln.peers import mechanisms
 
 MIB = 2**20
 HEADER = "attention", "forward ms", "forward + backward ms", "times softmax", "% of floor", "host ms", "extra MiB"
-NOTES = (
-    "Times softmax: how many times as fast as the fastest softmax attention of torch here, forward + backward. "
-    "% of floor: the time that a copy takes for the bytes LLN must move, as a share of its time, forward / forward + "
-    "backward. Host ms: host time to issue forward + backward. *: plain calls, since no CUDA graph could be captured."
-)
 MOST_LENGTHS = 3  # that fit a terminal beside the rest; all are in the JSON and the Markdown
+LEFT: dict[str, Any] = {"title_justify": "left", "caption_justify": "left"}
 KEYS = ("entropy", "gap", "error")
 SHORT = {"out of memory": "OOM", "too slow": "slow", "unsupported": "no"}
-EXPLAINED = (
-    "ms, MiB: forward + backward and peak extra memory at each length; x: how many times as fast as softmax. "
-    "bits, gap: entropy and spectral gap of P on Gaussian q and k, or a model's; error: of the output, relative "
-    "to softmax's. OOM: out of memory; no: this mechanism cannot; -: nothing to measure (learned, no matrix, rows "
-    "that are no distribution)."
-)
+
+
+def explain_columns(command: str) -> str:
+    """Of the tables of bench or compare."""
+    return write_paragraphs("bench.txt", command)[0]
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -54,9 +49,7 @@ def make_bench_table(result: dict[str, Any]) -> Table:
             name, *rest = list_cells(row, quartiles=False)
             error = [(f"\n  {row['error']}", "red")] if row["error"] else []
             lines.append([Text.assemble(name, *error), *rest])
-    return terminal_table(
-        HEADER, lines, title=describe_machine(result), caption=NOTES, title_justify="left", caption_justify="left"
-    )
+    return terminal_table(HEADER, lines, title=describe_machine(result), caption=explain_columns("bench"), **LEFT)
 
 
 def describe_growth(result: dict[str, Any]) -> list[str]:
@@ -83,9 +76,9 @@ def write_bench(result: dict[str, Any]) -> str:
         groups[title] = [list_cells(row, quartiles=True) for row in rows]
         for row, shown in zip(rows, groups[title], strict=True):
             shown[1] = row["error"] or shown[1]
-    errors = [error for entry in result["checks"] for error in entry["errors"].values()]
-    given = {"machine": describe_machine(result), "growth": describe_growth(result), "header": HEADER, "notes": NOTES}
-    return write_markdown("bench.md", **result, **given, groups=groups, errors=errors)
+    given = {"machine": describe_machine(result), "growth": describe_growth(result), "header": HEADER}
+    given["errors"] = [error for entry in result["checks"] for error in entry["errors"].values()]
+    return write_markdown("bench.md", **result, **given, groups=groups, explained=explain_columns("bench"))
 
 
 def group_rows(result: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
@@ -177,10 +170,8 @@ def choose_temperature(result: dict[str, Any]) -> float:
 def make_compare_table(result: dict[str, Any]) -> Table:
     lengths, temperature = sorted(result["settings"]["lengths"])[-MOST_LENGTHS:], choose_temperature(result)
     headings, rows = list_columns(result, lengths, temperature)
-    return terminal_table(
-        headings, rows, title=describe_head(result, temperature), caption=EXPLAINED, wrap=False, title_justify="left",
-        caption_justify="left",
-    )  # fmt: skip
+    title, caption = describe_head(result, temperature), explain_columns("compare")
+    return terminal_table(headings, rows, title=title, caption=caption, wrap=False, **LEFT)
 
 
 def describe_head(result: dict[str, Any], temperature: float) -> str:
@@ -203,4 +194,4 @@ def write_compare(result: dict[str, Any]) -> str:
     ]
     refused = [row for row in (*result["costs"], *result["concentration"]) if "reason" in row]
     reasons = {mechanisms()[row["mechanism"]].title: row["reason"] for row in refused}
-    return write_markdown("compare.md", **result, tables=tables, reasons=reasons, explained=EXPLAINED)
+    return write_markdown("compare.md", **result, tables=tables, reasons=reasons, explained=explain_columns("compare"))

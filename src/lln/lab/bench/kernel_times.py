@@ -16,9 +16,10 @@ from lln.lab.bench import calls
 from lln.lab.bench.attentions import ALPHA, ATTENTIONS, BETA, BLOCK_SIZE, Attention, Case, Shape
 from lln.lab.bench.calls import PARTS
 from lln.lab.bench.kernel_plan import BenchPlan
+from lln.lab.core.documents import write_paragraphs
 from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.provenance import provenance
-from lln.lab.core.timing import HOW, Work, measure_bandwidth, peak_memory, time_device, time_host
+from lln.lab.core.timing import Work, measure_bandwidth, peak_memory, time_device, time_host
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 CHECK_BATCH = 2
@@ -35,7 +36,7 @@ def measure(plan: BenchPlan, *, store: Store = ignore, progress: Progress = igno
         progress("copy bandwidth")
         result: dict[str, Any] = {
             "what": "time and peak extra memory of one attention call: forward, and forward + backward (training)",
-            "how": HOW[plan.device.type],
+            "how": write_paragraphs("bench.txt", plan.device.type)[0],
             "settings": calls.describe_plan(plan) | {"alpha": ALPHA, "beta": BETA, "block_size": BLOCK_SIZE},
             "provenance": provenance(plan.seed, plan.device),
             "copy_bytes_per_second": measure_bandwidth(plan.device),

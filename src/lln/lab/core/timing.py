@@ -14,20 +14,6 @@ from typing import Any
 import torch
 
 Work = Callable[[], Any]
-HOW = {
-    "cuda": (
-        "Device time: after warm-up on a side stream the call is captured in a CUDA graph. Batches of replays, each of "
-        "at least 1 ms, are issued one after another with CUDA events between them; median and quartiles of the time "
-        "a replay over the batches. All replays read the same inputs, so what fits in the device's cache may stay "
-        "there. Where capture fails the same batches consist of plain calls (graph: false). Host time: plain forward "
-        "+ backward calls issued without waiting for the device, wall clock a call. Memory: peak of torch's allocator "
-        "in forward + backward over what it held before."
-    ),
-    "cpu": (
-        "Wall clock of plain calls, all attentions in turns; median and quartiles. Memory: peak of torch's allocator "
-        "in forward + backward over what it held before."
-    ),
-}
 BATCH_MS = 1.0
 LONGEST_MS = 10_000.0  # of all batches together; fewer repeats where they would take longer
 HOST_CALLS, HOST_ROUNDS, HOST_LIMIT_MS = 20, 5, 5.0

@@ -14,17 +14,11 @@ from lln.lab.core.timing import one_thread
 
 ATTENTIONS = {"softmax": "softmax", "lln": "LLN", "lln_diag": "LLN+Diag"}  # by the names that recipes know
 DASHES = ((1, 0), (6, 3), (2, 2), (10, 3, 2, 3))  # by layer
+# What is drawn of each layer, by the titles of its charts.
 PANELS = {
-    "temperature": (
-        "temperature",
-        "Temperature of each layer: it falls where queries and keys grow as they "
-        "learn. For LLN it is 1 over the standard deviation of log P, which for softmax is the same.",
-    ),
-    "entropy": ("entropy (bits)", "Entropy of each layer's attention: how many tokens a row is spread over."),
-    "spectral_gap": ("spectral gap", "Spectral gap of each layer's attention: 1 mixes the whole sequence in one step."),
-    "alpha": ("alpha", "alpha of each layer, from the spread of its queries at every step (softmax has none)."),
-    "beta": ("beta", "beta of each layer, from the spread of its keys."),
-}
+    "temperature": "temperature", "entropy": "entropy (bits)", "spectral_gap": "spectral gap", "alpha": "alpha",
+    "beta": "beta",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,10 +99,10 @@ def make_section(result: Result) -> Section:
         for name, x in result["attentions"].items()
         for step, loss in x["validation"].items()
     ]
-    said = "Loss on held-out text while training, for the three attentions; lower is better."
+    said, *captions = write_paragraphs("training.txt", "captions")
     x, y = Axis("step", "step"), Axis("loss", "loss on held-out text")
     drawn = [chart_lines("training-loss", curves, style_layers(curves), x, y, said, points=True)]
-    for quantity, (title, caption) in PANELS.items():
+    for (quantity, title), caption in zip(PANELS.items(), captions, strict=True):
         if rows := list_by_layer(result, quantity):
             values = [row["value"] for row in rows]
             vertical = Axis("value", title)
