@@ -68,24 +68,21 @@ class Examples(Dataset[dict[str, Tensor]]):
 class Stream(Dataset[dict[str, Tensor]]):
     """What training sees, by position: every example once an epoch, each epoch in an order of its own.
 
-    Position p depends on (seed, p) alone, so a sequential sampler over a stream resumes anywhere (`start`) without
-    reading what came before, and any number of processes that share a global batch see what one would.
-    length: positions in all, steps * global batch; `start`: positions already used.
+    Position p depends on (seed, p) alone, so one may begin anywhere without reading what came before, and any number of
+    processes that share a global batch see what one would. length: positions in all, steps * global batch.
     """
 
-    def __init__(self, examples: Examples, *, seed: int, length: int, start: int = 0) -> None:
+    def __init__(self, examples: Examples, *, seed: int, length: int) -> None:
         if len(examples) == 0:
             raise ValueError("examples must hold at least one example; got none.")
-        if not 0 <= start <= length:
-            raise ValueError(f"start must lie between 0 and length = {length}; got {start}.")
-        self.examples, self.seed, self.length, self.start = examples, seed, length, start
+        self.examples, self.seed, self.length = examples, seed, length
 
     def __len__(self) -> int:
-        return self.length - self.start
+        return self.length
 
     def find_places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(indices of the examples, the epochs they are seen in), each [positions] int64"""
-        epochs, rest = np.divmod(self.start + positions, len(self.examples))
+        epochs, rest = np.divmod(positions, len(self.examples))
         indices = np.empty_like(rest)
         for epoch in np.unique(epochs):
             here = epochs == epoch

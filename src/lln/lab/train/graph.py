@@ -69,9 +69,7 @@ class GraphLoop(Loop):
     graph: torch.cuda.CUDAGraph | None = None
 
     def open_batches(self) -> None:
-        o = self.config.optimisation
-        stream = Stream(self.data.train, seed=self.config.seed, length=o.steps * o.batch)
-        self.feed, self.first = Feed(stream, o.batch, self.device), self.step
+        self.feed, self.first = Feed(self.stream, self.micro, self.device), self.step
 
     def train(self) -> None:
         if self.config.compile:

@@ -54,7 +54,9 @@ class Loop:
         self.run, self.reports, self.progress = run, reports, progress
         self.processes, self.rank = count_processes()
         self.writes = self.rank == 0
-        self.micro = config.optimisation.batch // (config.optimisation.accumulation * self.processes)
+        o = config.optimisation
+        self.micro = o.batch // (o.accumulation * self.processes)
+        self.stream = Stream(data.train, seed=config.seed, length=o.steps * o.batch)
         self.objective = data.make_objective(model)
         # All that hold a part of a gradient have to measure.
         self.recording = Recording(model, config.record_every if self.writes or config.fsdp else 0)
@@ -137,12 +139,10 @@ class Loop:
     # Parts of a step
 
     def open_batches(self) -> None:
-        o = self.config.optimisation
-        seed, length, start = self.config.seed, o.steps * o.batch, self.step * o.batch
-        stream = Stream(self.data.train, seed=seed, length=length, start=start)
         # Processes take turns, so that a global batch is the one that a single process sees.
-        starts = range(self.rank * self.micro, len(stream), self.processes * self.micro)
-        self.batches = self.load(stream, (range(at, at + self.micro) for at in starts))
+        first = self.step * self.config.optimisation.batch + self.rank * self.micro
+        starts = range(first, len(self.stream), self.processes * self.micro)
+        self.batches = self.load(self.stream, (range(at, at + self.micro) for at in starts))
 
     def load(self, examples: Any, places: Any) -> Iterator[Batch]:
         """Batches of the examples at these places, in pinned memory where they go to a GPU."""
