@@ -251,9 +251,9 @@ def test_other_matchings_need_no_learning(kind: str, place: Path, tmp_path: Path
         (["{bert}", "{out}", "--calibration", "{text}"], ["passages of 96 tokens are too short; at least 128"]),
         (
             ["{bert}", "{out}", "--calibration", "{text}", "--attention", "softmax"],
-            ["attention must be one of lln, lln_diag"],
+            ["attention must be 'lln' or 'lln_diag'"],
         ),
-        (["{bert}", "{out}", "--calibration", "{text}", "--matching", "best"], ["matching must be one of"]),
+        (["{bert}", "{out}", "--calibration", "{text}", "--matching", "best"], ["matching must be 'paper'"]),
         (["{bert}", "{out}", "--calibration", "{text}", "--distill", "3", "--matching", "paper"], ["matching='data'"]),
         (["{bert}", "{out}", "--calibration", "{text}", "--feature-map", "linear"], ["learned by distillation"]),
         (["{bert}", "{out}", "--calibration", "{text}", "--rate", "0"], ["rate must be positive"]),

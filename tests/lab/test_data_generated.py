@@ -145,11 +145,11 @@ def test_a_listops_set_has_its_values_as_labels(tmp_path: Path) -> None:
 def test_wrong_listops_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"min_length must be at least 4 .*; got 9 and 8"):
         Grammar(9, 8)
-    with pytest.raises(ValueError, match="max_depth and max_args must be at least 2"):
+    with pytest.raises(ValueError, match="max_depth must be an int of at least 2"):
         Grammar(max_depth=1)
-    with pytest.raises(ValueError, match="split must be train, validation or test; got 'dev'"):
+    with pytest.raises(ValueError, match="split must be 'train', 'validation' or 'test'; got 'dev'"):
         load_listops("dev", count=1)
-    with pytest.raises(ValueError, match="count must be at least 1"):
+    with pytest.raises(ValueError, match="count must be a positive int; got 0"):
         load_listops("train", count=0)
     monkeypatch.setattr(listops, "HOPELESS", 3)
     with pytest.raises(DataError, match="none was a new expression of 5000 to 5001 tokens for train, after 0"):
@@ -237,11 +237,11 @@ def test_pathfinder_is_a_sequence_of_pixels(tmp_path: Path) -> None:
 
 
 def test_wrong_pathfinders_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="size must be at least 12; got 8"):
+    with pytest.raises(ValueError, match="size must be an int of at least 12; got 8"):
         Scene(size=8)
-    with pytest.raises(ValueError, match="split must be train, validation or test; got 'dev'"):
+    with pytest.raises(ValueError, match="split must be 'train', 'validation' or 'test'; got 'dev'"):
         load_pathfinder("dev", count=1)
-    with pytest.raises(ValueError, match="count must be at least 1"):
+    with pytest.raises(ValueError, match="count must be a positive int; got 0"):
         load_pathfinder("train", count=0)
     monkeypatch.setattr(pathfinder, "SCENE_TRIES", 2)
     with pytest.raises(DataError, match="two paths of 40 dashes and 2 distractors do not fit into 16 x 16 pixels"):

@@ -102,7 +102,7 @@ def test_blank_lines_and_short_texts(tmp_path: Path, tokenizer: TextTokenizer) -
         load_text("a/b", "train", tokenizer, length=4096, data_root=tmp_path, cache_dir=tmp_path)
     with pytest.raises(DataError, match="column 'text' has no text"):
         load_text("a/b", "test", tokenizer, length=4, data_root=tmp_path, cache_dir=tmp_path)
-    with pytest.raises(ValueError, match="length must be at least 2"):
+    with pytest.raises(ValueError, match="length must be an int of at least 2; got 1"):
         load_text("a/b", "train", tokenizer, length=1, data_root=tmp_path, cache_dir=tmp_path)
 
 

@@ -133,9 +133,9 @@ def test_values_are_as_likely_however_few_needles_there_are(count: int) -> None:
     ("option", "sentence"),
     [
         ("foo=1", "data.options: needles have needles_every, questions_every, keys, values; got 'foo'."),
-        ("keys=many", "keys must be a whole number; got 'many'."),
-        ("keys=2.5", "keys must be a whole number; got 2.5."),
-        ("values=1", "values must be at least 2, or there is nothing to guess; got 1."),
+        ("keys=many", "keys must be a positive int; got 'many'."),
+        ("keys=2.5", "keys must be a positive int; got 2.5."),
+        ("values=1", "values must be an int of at least 2; got 1."),
     ],
 )
 @pytest.mark.parametrize("command", [["train", "needles"], ["reproduce", "lengths"]])
@@ -206,9 +206,9 @@ def test_accuracy_is_told_by_distance() -> None:
 
 
 def test_what_cannot_be_planted_is_refused() -> None:
-    with pytest.raises(ValueError, match="values must be at least 2, or there is nothing to guess; got 1"):
+    with pytest.raises(ValueError, match="values must be an int of at least 2; got 1"):
         Planting(values=1)
-    with pytest.raises(ValueError, match="needles_every must be at least 1; got 0"):
+    with pytest.raises(ValueError, match="needles_every must be a positive int; got 0"):
         Planting(needles_every=0)
     with pytest.raises(ValueError, match="room for a needle, a question and the start token; got 20 with 0 needles"):
         needles(20, Planting(64, 8, 4, 2))

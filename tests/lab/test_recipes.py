@@ -6,7 +6,7 @@ from lln.lab.data import embedded
 from lln.lab.data.sources import AAN, KNOWN
 from lln.lab.recipes import NAMES, RECIPES, recipe
 
-HUB = {"/".join(name.split("/")[:2]) for name in KNOWN if not name.startswith("embedded/")}
+HUB = {"/".join(name.split("/")[:2]) for name, known in KNOWN.items() if "rows" in known}
 PRESETS = [
     (task, preset, name) for task, presets in RECIPES.items() for preset in presets for name in NAMES.get(task, [None])
 ]

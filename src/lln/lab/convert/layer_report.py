@@ -13,7 +13,7 @@ from lln.hf.find import attention_modules
 from lln.hf.watch import SoftmaxCall, evaluating, on_device, show_softmax
 from lln.instruments.observation import Observation, default_scale, measure
 from lln.instruments.watchers import find_mix
-from lln.lab.core.tables import markdown_table
+from lln.lab.core.documents import write_markdown, write_paragraphs
 
 MEASURED = ("entropy", "spectral_gap")
 TITLES = {"matched": "matched", "distilled": "distilled", "fine_tuned": "fine-tuned"}
@@ -134,29 +134,12 @@ def show_steps(values: list[float | None], digits: int) -> str:
 
 def describe_whole(result: dict[str, Any]) -> str:
     """One sentence about the model as a whole."""
-    errors = ", ".join(f"{TITLES[stage]} {error:.3f}" for stage, error in result["hidden_error"].items())
-    held = "kept apart from learning" if result["passages"]["held_out"] else "that were also learned from"
-    return (
-        f"Relative error of the last hidden states against the softmax model's: {errors}; on "
-        f"{result['passages']['reported']} passages {held}."
-    )
+    (sentence,) = write_paragraphs("conversion.md", "whole", **result, titles=TITLES)
+    return sentence
 
 
 def write_report(result: dict[str, Any]) -> str:
     """Markdown, for the model card."""
-    request, (columns, *rows) = result["request"], list_rows(result)
-    steps = f"{request['distill']} steps of distillation and {request['fine_tune']} of fine-tuning"
-    later = " After fine-tuning both are those of the new weights." if "fine_tuned" in result["stages"] else ""
-    lines = [
-        f"From {request['model']} by `lln convert`: {request['attention']}, `{request['matching']}` matching, {steps} "
-        f"on {result['passages']['learned']} passages of up to {result['passages']['tokens']} tokens.",
-        f"Numbers: {name_stages(result)}.",
-        "",
-        *markdown_table(columns, rows, "l"),
-        "",
-        "Entropy in bits; gap: 1 - abs(second eigenvalue); error: of the outputs, against softmax attention on the "
-        f"same queries, keys and values; mix: the weight of LLN beside the blocks. Means over heads.{later}",
-        "",
-        describe_whole(result),
-    ]
-    return "\n".join(lines) + "\n"
+    columns, *rows = list_rows(result)
+    facts = {"columns": columns, "rows": rows, "numbers": name_stages(result), "titles": TITLES}
+    return write_markdown("conversion.md", **result, **facts)

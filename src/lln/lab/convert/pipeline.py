@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lln.checks import MATCHINGS
+from lln.checks import MATCHINGS, check_choice, check_count, check_positive
 from lln.files import write_text
 from lln.hf.converting import convert
 from lln.hf.distillation import FINE_RATE, RATE, Learner, distill, distillation, fine_tune, fine_tuning
@@ -53,22 +53,17 @@ class ConversionPlan:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("attention", LLN),
-            ("matching", (*MATCHINGS, "data")),
-            ("coefficients", ("head", "channel")),
-            ("mix", ("ratio", "scales")),
-            ("feature_map", (None, "linear")),
-        ):
-            if getattr(self, name) not in allowed:
-                choices = ", ".join(str(one) for one in allowed if one is not None)
-                raise ValueError(f"{name} must be one of {choices}; got {getattr(self, name)!r}.")
+        check_choice("attention", self.attention, *LLN)
+        check_choice("matching", self.matching, *MATCHINGS, "data")
+        check_choice("coefficients", self.coefficients, "head", "channel")
+        check_choice("mix", self.mix, "ratio", "scales")
+        check_choice("feature_map", self.feature_map, None, "linear")
         for name in ("distill", "fine_tune", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative; got {getattr(self, name)}.")
-        for name in ("block_size", "length", "batch_size", "rate", "fine_rate"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive; got {getattr(self, name)}.")
+            check_count(name, getattr(self, name), least=0)
+        for name in ("block_size", "length", "batch_size"):
+            check_count(name, getattr(self, name))
+        for name in ("rate", "fine_rate"):
+            check_positive(name, getattr(self, name))
         if self.distill and self.matching != "data":
             raise ValueError(
                 f"distill starts from numbers that do not change with the input, so it goes with matching='data'; got "

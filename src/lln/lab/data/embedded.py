@@ -33,7 +33,7 @@ def make_columns(name: str, split: str) -> dict[str, list[Any]]:
         raise DataError(f"There is no embedded set {name!r}; there are: {', '.join(sorted(SETS))}.")
     if split not in SPLITS:
         raise DataError(f"{name} has no split {split!r}; there are: {', '.join(SPLITS)}.")
-    return SETS[name][0](split)
+    return SETS[name](split)
 
 
 def list_chapters() -> list[str]:
@@ -111,23 +111,12 @@ def _make_digits(split: str) -> dict[str, list[Any]]:
     return {"image": images[chosen].tolist(), "label": bunch.target[chosen].tolist()}
 
 
-HELP = "Made from this Python's help texts:"
-# By name: how the columns of a split are made, and the note that a result must carry.
-SETS: dict[str, tuple[Callable[[str], dict[str, list[Any]]], str]] = {
-    "embedded/prose": (
-        _make_prose,
-        "Text: the help texts that come with this Python (pydoc_data.topics), without repetitions.",
-    ),
-    "embedded/topics": (_make_topics, f"{HELP} 24 words each, the label is the chapter. Not GLUE."),
-    "embedded/halves": (_make_halves, f"{HELP} 24 words in halves, the label is the chapter. Not GLUE."),
-    "embedded/pairs": (_make_pairs, f"{HELP} 24 words each, label 1 = the same words, mixed. Not GLUE."),
-    "embedded/passages": (
-        partial(_make_pairs, name="embedded/passages", length=PASSAGE),
-        f"{HELP} 128 words each, label 1 = the same words, mixed. It stands in for pairs of documents and is not Long "
-        "Range Arena's retrieval.",
-    ),
-    "embedded/digits": (
-        _make_digits,
-        "scikit-learn's load_digits: 1,797 images of 8 x 8 pixels, the levels 0-16 stretched to 0-255.",
-    ),
+# How the columns of a split are made; the note that a result must carry is in data/known_sets.json.
+SETS: dict[str, Callable[[str], dict[str, list[Any]]]] = {
+    "embedded/prose": _make_prose,
+    "embedded/topics": _make_topics,
+    "embedded/halves": _make_halves,
+    "embedded/pairs": _make_pairs,
+    "embedded/passages": partial(_make_pairs, name="embedded/passages", length=PASSAGE),
+    "embedded/digits": _make_digits,
 }

@@ -10,6 +10,7 @@ from typing import Unpack
 
 import numpy as np
 
+from lln.checks import check_choice, check_count
 from lln.lab.data import embedded
 from lln.lab.data.examples import Sequences, choose_id_type, cut_evenly, flatten
 from lln.lab.data.images import CIFAR10, load_images, to_grey
@@ -69,8 +70,7 @@ def load_glue(
     (4, [16, 16, 16])
     """
     known = list_tasks()
-    if task not in known:
-        raise ValueError(f"task must be one of {', '.join(known)}; got {task!r}.")
+    check_choice("task", task, *known)
     if length < 8:
         raise ValueError(f"length must be at least 8, to leave room beside the special tokens; got {length}.")
     chosen = known[task]
@@ -137,8 +137,7 @@ def load_pixels(
 def _load_bytes(
     name: str, split: str, columns: list[str], label_names: list[str], length: int, selection: Selection
 ) -> Sequences:
-    if length < 1:
-        raise ValueError(f"length must be at least 1; got {length}.")
+    check_count("length", length)
     rows, parts = read(name, split, **selection), []
     for column in columns:
         texts = [np.frombuffer(text.encode()[:length], np.uint8) for text in rows.strings(column)]

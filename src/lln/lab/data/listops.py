@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from lln.checks import check_count
 from lln.lab.core.errors import DataError
 from lln.lab.core.seeds import generator
 from lln.lab.data.examples import Sequences, flatten
@@ -46,8 +47,8 @@ class Grammar:
                 "min_length must be at least 4 (an operator with two digits) and at most max_length; "
                 f"got {self.min_length} and {self.max_length}."
             )
-        if self.max_depth < 2 or self.max_args < 2:
-            raise ValueError(f"max_depth and max_args must be at least 2; got {self.max_depth} and {self.max_args}.")
+        check_count("max_depth", self.max_depth, least=2)
+        check_count("max_args", self.max_args, least=2)
 
 
 def evaluate(ids: Sequence[int] | np.ndarray) -> int:

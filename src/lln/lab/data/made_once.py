@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from lln.checks import check_choice, check_count
 from lln.files import write_json
 from lln.lab.core.errors import need
 from lln.lab.core.progress import track
@@ -107,10 +108,8 @@ def generate(
     cache_dir: Place,
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """(the arrays that `pack` makes of the first `count` rows, their identity), from the cache where they are there."""
-    if split not in SPLITS:
-        raise ValueError(f"split must be train, validation or test; got {split!r}.")
-    if count < 1:
-        raise ValueError(f"count must be at least 1; got {count}.")
+    check_choice("split", split, *SPLITS)
+    check_count("count", count)
     kind = name.lower()
     identity = {"name": f"generated/{kind}", "split": split, "count": count, "seed": seed, **asdict(options)}
     made = track(islice(rows, count), count, f"Generating {name} {split}")

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lln.checks import check_count
 from lln.lab.core.errors import DataError
 from lln.lab.core.seeds import draws, pick, stream_key
 from lln.lab.data.examples import IGNORE, Examples
@@ -46,11 +47,7 @@ class Planting:
 
     def __post_init__(self) -> None:
         for name, number in asdict(self).items():
-            if not isinstance(number, int) or isinstance(number, bool):
-                raise ValueError(f"{name} must be a whole number; got {number!r}.")
-            lowest, reason = (2, ", or there is nothing to guess") if name == "values" else (1, "")
-            if number < lowest:
-                raise ValueError(f"{name} must be at least {lowest}{reason}; got {number}.")
+            check_count(name, number, least=2 if name == "values" else 1)  # with one value there is nothing to guess
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Planting:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from lln.checks import check_count
 from lln.lab.core.errors import DataError
 from lln.lab.core.seeds import generator
 from lln.lab.data.examples import Sequences, cut_evenly
@@ -38,8 +39,7 @@ class Scene:
 
     def __post_init__(self) -> None:
         for name, lowest in (("size", 12), ("dashes", 2), ("distractors", 0), ("dash", 1), ("gap", 1)):
-            if getattr(self, name) < lowest:
-                raise ValueError(f"{name} must be at least {lowest}; got {getattr(self, name)}.")
+            check_count(name, getattr(self, name), lowest)
 
     @property
     def reach(self) -> int:

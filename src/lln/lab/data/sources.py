@@ -32,14 +32,9 @@ from lln.lab.data.made_once import SPLITS, Place
 # - It fails at a parquet file without rows, and its import takes 0.8 s and 144 MB (pyarrow: 0.15 s and 66 MB).
 # - Whoever has no `datasets` needs the code below all the same, for --data-root.
 
-AAN = "aan"  # the pairs of papers of Long Range Arena's retrieval
-NO_AAN = (
-    f"{AAN} is not here: the pairs of papers of Long Range Arena's retrieval are not on the Hub; put a set with the "
-    f"columns text1, text2 and label into the folder {AAN} of --data-root, or name one with --set data.name=NAME "
-    "(`lln train`) or --set lra.retrieval.data.name=NAME (`lln reproduce`)."
-)
-# By name and configuration, or by name where there is one: the columns of texts, what labels mean, and how many rows
-# the Hub has, since a result from a partial set says so.
+AAN = "aan"  # the pairs of papers of Long Range Arena's retrieval, which the Hub does not have
+# By name and configuration, or by name where there is one: the columns of texts, what labels mean, how many rows there
+# are on the Hub (a result from a partial set says so), what else a result must say, what to do where a set is missing.
 KNOWN = json.loads(importlib.resources.files("lln").joinpath("data/known_sets.json").read_text(encoding="utf-8"))
 # split-00000-of-00002.parquet, as the Hub names the pieces of a split
 PIECE = re.compile(r"(?P<split>.+)-\d+-of-(?P<count>\d+)\.parquet")
@@ -147,7 +142,7 @@ def read(
         columns = embedded.make_columns(name, stored)
         # By content: the help texts differ between versions of Python.
         identity = {"name": name, "config": None, "split": stored, "content": fingerprint(columns)}
-        rows = Rows(need("pyarrow").table(columns), identity, [embedded.SETS[name][1]])
+        rows = Rows(need("pyarrow").table(columns), identity, [KNOWN[name]["note"]])
     else:
         rows = _read_parquet(name, stored, config, data_root)
     total, key = len(rows), (name, rows.identity["config"] or "")
@@ -213,7 +208,7 @@ def read_layout(folder: Path) -> tuple[Layout, str]:
 def _find_folder(name: str, root: Path | None) -> Path:
     """The set's own folder in the root; without a root, a snapshot of the Hub that holds the card."""
     if name == AAN and not (root and (root / name).is_dir()):
-        raise DataError(NO_AAN)
+        raise DataError(KNOWN[name]["missing"])
     if root is None:
         return _fetch(name, ["README.md"])
     if not (root / name).is_dir():

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lln.checks import check_count, check_fraction
 from lln.lab.core.errors import DataError
 from lln.lab.core.progress import track
 from lln.lab.core.seeds import UNIT, draws, pick, stream_key, to_unit
@@ -35,9 +36,8 @@ class Masking:
     def __post_init__(self) -> None:
         if not 0.0 < self.probability <= 1.0:
             raise ValueError(f"probability must be above 0 and at most 1; got {self.probability}.")
-        for name, share in (("random_share", self.random_share), ("keep_share", self.keep_share)):
-            if not 0.0 <= share <= 1.0:
-                raise ValueError(f"{name} must lie between 0 and 1; got {share}.")
+        check_fraction("random_share", self.random_share)
+        check_fraction("keep_share", self.keep_share)
         if self.random_share + self.keep_share > 1.0:
             raise ValueError(
                 f"random_share + keep_share must be at most 1; got {self.random_share} + {self.keep_share}."
@@ -87,8 +87,7 @@ class PackedText(Examples):
     notes: list[str]
 
     def __post_init__(self) -> None:
-        if self.length < 2:
-            raise ValueError(f"length must be at least 2, the start token and one more; got {self.length}.")
+        check_count("length", self.length, least=2)  # the start token and one more
         total, room = len(self.tokens), self.length - 1
         if total < room:
             raise DataError(f"The text has {total} tokens, too few for one sequence of length {self.length}.")
