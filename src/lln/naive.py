@@ -20,18 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lln.state import LLNState
+
 __all__ = ["naive_lln", "naive_lln_diag"]
-
-
-class State(NamedTuple):
-    """What came before, with the fields of `lln.LLNState`, so that either can be passed to either side."""
-
-    log_sum: Tensor  # [B, Hk, D]            logsumexp_j(beta k_jc); -inf: nothing yet
-    mean_value: Tensor  # [B, Hk, D, Dv]        sum_j softmax_j(beta k_jc) v_j
-    count: Tensor | None = None  # type: ignore[assignment]  # [B], positions since the first valid token
-    block_key: Tensor | None = None  # [B, Hk, block_size, D]
-    block_value: Tensor | None = None  # [B, Hk, block_size, Dv]
-    block_mask: Tensor | None = None  # [B, block_size]
 
 
 class Result(NamedTuple):
@@ -139,9 +130,10 @@ def naive_attention(
         for s in range(batch):
             rows, cols = (slice(int(cu[s]), int(cu[s + 1])) for cu in packs)
             own = [x[s : s + 1] for x in (alpha, beta, r, p)]
+            held = None if state is None else state.index_select(torch.tensor([s]))
             parts.append(naive_attention(
                 query[:, :, rows], key[:, :, cols], value[:, :, cols], *own[:2], mix=own[2:], block_size=block_size,
-                is_causal=is_causal, key_mask=key_mask[:, cols], state=sample_state(state, s), scale=scale,
+                is_causal=is_causal, key_mask=key_mask[:, cols], state=held, scale=scale,
             ))  # fmt: skip
         outs, sums, means = zip(*parts, strict=True)
         return Result(torch.cat(outs, 2), torch.cat(sums), torch.cat(means))
@@ -149,8 +141,7 @@ def naive_attention(
     n, m = query.shape[2], key.shape[2]
     bk = beta[:, :, None] * key  # [B, Hk, Nk, D]
     if state is None:
-        log_sum = torch.full((batch, hk, dim), -torch.inf, dtype=torch.float64)
-        state = State(log_sum, torch.zeros(batch, hk, dim, value_dim, dtype=torch.float64))
+        state = LLNState.empty(batch, hk, dim, value_dim, dtype=torch.float64)
 
     def heads(x: Tensor) -> Tensor:  # query head h uses key head h // group
         return x.repeat_interleave(hq // hk, dim=1)
@@ -193,12 +184,3 @@ def _fold(bk: Tensor, value: Tensor, key_mask: Tensor, state: Any) -> tuple[Tens
     mean_value = weight[:, :, 0, :, None] * state.mean_value.double() + weight[:, :, 1:].transpose(-1, -2) @ value
     log_sum = exponent.masked_fill(~present, torch.finfo(torch.float64).min).logsumexp(2)
     return log_sum.masked_fill(~present.any(2), -torch.inf), mean_value
-
-
-def sample_state(state: Any, index: int) -> State | None:
-    """The state of one sample, still with a batch dimension."""
-    if state is None:
-        return None
-    fields: list[Any] = [getattr(state, name) for name in State._fields]
-    rows: list[Any] = [x if x is None else x[index : index + 1] for x in fields]
-    return State(*rows)

@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.tensors import make_inputs, normal, relative_error
+from helpers.tensors import State, make_inputs, normal, relative_error
 from helpers.untyped import lln_attention, naive_attention
 from lln import LLNState
-from lln.naive import State
 
 exact_inputs = functools.partial(make_inputs, exact=True)
 PRECISIONS = [(torch.float64, 1e-12), (torch.float32, 1e-5)]

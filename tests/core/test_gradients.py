@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from helpers.tensors import normal, relative_error
+from helpers.tensors import State, normal, relative_error
 from helpers.untyped import lln_attention, naive_attention
 from lln import LLNState
-from lln.naive import State
 
 Case = dict[str, Any]
 

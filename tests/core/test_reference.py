@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from helpers.tensors import normal, relative_error
+from helpers.tensors import State, normal, relative_error
 from helpers.untyped import naive_attention
-from lln.naive import State, log_similarity, masked_softmax, raw_map
+from lln.naive import log_similarity, masked_softmax, raw_map
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -1,7 +1,25 @@
 """Tensors that tests attend with, and how results are compared; the float64 reference itself is `lln.naive`."""
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class State(NamedTuple):
+    """A state for the reference to go on from: a tuple of the fields of `lln.LLNState`, whatever their dtypes."""
+
+    log_sum: Tensor  # [B, Hk, D]            logsumexp_j(beta k_jc); -inf: nothing yet
+    mean_value: Tensor  # [B, Hk, D, Dv]        sum_j softmax_j(beta k_jc) v_j
+    count: Tensor | None = None  # type: ignore[assignment]  # [B], positions since the first valid token
+    block_key: Tensor | None = None  # [B, Hk, block_size, D]
+    block_value: Tensor | None = None  # [B, Hk, block_size, Dv]
+    block_mask: Tensor | None = None  # [B, block_size]
+
+    def index_select(self, index: Tensor) -> State:
+        return State(*(x if x is None else x[index] for x in self))  # type: ignore[arg-type]
 
 
 def normal(seed: int, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

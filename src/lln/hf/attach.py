@@ -22,13 +22,6 @@ from lln.nn.weights import check_size, check_weights, dense_weights
 from lln.peers import attention, mechanism, mechanisms
 from lln.peers.registry import Mechanism
 
-# What only a model asks for, by mechanism: it shows its queries one by one while it writes.
-IN_MODELS = {
-    ("cosformer", "cross"): "the position of a query in its sequence does not reach the attention",
-    ("cosformer", "causal"): "weights depend on the length, so on how many tokens follow, unless max_length is given",
-    ("convolved_softmax", "causal"): "the convolution reaches back to queries that no cache keeps",
-}
-
 
 class Attached(nn.Module):
     """What all of them have. It is made for `host`, the model's own attention module, which has a `name` there."""
@@ -193,7 +186,7 @@ class Peer(Attached):
             self.entry.refuse("cross")
         causal = where["is_causal"] and not self.options.get("max_length")
         for feature, asked in (("cross", self.cross), ("causal", causal)):
-            if asked and (why := IN_MODELS.get((self.implementation, feature))):
+            if asked and (why := self.entry.refuses_in_models.get(feature)):
                 raise ValueError(f"{self.implementation} does not support {feature} attention in models: {why}.")
         if self.attention is None:
             given = self.used | {"dropout_p": dropout, "scale": self.scale}

@@ -41,15 +41,16 @@ class AttentionMap:
     ((1, 2, 8, 8), True)
     """
 
+    kind: type[Heads]  # what some of its heads are
     is_product = False  # whether P = A B^T with thin A and B, where it is not causal
 
     def __init__(
-        self, q: Tensor, k: Tensor, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None
+        self, q: Tensor, k: Tensor, scale: float, is_causal: bool, query_mask: Tensor | None, key_mask: Tensor | None
     ) -> None:
-        """q [B, H, N, D] and k [B, key heads, M, D]: what the rows and the keys of P are made of."""
+        """q [B, H, N, D], to be scaled, and k [B, key heads, M, D]: what the rows and the keys of P are made of."""
         self.q, self.k, device = q.detach(), k.detach(), q.device
         (self.batch, self.heads, self.rows, self.width), self.keys = q.shape, k.shape[2]
-        self.device, self.is_causal, self.dtype = device, is_causal, wide_dtype(device)
+        self.device, self.is_causal, self.dtype, self.scale = device, is_causal, wide_dtype(device), scale
         if query_mask is None and self.rows == self.keys:
             query_mask = key_mask  # one sequence: what is padding among the keys is padding among the queries
 
@@ -76,7 +77,7 @@ class AttentionMap:
     def pick(self, place: Place, q: Tensor, k: Tensor, *masks: Any) -> Heads:
         """The heads at this place. Of them q [G, N, D] and k [G, M, D] in the dtype of all instruments, 0 for hidden
         tokens, which may hold anything; masks: live rows, seen keys, whether they are causal."""
-        raise NotImplementedError
+        return self.kind(q.mul_(self.scale), k, *masks)
 
     def groups(self) -> Iterator[Heads]:
         """All heads in the order of [batch, heads], as many at a time as fit into a span."""
@@ -123,12 +124,7 @@ class AttentionMap:
 class SoftmaxMap(AttentionMap):
     """P_ij = softmax_j(scale q_i . k_j), eq. (6)."""
 
-    def __init__(self, q: Tensor, k: Tensor, scale: float, *masks: Any) -> None:
-        super().__init__(q, k, *masks)
-        self.scale = scale
-
-    def pick(self, place: Place, q: Tensor, k: Tensor, *masks: Any) -> Heads:
-        return SoftmaxHeads(q.mul_(self.scale), k, *masks)
+    kind = SoftmaxHeads
 
 
 class LLNMap(AttentionMap):
@@ -139,8 +135,8 @@ class LLNMap(AttentionMap):
         overlap: bool, scale: float, *masks: Any,
     ) -> None:  # fmt: skip
         self.is_product = block_size is None
-        super().__init__(q, k, *masks)
-        self.scale, self.block_size = scale, block_size
+        super().__init__(q, k, scale, *masks)
+        self.block_size = block_size
         (batch, heads, _, dim), key_heads, where = q.shape, k.shape[1], (self.dtype, self.device)
         self.alpha = coefficient("alpha", alpha, (batch, heads, dim), *where).detach().expand(batch, heads, -1)
         self.beta = coefficient("beta", beta, (batch, key_heads, dim), *where).detach().expand(batch, key_heads, -1)
@@ -167,10 +163,8 @@ class LLNMap(AttentionMap):
 class KernelMap(AttentionMap):
     """P_ij = fq_i . fk_j / sum_l fq_i . fk_l, eq. (3) in the features of both sides."""
 
+    kind = KernelHeads
     is_product = True
-
-    def pick(self, place: Place, q: Tensor, k: Tensor, *masks: Any) -> Heads:
-        return KernelHeads(q, k, *masks)
 
 
 class DenseMap(AttentionMap):
@@ -278,7 +272,7 @@ def kernel_map(
         True
     """
     check_parts(fq, fk, ("fq", "fk"), key_mask, query_mask, is_causal)
-    return KernelMap(fq, fk, is_causal, query_mask, key_mask)
+    return KernelMap(fq, fk, 1.0, is_causal, query_mask, key_mask)
 
 
 def dense_map(
@@ -303,7 +297,7 @@ def dense_map(
     p = p if p.ndim == 4 else p[None, None]
     row = p[:, :, :1].transpose(2, 3)  # [batch, heads, keys, 1], as keys are
     check_masks(p, row, key_mask, query_mask, is_causal, ("rows of p", "keys of p"))
-    found = DenseMap(p, row, is_causal, query_mask, key_mask)
+    found = DenseMap(p, row, 1.0, is_causal, query_mask, key_mask)
     check_stochastic(torch.where(found.seen[:, None, None], found.q, 0.0), found.live)
     return found
 

@@ -14,9 +14,10 @@ from importlib import import_module
 
 from lln.peers.dispatch import attention, attention_matrix
 from lln.peers.modules import mechanism
-from lln.peers.registry import DECLARED, Mechanism, mechanisms
+from lln.peers.registry import DECLARED, REGISTRY, Mechanism, mechanisms
 
 __all__ = ["Mechanism", "attention", "attention_matrix", "mechanism", "mechanisms"]
 
 for _name, _declared in DECLARED.items():
     import_module(f"lln.peers.{_declared.get('file', _name)}")
+    REGISTRY[_name] = REGISTRY.pop(_name)  # in the order of the catalogue, whichever file came first

@@ -60,6 +60,7 @@ class Mechanism:
     learned: str = "nothing"
     kind: Literal["kernel", "attention", "mixer"] = "attention"
     refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    refuses_in_models: Mapping[str, str] = dataclasses.field(default_factory=dict)  # which show queries one by one
     note: str = ""
     function: Callable[..., Tensor] | None = None
     module: Callable[..., nn.Module] | None = None

@@ -31,5 +31,5 @@ def elementwise(feature_map: Callable[[Tensor], Tensor], call: Call) -> Tensor:
     return feature_attention(call, feature_map)
 
 
-for _name, _map in (("elu", elu_plus_one), ("relu", functional.relu), ("quadratic", square)):
-    register(_name)(functools.partial(elementwise, _map))
+for _name, _map in FEATURES.items():
+    register(_name.lower())(functools.partial(elementwise, _map))
