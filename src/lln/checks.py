@@ -294,10 +294,6 @@ def check_choice(name: str, value: Any, *allowed: Any) -> None:
         raise ValueError(f"{name} must be {', '.join(first)} or {last}; got {value!r}.")
 
 
-def check_backend(backend: str) -> None:
-    check_choice("backend", backend, *BACKENDS)
-
-
 def coefficient(
     name: str, value: Any, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, positive: bool = True
 ) -> Tensor:
@@ -404,7 +400,7 @@ def check_options(
     check_count("length", length)
     if scale is not None:
         check_positive("scale", scale)
-    check_backend(backend)
+    check_choice("backend", backend, *BACKENDS)
 
 
 def check_convolution(convolution: int | None) -> None:

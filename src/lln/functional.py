@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from lln.checks import Backend, Coefficient, CuSeqlens, Inputs, Mix, check_backend, check_call, check_inputs
+from lln.checks import BACKENDS, Backend, Coefficient, CuSeqlens, Inputs, Mix, check_call, check_choice, check_inputs
 from lln.kernels import eager
 from lln.kernels.call import Call
 from lln.kernels.carry import open_block
@@ -170,7 +170,7 @@ def attend_checked(
 
 def choose(backend: str, call: Call) -> Callable[[Call], tuple[Tensor, Tensor, Tensor]]:
     """The one place that decides a back end."""
-    check_backend(backend)
+    check_choice("backend", backend, *BACKENDS)
     if backend == "eager" or (backend == "auto" and not call.query.is_cuda):
         return eager.attend
     reason = refusal(call.query)

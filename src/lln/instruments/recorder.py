@@ -17,11 +17,11 @@ from lln.nn.statistics import in_backward
 if TYPE_CHECKING:
     import pandas
 
-COLUMNS = (
-    "step", "layer", "call", "head", "attention", "sigma_q", "sigma_k", "temperature", "entropy", "max_entropy",
-    "spectral_gap", "log_variance", "lognormality", "alpha", "beta",
+WORDS = ("step", "layer", "call", "head", "attention")
+NUMBERS = (
+    "sigma_q", "sigma_k", "temperature", "entropy", "max_entropy", "spectral_gap", "log_variance", "lognormality",
+    "alpha", "beta",
 )  # fmt: skip
-WORDS = ("step", "layer", "call", "head", "attention")  # columns that are not measured numbers
 
 
 def record(
@@ -179,7 +179,7 @@ class Recorder:
         found = {name: [None if mean != mean else mean for mean in values] for name, values in means.items()}
         for head in range(seen.query.shape[1]):
             row = {"step": step, "layer": layer, "call": call, "head": head, "attention": seen.attention}
-            numbers = {name: found[name][head] if name in found else None for name in COLUMNS if name not in WORDS}
+            numbers = {name: found[name][head] if name in found else None for name in NUMBERS}
             self._rows.append(row | numbers)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -195,8 +195,8 @@ class Recorder:
             raise ModuleNotFoundError(
                 "table() needs pandas; install it with: pip install 'lln-attention[instruments]'. rows() needs nothing."
             ) from None
-        table = pandas.DataFrame(self._rows, columns=list(COLUMNS))
-        return table.astype({name: "float64" for name in COLUMNS if name not in WORDS})
+        table = pandas.DataFrame(self._rows, columns=[*WORDS, *NUMBERS])
+        return table.astype(dict.fromkeys(NUMBERS, "float64"))
 
     def clear(self) -> None:
         """Forget what was recorded, but not the number of the next step."""

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -265,7 +264,7 @@ def observe_linear(look: Look, layer: str, module: nn.Module, layers: Any, args:
     heads = count_heads(module) or 1
     q, k, v = (look.first(seen_by[one][1]).unflatten(-1, (heads, -1)).transpose(1, 2) for one in layers)
     scale = next((s for s in (getattr(module, n, None) for n in ("scaling", "scale")) if isinstance(s, float)), None)
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scale = default_scale(q) if scale is None else scale
     made = [look.first(t) for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)]
     made += [look.first(t) for one, (t, _) in seen_by.items() if one not in layers]
     for pattern in list_patterns(given, look, q.shape[2], k.shape[2]):

@@ -30,7 +30,7 @@ class PeerModule(nn.Module):
         if max_length is not None:
             check_count("max_length", max_length)
         self.num_heads, self.num_key_heads, self.head_dim = num_heads, num_key_heads or num_heads, head_dim
-        self.max_length, self.dropout = max_length, dropout
+        self.max_length, self.dropout, self.channels = max_length, dropout, num_heads * head_dim
 
     @property
     def entry(self) -> Mechanism:
@@ -115,10 +115,6 @@ class Mixer(PeerModule):
     Shape:
         - hidden: [batch, length, num_heads * head_dim], and the same for the output
     """
-
-    @property
-    def channels(self) -> int:
-        return self.num_heads * self.head_dim
 
     def forward(
         self,
