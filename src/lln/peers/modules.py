@@ -65,18 +65,9 @@ class AttentionModule(PeerModule):
     """
 
     def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        max_length: int | None = None,
-        *,
-        num_key_heads: int | None = None,
-        dropout: float = 0.0,
-        scale: float | None = None,
-        block_size: int | None = None,
-        mix: float = 0.5,
+        self, *sizes: Any, scale: float | None = None, block_size: int | None = None, mix: float = 0.5, **common: Any
     ) -> None:
-        super().__init__(num_heads, head_dim, max_length, num_key_heads=num_key_heads, dropout=dropout)
+        super().__init__(*sizes, **common)
         check_blocks(self.entry, block_size, mix)
         self.scale, self.block_size, self.mix = scale, block_size, mix
 

@@ -39,7 +39,8 @@ class Mechanism:
     kind: "kernel" (feature maps: takes block_size), "attention" (other functions or modules of q, k, v), or "mixer" (a
     module on hidden states that replaces the whole attention block).
     parameters: whether it has to be built with `lln.mechanism` because there is always something to learn.
-    refuses: what of FEATURES it cannot do, and why.
+    refuses: what of FEATURES it cannot do, and why. refuses_in_models: what else inside a model, which shows it queries
+    one by one while it writes.
 
     Examples:
         >>> import lln
@@ -60,7 +61,7 @@ class Mechanism:
     learned: str = "nothing"
     kind: Literal["kernel", "attention", "mixer"] = "attention"
     refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    refuses_in_models: Mapping[str, str] = dataclasses.field(default_factory=dict)  # which show queries one by one
+    refuses_in_models: Mapping[str, str] = dataclasses.field(default_factory=dict)
     note: str = ""
     function: Callable[..., Tensor] | None = None
     module: Callable[..., nn.Module] | None = None
