@@ -7,33 +7,15 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import sys
 import types
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
-DATA = ("embedded", "examples", "images", "listops", "needles", "pathfinder", "sources", "text", "tokenizer")
-MOVED = {
-    "lln.attention": "lln.functional",
-    "lln.calibrate": "lln.lab.calibration",
-    "lln.cli": "lln.lab.cli.app",
-    "lln.convolution": "lln.nn.convolution",
-    "lln.curves": "lln.matching.curves",
-    "lln.mechanisms": "lln.peers",
-    "lln.mechanisms.lln_attention": "lln.peers.log_normal",
-    "lln.moments": "lln.matching.moments",
-    "lln.multihead": "lln.nn.multihead",
-    "lln.recipes": "lln.lab.recipes",
-    "lln.training": "lln.lab.train",
-    "lln.training.cache": "lln.lab.data.made_once",
-    "lln.training.errors": "lln.lab.core.errors",
-    "lln.training.glue": "lln.lab.data.labelled",
-    "lln.training.lra": "lln.lab.data.labelled",
-    "lln.training.masking": "lln.lab.data.text",
-    "lln.training.runs": "lln.lab.train.run_folder",
-    "lln.training.seeds": "lln.lab.core.seeds",
-    "lln.training.trainer": "lln.lab.train.loop",
-} | {f"lln.training.{name}": f"lln.lab.data.{name}" for name in DATA}
+# Old name -> new name; what is not there has moved with its room. Not by lln.files: that is a module of lln, too.
+MOVED: dict[str, str] = json.loads((Path(__file__).parent / "data" / "moved.json").read_text(encoding="utf-8"))
 FUNCTIONS = ("attention", "mechanisms")  # of lln, which the modules of these names must not hide
 WARNED: set[str] = set()
 
