@@ -6,8 +6,6 @@ A folder has the Hub's parquet layout: its card (README.md) says which files hol
 from __future__ import annotations
 
 import contextlib
-import importlib.resources
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -17,7 +15,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from lln.files import hash_file
+from lln.files import hash_file, read_data
 from lln.lab.core.errors import DataError, first_line, need
 from lln.lab.core.seeds import fingerprint, permutation
 from lln.lab.data import embedded
@@ -35,7 +33,7 @@ from lln.lab.data.made_once import SPLITS, Place
 AAN = "aan"  # the pairs of papers of Long Range Arena's retrieval, which the Hub does not have
 # By name and configuration, or by name where there is one: the columns of texts, what labels mean, how many rows there
 # are on the Hub (a result from a partial set says so), what else a result must say, what to do where a set is missing.
-KNOWN = json.loads(importlib.resources.files("lln").joinpath("data/known_sets.json").read_text(encoding="utf-8"))
+KNOWN = read_data("known_sets")
 # split-00000-of-00002.parquet, as the Hub names the pieces of a split
 PIECE = re.compile(r"(?P<split>.+)-\d+-of-(?P<count>\d+)\.parquet")
 Layout = dict[str, dict[str, list[str]]]  # patterns of files by configuration and split, relative to the set's folder

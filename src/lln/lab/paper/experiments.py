@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 import lln.hf
+from lln.files import read_data
 from lln.lab.data.needles import Planting
 from lln.lab.paper.jobs import DEIT, Job, configure, name_folder
-from lln.lab.paper.published import TABLES, read_shipped
+from lln.lab.paper.published import TABLES
 from lln.lab.recipes.needles import lengthen, set_length
 from lln.lab.train.config import LEARNED
 from lln.lab.train.models import check_attention
@@ -168,7 +169,7 @@ class Experiment:
 
 EXPERIMENTS = {
     name: Experiment(name, **{"columns": TABLES[name]["columns"] if name in TABLES else (), **held})
-    for name, held in read_shipped("experiments.json").items()
+    for name, held in read_data("experiments").items()
 }
 
 

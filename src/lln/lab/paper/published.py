@@ -3,20 +3,13 @@
 Accuracies in % are in Tables 1, 3 and 5 (None: it has none), time and memory of training, on one A100 of 40 GB, in
 Tables 2 and 4 (None: out of memory)."""
 
-import importlib.resources
-import json
 from typing import Any
+
+from lln.files import read_data
 
 Numbers = dict[str, dict[str, float | None]]  # attention -> column -> accuracy
 AVERAGE = "average"
-
-
-def read_shipped(name: str) -> Any:
-    """A file of the package's data."""
-    return json.loads(importlib.resources.files("lln").joinpath(f"data/{name}").read_text(encoding="utf-8"))
-
-
-TABLES = read_shipped("published.json")
+TABLES = read_data("published")
 COLUMNS1, LENGTHS2, COLUMNS3, TASKS4, COLUMNS5 = (tuple(table["columns"]) for table in TABLES.values())
 
 
