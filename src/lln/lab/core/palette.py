@@ -5,12 +5,12 @@ once more: a hue for a family, dashes and shapes for its members.
 """
 
 import dataclasses
-import importlib.resources
 import itertools
-import json
 from collections.abc import Iterable, Mapping
 
-TABLES = json.loads(importlib.resources.files("lln").joinpath("data/palette.json").read_text(encoding="utf-8"))
+from lln.files import read_data
+
+TABLES = read_data("palette")
 ORANGE, BLUE, GREEN, PINK, AMBER, SKY, GREY, OLIVE = TABLES["colours"].values()
 INK = "#808080"  # of axes and words: reads on white and on black
 RAMP = ("#3B82D6", "#A35BC0", "#D9518A", "#E8871E")  # for what has an order
