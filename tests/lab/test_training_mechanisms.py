@@ -88,7 +88,7 @@ def test_blocks_are_asked_for_by_name() -> None:
     [
         ("tnn", {}, "attention.name: tnn mixes hidden states in the place of the whole attention block"),
         ("flash", {}, "attention.name: flash mixes hidden states"),
-        ("linear", {}, "attention.name must be one of softmax, lln, lln_diag, .*; got 'linear'"),
+        ("linear", {}, "attention.name must be 'softmax', 'lln', 'lln_diag', .*; got 'linear'"),
         ("nystromformer_diag", {}, "got 'nystromformer_diag'"),
         ("softmax", {"rank": "3"}, "attention.options: softmax takes convolution alone; got rank"),
         ("lln", {"rank": "3"}, "attention.options: lln has no option 'rank'"),

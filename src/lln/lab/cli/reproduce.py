@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lln.files import write_json, write_result
+from lln.files import read_data, write_json, write_result
 from lln.lab.cli import common
 from lln.lab.core.errors import DataError, Refused
 from lln.lab.core.progress import Bars, describe_metrics, progress_bar
@@ -24,10 +24,7 @@ FigureName = enum.StrEnum(
     "lengths",
 )
 Scale = enum.StrEnum("Scale", "tiny mini paper")
-# From training runs; the last three are not of the paper.
-TRAINED = (
-    "table1", "table3", "table5", "fig1", "fig8", "fig9", "fig10", "matching", "variants", "lengths",
-)  # fmt: skip
+TRAINED = tuple(read_data("experiments"))  # from training runs
 TUNED = ("table1", "matching", "variants")  # pre-trained, then fine-tuned
 MEASURED = ("table2", "table4")  # of single training steps
 SHARED = ("--attentions", "--set", "--from", "--no-charts")  # by these and those that are trained

@@ -11,11 +11,13 @@ from transformers import PreTrainedModel
 from lln.hf.attach import ModelAttention
 from lln.hf.find import attention_modules
 from lln.hf.watch import SoftmaxCall, evaluating, on_device, show_softmax
-from lln.instruments.observation import Observation, default_scale, measure
-from lln.instruments.watchers import find_mix
+from lln.instruments.observation import Observation, measure
+from lln.instruments.watchers import Look, find_mix, observe_lln
 from lln.lab.core.documents import write_markdown, write_paragraphs
+from lln.lab.core.progress import ignore
 
 MEASURED = ("entropy", "spectral_gap")
+WHOLE = Look(lambda: True, ignore, None)  # looks at all samples
 TITLES = {"matched": "matched", "distilled": "distilled", "fine_tuned": "fine-tuned"}
 
 
@@ -36,14 +38,8 @@ class Witness:
             difference, size = difference * rows, size * rows
         self.error += float(difference.sum())
         self.size += float(size.sum())
-        scale = default_scale(call.query) if call.scale is None else call.scale
-        softmax = Observation(self.name, "softmax", call.query, call.key, scale, **call.where, cross=lln.cross)
-        alpha, beta = lln.coefficients(call.query, call.key, **call.where)
-        mapped = lln.features(call.query, call.key, **call.where)
-        ours = Observation(
-            self.name, lln.implementation, *mapped, scale, **call.where, cross=lln.cross, alpha=alpha, beta=beta,
-            block_size=lln.block_size, mix=find_mix(lln), overlap=lln.overlap,
-        )  # fmt: skip
+        (ours,) = observe_lln(WHOLE, self.name, lln, (call.query, call.key, call.value), call.where)
+        softmax = Observation(self.name, "softmax", call.query, call.key, ours.scale, **call.where, cross=lln.cross)
         for kind, seen in (("softmax", softmax), ("lln", ours)):
             found = measure(seen, MEASURED)
             for name in MEASURED:

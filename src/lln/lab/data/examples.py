@@ -65,7 +65,7 @@ class Examples(Dataset[dict[str, Tensor]]):
         return fingerprint(self.identity)
 
 
-class Stream(Dataset[dict[str, Tensor]]):
+class Stream(Examples):
     """What training sees, by position: every example once an epoch, each epoch in an order of its own.
 
     Position p depends on (seed, p) alone, so one may begin anywhere without reading what came before, and any number of
@@ -89,14 +89,9 @@ class Stream(Dataset[dict[str, Tensor]]):
             indices[here] = _order(len(self.examples), self.seed, int(epoch))[rest[here]]
         return indices, epochs
 
-    def __getitems__(self, positions: Sequence[int]) -> dict[str, Tensor]:
-        return self.examples.make_batch(*self.find_places(np.array(positions)))
-
-    def __getitem__(self, position: int) -> dict[str, Tensor]:
-        if not 0 <= position < len(self):
-            raise IndexError(f"position must lie between 0 and {len(self) - 1}; got {position}.")
-        index, epoch = (int(place[0]) for place in self.find_places(np.array([position])))
-        return self.examples.item(index, epoch)
+    def make_batch(self, indices: np.ndarray, epochs: np.ndarray) -> dict[str, Tensor]:
+        """Of positions; which epochs they are in they say themselves."""
+        return self.examples.make_batch(*self.find_places(indices))
 
 
 @lru_cache(maxsize=4)

@@ -15,6 +15,7 @@ from transformers import BertConfig, PreTrainedModel, masking_utils
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import lln.hf  # registers the attentions
+from lln.checks import check_choice
 from lln.files import read_json
 from lln.lab.train.config import LEARNED, NONE, Attention, Config
 
@@ -164,8 +165,7 @@ def check_attention(config: Config) -> None:
             f"attention.name: {name} mixes hidden states in the place of the whole attention block, and the models of "
             f"the recipes keep theirs; use one of {', '.join(known)}."
         )
-    if name not in known:
-        raise ValueError(f"attention.name must be one of {', '.join(known)}; got {name!r}.")
+    check_choice("attention.name", name, *known)
     if name == "softmax" and (foreign := sorted(set(config.attention.options) - {"convolution"})):
         raise ValueError(f"attention.options: softmax takes convolution alone; got {', '.join(foreign)}.")
     if name == "lln" and (foreign := [o for o in ("block_size", "mix", "overlap") if o in config.attention.options]):
