@@ -34,17 +34,14 @@ __all__ = [
     "naive",
 ]
 
-_PLACES = {
-    "LLNAttention": "lln.nn",
-    "LLNState": "lln.state",
-    "MultiheadAttention": "lln.nn",
-    "attention": "lln.peers",
-    "lln_attention": "lln.functional",
-    "match_data": "lln.matching",
-    "match_moments": "lln.matching",
-    "mechanism": "lln.peers",
-    "mechanisms": "lln.peers",
+_OFFERS = {
+    "lln.functional": ("lln_attention",),
+    "lln.matching": ("match_data", "match_moments"),
+    "lln.nn": ("LLNAttention", "MultiheadAttention"),
+    "lln.peers": ("attention", "mechanism", "mechanisms"),
+    "lln.state": ("LLNState",),
 }
+_PLACES = {name: room for room, names in _OFFERS.items() for name in names}
 _ROOMS = ("checks", "functional", "instruments", "kernels", "matching", "naive", "nn", "peers", "state")
 
 if not TYPE_CHECKING:  # a type checker would take every name for one of lln's

@@ -13,7 +13,7 @@ from lln.kernels.blocks import gather_rows
 from lln.kernels.call import Call
 from lln.peers.pieces import average, group_heads, scores
 from lln.peers.registry import register
-from lln.peers.windows import align, cut_blocks, find_lengths, joint_attention, neighbours, visible_blocks, whole_blocks
+from lln.peers.windows import align, cut_blocks, joint_attention, neighbours, visible_blocks, whole_blocks
 
 
 @register("bigbird")
@@ -59,7 +59,7 @@ def block_sparse(call: Call, mask: Tensor, *, block: int, drawn: int, seed: int,
     size = min(block, length)
     kb, vb, seen = cut_blocks(k, size), cut_blocks(v, size), visible_blocks(mask, size)
     count = kb.shape[3]
-    last = (find_lengths(mask) - 1).clamp_min(0) // size  # [B]
+    last = (torch.arange(length, device=q.device) * mask).amax(-1) // size  # [B] the block of the last valid token
     if plan is None:
         chosen, none = draw(key_heads * groups, count, last, drawn, seed)
     else:

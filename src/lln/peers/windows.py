@@ -39,12 +39,6 @@ def align(call: Call, attend: Callable[[Call, Tensor], Tensor]) -> Tensor:
     return move(out, target).masked_fill((target < 0)[:, None, :, None], 0.0)
 
 
-def find_lengths(mask: Tensor) -> Tensor:
-    """[B]: rows up to the last valid one."""
-    row = torch.arange(1, mask.shape[-1] + 1, device=mask.device)
-    return (row * mask).amax(-1)
-
-
 def cut_blocks(t: Tensor, size: int, value: float = 0.0) -> Tensor:
     """Rows [..., N, D] as blocks [..., n, size, D], the last one filled up with `value`."""
     missing = -t.shape[-2] % size
