@@ -9,7 +9,7 @@ import torch
 
 from lln.files import write_json, write_text
 from lln.lab.core.charts import Axis, draw_lines
-from lln.lab.core.documents import write_document
+from lln.lab.core.documents import write_document, write_paragraphs
 from lln.lab.core.palette import Style
 from lln.lab.core.provenance import provenance
 from lln.lab.core.tables import write_csv
@@ -25,7 +25,6 @@ class Chart:
     name: str  # of the SVG file
     svg: str
     caption: str  # also what a screen reader says
-    note: str = ""  # a second sentence
     rows: Sequence[dict[str, Any]] = ()  # what it shows, for the CSV file
 
 
@@ -41,13 +40,19 @@ class Section:
     table: list[list[str]]
     data: dict[str, Any]
     caption: str = "The numbers behind the charts: medians, quartiles in brackets"  # of the table
-    lead: str = ""  # what a reader must know first, no measurement; else what the template says of this name
+    lead: str = ""  # what a reader must know first, no measurement
     explorer: dict[str, Any] | None = None  # what the page's script shows, before the charts
 
 
 def begin_result(what: str, plan: Any, seed: int) -> Result:
     """What stands first in a result that was measured on the CPU; `plan` is a dataclass."""
     return {"what": what, "settings": dataclasses.asdict(plan), "provenance": provenance(seed, CPU)}
+
+
+def tell_section(name: str, result: Result, **facts: Any) -> dict[str, Any]:
+    """The fields of a `Section` that are words of its template: NAME.txt, which shows what the result holds."""
+    blocks = ("title", "lead", "caption")
+    return {"name": name} | {b: " ".join(write_paragraphs(f"{name}.txt", b, **result, **facts)) for b in blocks}
 
 
 def chart_lines(

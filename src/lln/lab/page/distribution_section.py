@@ -11,7 +11,7 @@ from torch import Tensor
 from lln.instruments import entropy, lognormal_fit
 from lln.lab.core.charts import Axis
 from lln.lab.core.documents import write_paragraphs
-from lln.lab.core.page import Result, Rows, Section, begin_result, chart_lines
+from lln.lab.core.page import Result, Rows, Section, begin_result, chart_lines, tell_section
 from lln.lab.core.palette import BLUE, INK, ORANGE, SHORT, SOLID, Style
 from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.timing import one_thread
@@ -120,8 +120,7 @@ def make_section(result: Result) -> Section:
         chart_lines("log-p-quantiles", list_quantiles(result), STYLES, normal, quantile, of_quantiles),
     ]
     return Section(
-        name="distribution",
-        title="What attention looks like",
+        **tell_section("distribution", result),
         sentences=write_sentences(softmax, ours, length),
         charts=charts,
         header=["attention", *(heading for heading, _ in COLUMNS.values())],
@@ -130,7 +129,6 @@ def make_section(result: Result) -> Section:
             for name, x in result["attentions"].items()
         ],
         data=result,
-        caption=f"log P over {result['settings']['seeds']} draws of {length} tokens",
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from lln.instruments import entropy, spectral_gap
 from lln.lab.core.charts import Axis
 from lln.lab.core.documents import write_paragraphs
-from lln.lab.core.page import Result, Rows, Section, begin_result, chart_lines
+from lln.lab.core.page import Result, Rows, Section, begin_result, chart_lines, tell_section
 from lln.lab.core.palette import ATTENTIONS, SOLID
 from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.timing import one_thread
@@ -65,8 +65,7 @@ def count_shares(shares: Tensor) -> dict[str, Any]:
 
 
 def make_section(result: Result) -> Section:
-    rows, length, draws = result["rows"], result["settings"]["length"], result["settings"]["seeds"]
-    dim = START["dim"]
+    rows, length, dim = result["rows"], result["settings"]["length"], START["dim"]
     shown = [{key: x for key, x in row.items() if key != "histogram"} for row in rows if row["dim"] == dim]
     x = Axis("temperature", "temperature 1 / (sigma_q sigma_k)", True, (0.25, 0.5, 1, 2, 4, 8))
     bits, gap = Axis("entropy", f"entropy (bits), {length} keys"), Axis("gap", "spectral gap")
@@ -80,15 +79,12 @@ def make_section(result: Result) -> Section:
         for r in shown
     ]
     return Section(
-        name="explorer",
-        title="Move the temperature",
+        **tell_section("explorer", result, dim=dim),
         sentences=write_sentences(result),
         charts=charts,
         header=["temperature", "attention", "entropy, bits", "spectral gap", "exactly zero"],
         table=table,
         data=result,
-        caption=f"Head dim {dim}, means over {draws} draw{'s' if draws > 1 else ''}; the other head dims and all "
-        "standard errors are in explorer.json",
         explorer=list_for_script(result),
     )
 

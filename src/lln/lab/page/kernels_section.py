@@ -7,7 +7,7 @@ from lln.lab.bench.bench_charts import draw_bench
 from lln.lab.bench.bench_tables import HEADER, describe_growth
 from lln.lab.bench.calls import OURS, PARTS
 from lln.lab.core.documents import write_paragraphs
-from lln.lab.core.page import MIB, Chart, Result, Rows, Section
+from lln.lab.core.page import MIB, Chart, Result, Rows, Section, tell_section
 
 CAPTIONS = {
     "time": "Time of forward and backward against length, as a CUDA graph.",
@@ -17,11 +17,9 @@ CAPTIONS = {
 
 
 def make_section(result: Result) -> Section:
-    made = result["provenance"]
     rows = [row for row in result["rows"] if row["device_ms"] is not None]
     return Section(
-        name="kernels",
-        title="The kernels on this GPU",
+        **tell_section("kernels", result),
         sentences=write_sentences(result, rows),
         charts=[
             Chart(name, drawn, CAPTIONS[name.split("-")[0]], rows=[flatten(row) for row in rows])
@@ -30,7 +28,6 @@ def make_section(result: Result) -> Section:
         header=["shape", *HEADER[:-2], HEADER[-1]],  # all but host ms
         table=[list_cells(row) for row in rows],
         data=result,
-        caption=f"{made['device']}, torch {made['torch']}; medians",
     )
 
 

@@ -3,13 +3,12 @@
 from lln.lab.bench.calls import OURS
 from lln.lab.core.charts import draw_against_length
 from lln.lab.core.documents import write_paragraphs
-from lln.lab.core.page import MIB, Chart, Result, Rows, Section, pick
+from lln.lab.core.page import MIB, Chart, Result, Rows, Section, pick, tell_section
 from lln.lab.core.tables import show_number, show_timing
 
 
 def make_section(result: Result) -> Section:
-    rows, made = result["rows"], result["provenance"]
-    threads = "" if "cuda" in made else f" with {made['threads']} thread{'s' if made['threads'] > 1 else ''}"
+    rows = result["rows"]
     times, memory, table = [], [], []
     for row in rows:
         name, length, ms, extra = row["attention"], row["length"], row["training"], row["training_bytes"] / MIB
@@ -26,10 +25,7 @@ def make_section(result: Result) -> Section:
         )
     ]
     return Section(
-        name="lengths",
-        title="Time and memory against length",
-        lead=f"One call of attention: a batch of 1, {result['heads']} heads of dim {result['dim']}, float32, on "
-        f"{made['device']}{threads}. Softmax attention is torch's own, as it chooses it here.",
+        **tell_section("lengths", result),
         sentences=write_sentences(result),
         charts=charts,
         header=["length", "attention", "forward ms", "forward + backward ms", "times as fast", "extra MiB"],

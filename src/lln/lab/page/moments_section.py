@@ -13,7 +13,7 @@ from lln.kernels.common import PAPER_A, PAPER_B
 from lln.lab.calibration import lln_entropy, softmax_entropy
 from lln.lab.core.charts import Axis
 from lln.lab.core.documents import write_paragraphs
-from lln.lab.core.page import CPU, Result, Rows, Section, begin_result, chart_lines, pick
+from lln.lab.core.page import CPU, Result, Rows, Section, begin_result, chart_lines, pick, tell_section
 from lln.lab.core.palette import CURVES, MATCHED
 from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.seeds import normal
@@ -103,14 +103,12 @@ def make_section(result: Result) -> Section:
         chart_lines("entropy-against-sigma", result["entropy"], MATCHED, sigma, entropy, of_entropy, points=True),
     ]
     return Section(
-        name="moments",
-        title="How alpha and beta are set: moment matching",
+        **tell_section("moments", result),
         sentences=write_sentences(result, holds),
         charts=charts,
         header=["sigma", "softmax", "unmatched", *(f"{kind}{what}" for kind in MATCHINGS for what in ("", ", alpha"))],
         table=[list_cells(result, sigma) for sigma in sorted({row["sigma"] for row in result["entropy"]})],
         data={**result, "line_holds": holds},
-        caption="Mean entropy of a row in bits ± its standard deviation over the sets of draws, and alpha (= beta)",
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from lln.lab.core.charts import Axis, choose_ticks
 from lln.lab.core.documents import write_paragraphs
-from lln.lab.core.page import Result, Rows, Section, chart_lines
+from lln.lab.core.page import Result, Rows, Section, chart_lines, tell_section
 from lln.lab.core.palette import ATTENTIONS as LOOKS
 from lln.lab.core.palette import Style
 from lln.lab.core.progress import Progress, ignore
@@ -93,7 +93,6 @@ def style_layers(rows: Rows) -> dict[str, Style]:
 
 
 def make_section(result: Result) -> Section:
-    first = result["attentions"]["softmax"]["config"]
     curves = [
         {"series": name, "step": int(step), "loss": loss}
         for name, x in result["attentions"].items()
@@ -111,11 +110,7 @@ def make_section(result: Result) -> Section:
             x, name = Axis("step", "step", from_zero=True), f"training-{quantity.replace('_', '-')}"
             drawn.append(chart_lines(name, rows, style_layers(rows), x, vertical, caption))
     return Section(
-        name="training",
-        title="Temperature, entropy and gap while a model learns",
-        lead=f"A model of {first['model']['layers']} layers learns to guess masked words of Python's documentation, "
-        f"{first['data']['length']} tokens at a time, for {first['optimisation']['steps']} steps. It is far too small "
-        "to rank attentions; it shows what they do.",
+        **tell_section("training", result, config=result["attentions"]["softmax"]["config"]),
         sentences=write_sentences(result),
         charts=drawn,
         header=["attention", "loss", "seconds", *(f"{q.replace('_', ' ')}, first to last" for q in PANELS)],
@@ -124,7 +119,6 @@ def make_section(result: Result) -> Section:
             for name, x in result["attentions"].items()
         ],
         data=result,
-        caption="The end of each run, and what it recorded: means over layers and heads",
     )
 
 
