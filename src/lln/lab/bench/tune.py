@@ -39,10 +39,7 @@ KERNELS = [("fold", False, False)] + [
     for kernels in (("read", "read_backward", "fold_backward"), ("causal", "causal_queries", "causal_keys"))
     for blocks, kernel in itertools.product((False, True), kernels)
 ]
-PARTS = {
-    "causal_queries": "causal_backward",
-    "causal_keys": "causal_backward",
-}  # the others by a call of their name
+SHARED = ("causal_queries", "causal_keys")  # two kernels of one call; the programs of "causal" rule there
 PROGRAMS = (2, 3, 4, 6)
 
 
@@ -62,7 +59,7 @@ def use(kernel: str, blocks: bool, dim: int, size: str, settings: Settings) -> N
 
 
 def build_calls(shape: Shape, blocks: bool, causal: bool, device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Calls that launch the kernels, by the part of the work they belong to."""
+    """Calls that launch the kernels, by the name of the kernel."""
     from lln.kernels.triton.backward import Backward
     from lln.kernels.triton.forward import Launch
 
@@ -81,7 +78,7 @@ def build_calls(shape: Shape, blocks: bool, causal: bool, device: torch.device) 
         return Backward(call, (log, mean), g, None, None, set())
 
     if causal:
-        return {"causal": lambda: Launch(call).causal(), "causal_backward": lambda: back().run()}
+        return {"causal": lambda: Launch(call).causal(), **dict.fromkeys(SHARED, lambda: back().run())}
     ready = back()
     pulls = ready.queries()
     return {
@@ -102,7 +99,7 @@ def compile_some(dims: list[int], index: int, count: int, device: str) -> None:
     for kernel, blocks, causal, dim, (warps, stages, registers) in jobs[index::count]:
         use(kernel, blocks, dim, "small", Settings(warps, stages, 2, registers))
         try:
-            build_calls((1, 2, 256, dim), blocks, causal, torch.device(device))[PARTS.get(kernel, kernel)]()
+            build_calls((1, 2, 256, dim), blocks, causal, torch.device(device))[kernel]()
         except Exception:  # what does not compile is found again, and left out, when it is timed
             continue
         finally:
@@ -132,10 +129,8 @@ def tune(*, device: torch.device, out: Path, progress: Progress, dim: int | None
         name = plan.key(kernel, blocks, "half", head_dim, size)
         progress(name)
         found: dict[Settings, float] = {}
-        calls = [
-            build_calls(shape, blocks, causal, device)[PARTS.get(kernel, kernel)] for shape in SHAPES[head_dim, size]
-        ]
-        programs = PROGRAMS[:1] if kernel in PARTS else PROGRAMS  # that of `causal` rules there
+        calls = [build_calls(shape, blocks, causal, device)[kernel] for shape in SHAPES[head_dim, size]]
+        programs = PROGRAMS[:1] if kernel in SHARED else PROGRAMS
         for (warps, stages, registers), number in itertools.product(list_candidates(kernel, head_dim), programs):
             settings = Settings(warps, stages, number, registers)
             use(kernel, blocks, head_dim, size, settings)

@@ -7,7 +7,7 @@ import jinja2
 import markupsafe
 
 from lln.lab.core.provenance import without_places
-from lln.lab.core.tables import join_words, markdown_table, show_number, show_timing
+from lln.lab.core.tables import join_words, markdown_table, show_duration, show_number
 
 
 @functools.cache
@@ -18,8 +18,8 @@ def open_templates() -> jinja2.Environment:
         lstrip_blocks=True, undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     environment.filters |= {
-        "drawn": lambda chart: markupsafe.Markup(chart.svg), "format": format, "number": show_number,
-        "timing": show_timing, "without_places": without_places, "words": join_words,
+        "drawn": lambda chart: markupsafe.Markup(chart.svg), "duration": show_duration, "format": format,
+        "number": show_number, "without_places": without_places, "words": join_words,
     }  # fmt: skip
     environment.globals["markdown_table"] = lambda *given: "\n".join(markdown_table(*given))
     return environment

@@ -6,6 +6,7 @@ Tables 2 and 4 (None: out of memory)."""
 from typing import Any
 
 from lln.files import read_data
+from lln.lab.core.documents import write_paragraphs
 
 Numbers = dict[str, dict[str, float | None]]  # attention -> column -> accuracy
 AVERAGE = "average"
@@ -32,31 +33,17 @@ PAPER2, PAPER4 = (
 )
 
 
-def describe_data(config: dict[str, Any], paper: dict[str, Any]) -> list[str]:
-    if config["data"]["subset"] == "retrieval":  # the recipe's is no more the paper's than any other
-        return [
-            f"Data: {config['data']['name']} stands in for the published pairs of papers, which are not on the Hub."
-        ]
-    ours, theirs = (" ".join(filter(None, (c["data"]["name"], c["data"]["subset"]))) for c in (config, paper))
-    return [] if ours == theirs else [f"Data: {ours}, where the paper's recipe has {theirs}."]
-
-
-def describe_training(config: dict[str, Any], paper: dict[str, Any]) -> dict[str, list[str]]:
-    """Of the model and of the budget."""
-
-    def model(config: dict[str, Any]) -> str:
-        m = config["model"]
-        norm = ", pre-norm" if m["pre_norm"] else ""
-        places = f", {m['positions']} positions" if "positions" in m else ""
-        return f"{m['layers']} layers, {m['width']} wide, {m['heads']} heads{norm}{places}"
-
-    def budget(config: dict[str, Any]) -> str:
-        o, what = config["optimisation"], "pixels a side" if config["task"] == "image" else "tokens"
-        length = f"{config['data']['length']} {what} in {config['precision']}"
-        return f"{o['steps']:,} steps of {o['batch']} examples of {length}"
-
+def describe_differences(config: dict[str, Any], paper: dict[str, Any]) -> dict[str, list[str]]:
+    """In what a config differs from the paper's recipe, as sentences: in model, budget and data."""
     found: dict[str, list[str]] = {}
-    for name, word, title in (("model", "Model", model), ("budget", "Training", budget)):
-        ours, theirs = title(config), title(paper)
-        found[name] = [] if ours == theirs else [f"{word}: {ours}; in the paper's recipe {theirs}."]
+    for part, sentence in (
+        ("model", "Model: {}; in the paper's recipe {}."),
+        ("budget", "Training: {}; in the paper's recipe {}."),
+        ("data", "Data: {}, where the paper's recipe has {}."),
+    ):
+        ours, theirs = (write_paragraphs("recipe.txt", part, **c)[0] for c in (config, paper))
+        found[part] = [] if ours == theirs else [sentence.format(ours, theirs)]
+    if config["data"]["subset"] == "retrieval":  # the recipe's is no more the paper's than any other
+        said = "stands in for the published pairs of papers, which are not on the Hub."
+        found["data"] = [f"Data: {config['data']['name']} {said}"]
     return found

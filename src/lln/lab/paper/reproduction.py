@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from lln.files import read_json, write_result
+from lln.lab.core.documents import write_paragraphs
 from lln.lab.core.errors import DataError, Refused
 from lln.lab.core.provenance import provenance
-from lln.lab.core.tables import show_duration, write_csv
+from lln.lab.core.tables import write_csv
 from lln.lab.data.labelled import list_tasks
 from lln.lab.data.sources import list_splits
 from lln.lab.paper.analysis import tell_verdicts
@@ -148,20 +149,11 @@ class Reproduction:
 
     def describe(self, plan: Workload, at_once: int) -> str:
         """How many runs there are, and how long they will take."""
-        asked, states, costs = self.asked, list(plan.states.values()), plan.costs
-        words = ("finished", "stored", "failed", "begun")
+        states, words = list(plan.states.values()), ("finished", "stored", "failed", "begun")
         there = ", ".join(f"{states.count(word)} {word}" for word in words if word in states)
-        usual = f" (a whole one takes about {self.experiment.tiny} on two quiet cores)" if asked.scale == "tiny" else ""
-        together = f" one by one, and less with {at_once} at once" if at_once > 1 else ""
-        text = f"all {len(states)} runs are there ({there})."
-        if costs:
-            text = (
-                f"{len(states)} runs of {len(asked.attentions)} attentions on {asked.device}"
-                + (f"; {there}" if there else "")
-                + f". To do: {len(costs)}, very roughly {show_duration(sum(costs.values()))}{together}{usual}."
-            )
-        left_out = (f"Left out: {why}." for why in self.unavailable.values())
-        return "\n".join([f"{self.experiment.name}, scale {asked.scale}: {text}", *left_out])
+        facts = {"runs": len(states), "there": there, "costs": plan.costs, "at_once": at_once, "asked": self.asked}
+        facts |= {"name": self.experiment.name, "tiny": self.experiment.tiny, "unavailable": self.unavailable}
+        return "\n".join(write_paragraphs("reproduction.txt", "plan", **facts))
 
     def collect(self) -> dict[str, Any]:
         """What there is so far, also written down."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from lln.files import read_json, read_json_lines
 from lln.lab.paper.jobs import DEIT, FAILED, Job, configure, find_recipe, find_shape, find_state
-from lln.lab.paper.published import describe_data, describe_training
+from lln.lab.paper.published import describe_differences
 from lln.lab.paper.run_jobs import ATTEMPTS
 from lln.lab.recipes import NAMES
 from lln.lab.recipes.needles import lengthen, set_length
@@ -300,7 +300,7 @@ def derive_config(run: dict[str, Any], result: dict[str, Any], changes: dict[str
         same = (said["steps"], said["batch"], said["sequences"]) == (o.steps, o.batch, config.data.evaluation)
     else:
         paper = find_recipe(task, "paper", name).to_dict()
-        told = describe_training(config.to_dict(), paper) | {"data": describe_data(config.to_dict(), paper)}
+        told = describe_differences(config.to_dict(), paper)
         said = result.get("differs", [])
         if "marks" in result:
             marks = result["marks"][{"mlm": "MLM loss", "image": "accuracy"}.get(task, column)]

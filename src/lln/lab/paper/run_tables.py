@@ -10,7 +10,7 @@ from lln.lab.core.documents import write_markdown
 from lln.lab.core.tables import show_duration, show_number
 from lln.lab.paper.experiments import Asked, Experiment
 from lln.lab.paper.jobs import configure, find_recipe, find_shape
-from lln.lab.paper.published import ACCURACIES, AVERAGE, PAPER4, TABLES, describe_data, describe_training
+from lln.lab.paper.published import ACCURACIES, AVERAGE, PAPER4, TABLES, describe_differences
 from lln.lab.paper.run_records import RunRecord, group_by, list_runs, select_alike
 from lln.lab.paper.spread import RULE, Difference, find_difference, find_spread
 
@@ -153,13 +153,14 @@ def compare_cells(names: list[str], columns: list[str], cells: dict[tuple[str, s
 
 def list_marks(runs: list[RunRecord]) -> dict[str, Any]:
     """In what these runs differ from the paper's, as sentences: its data, its model, its budget."""
-    config, task = runs[0].config, runs[0].facts["task"]
-    paper = find_recipe(task, "paper", runs[0].column if task in ("glue", "lra") else None).to_dict()
+    task = runs[0].facts["task"]
+    paper = find_recipe(task, "paper", runs[0].column if task in ("glue", "lra") else None)
+    found = describe_differences(runs[0].config, paper.to_dict())
     notes = list(dict.fromkeys(note for run in runs if run.result for note in run.result["notes"]))
     return {
-        "data": [*describe_data(config, paper), *(note for note in notes if not note.startswith(CARD))],
+        "data": [*found.pop("data"), *(note for note in notes if not note.startswith(CARD))],
         "cards": [note for note in notes if note.startswith(CARD)],
-        **describe_training(config, paper),
+        **found,
     }
 
 
