@@ -173,7 +173,8 @@ def section(item: Item) -> list[str]:
     if item.numbers is not None and not paths:
         lines += published(item)
     if item.name in costs.TABLES:
-        lines += costs.write_published(costs.TABLES[item.name])
+        facts = costs.prepare_costs(costs.TABLES[item.name], {"rows": []})
+        lines += write_block("costs.md", "published", **facts).splitlines()
     return lines
 
 
@@ -194,8 +195,9 @@ def ours(path: Path, result: dict[str, Any]) -> list[str]:
         for text in (*result.get("differs", ()), *result.get("missing", ())):
             lines += [text, ""]
     elif result["table"] in costs.TABLES:
-        table, setting = costs.TABLES[result["table"]], costs.describe_setting(result["setting"])
-        lines = [f"**Ours**, {setting}. {about(result)}", "", *costs.write_measured(table, result)]
+        facts = costs.prepare_costs(costs.TABLES[result["table"]], result)
+        lines = [f"**Ours**, {write_block('costs.md', 'batches', **facts)}. {about(result)}", ""]
+        lines += write_block("costs.md", "measured", **facts).splitlines()
     else:
         facts = prepare_table(result)
         lines += write_block("table.md", "cells", **facts).splitlines()

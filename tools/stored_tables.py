@@ -17,7 +17,7 @@ def tables() -> dict[Path, str]:
     for path in sorted(RESULTS.glob("**/*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         if result.get("table") in costs.TABLES:
-            found[path.with_suffix(".md")] = costs.write_markdown(costs.TABLES[result["table"]], result)
+            found[path.with_suffix(".md")] = costs.write_costs(costs.TABLES[result["table"]], result)
         elif "table" in result:
             found[path.with_suffix(".md")] = write_table(result)
         elif result.get("figure") == "lengths":

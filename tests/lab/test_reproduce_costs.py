@@ -11,7 +11,7 @@ import torch
 from helpers.command import run_command
 from lln.lab.core.timing import time_calls
 from lln.lab.paper import costs
-from lln.lab.paper.costs import TABLES, Cell, Setting, measure_step, measure_steps, parse_setting, write_markdown
+from lln.lab.paper.costs import TABLES, Cell, Setting, measure_step, measure_steps, parse_setting, write_costs
 from lln.lab.train.models import build
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_out_of_memory_and_refusals_are_cells(monkeypatch: pytest.MonkeyPatch) -
         store=lambda found: stored.append(len(found["rows"])),
     )  # fmt: skip
     assert stored == list(range(1, 26))
-    text = write_markdown(table, result)
+    text = write_costs(table, result)
     assert "| softmax | OOM | OOM | OOM | OOM | OOM |" in text
     assert "| reformer | no | no | no | no | no |" in text
     assert "| lln_diag | 2 | 2 | 2 | 2 | 2 |" in text

@@ -167,7 +167,7 @@ def reproduce_costs(
 
     import torch
 
-    from lln.lab.paper.costs import TABLES, measure_steps, parse_setting, write_files, write_markdown
+    from lln.lab.paper.costs import TABLES, measure_steps, parse_setting, write_costs, write_files
 
     table = TABLES[name]
     if unknown := [a for a in attentions if a not in table.attentions]:
@@ -194,7 +194,7 @@ def reproduce_costs(
                 store=lambda found: write_json(out / file, found),
             )  # fmt: skip
     paths = write_files(table, result, out, charts=charts)
-    tell(result, write_markdown(table, result), paths, as_json=as_json)
+    tell(result, write_costs(table, result), paths, as_json=as_json)
 
 
 def refuse_charts(does: str) -> str | None:

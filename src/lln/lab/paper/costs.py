@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from lln.files import write_result
-from lln.lab.core.provenance import provenance, without_places
-from lln.lab.core.tables import markdown_table, show_number
+from lln.lab.core.documents import write_markdown
+from lln.lab.core.provenance import provenance
+from lln.lab.core.tables import show_number
 from lln.lab.core.timing import peak_memory, time_calls
 from lln.lab.paper.published import LENGTHS2, PAPER2, PAPER4, TASKS4
 from lln.lab.recipes import recipe
@@ -214,26 +215,20 @@ def count_together(step: Callable[[], None], device: torch.device) -> int:
     return max(min(round(TOGETHER_MS / once), MOST_STEPS), 1)
 
 
-def write_markdown(table: CostTable, result: dict[str, Any]) -> str:
+def write_costs(table: CostTable, result: dict[str, Any]) -> str:
     """Ours beside the paper's, which were measured on another device: what can be compared is how they grow."""
-    p = result["provenance"]
-    head = [
-        f"# Table {table.name.removeprefix('table')}: {table.title}, {describe_setting(result['setting'])}", "",
-        f"{p['device']}, scale {result['scale']}, {p['date'][:10]}, commit {p['commit']}, "
-        f"`{without_places(p['command'])}`", "",
-    ]  # fmt: skip
-    theirs = ["The paper's, on an A100 of 40 GB (its scale, not this one's unless they are the same):", ""]
-    return "\n".join([*head, *write_measured(table, result), *theirs, *write_published(table)])
+    return write_markdown("costs.md", **prepare_costs(table, result))
 
 
-def write_measured(table: CostTable, result: dict[str, Any]) -> list[str]:
+def prepare_costs(table: CostTable, result: dict[str, Any]) -> dict[str, Any]:
+    """What its template takes: the headers and rows of its tables, ours and the paper's."""
     columns = list(dict.fromkeys(row["column"] for row in result["rows"]))
     cells = {(row["attention"], row["column"]): row for row in result["rows"]}
     there = [name for name in table.attentions if any((name, column) in cells for column in columns)]
     ms = {key: row["ms"]["median"] for key, row in cells.items() if row["ms"] is not None}
     mib = {key: cells[key]["bytes"] / 2**20 for key in ms}
     why = {key: "OOM" if row["note"] == "OOM" else "no" for key, row in cells.items()}
-    parts = []
+    measured, published = [], []
     for unit, found in (("ms a step", ms), ("MiB", mib)):
         shown = why | {key: show_number(value) for key, value in found.items()}
         rows = [[name, *(shown.get((name, column), "") for column in columns)] for name in there]
@@ -241,30 +236,20 @@ def write_measured(table: CostTable, result: dict[str, Any]) -> list[str]:
             pairs = [((TORCH, column), (name, column)) for column in columns]
             ratios = [f"{ms[base] / ms[own]:.2f}" if base in ms and own in ms else "" for base, own in pairs]
             rows.append([f"{name}, times as fast as {TORCH}", *ratios])
-        parts += [*markdown_table([unit, *columns], rows), ""]
-    return parts
-
-
-def write_published(table: CostTable) -> list[str]:
-    parts = []
+        measured.append(([unit, *columns], rows))
     for unit, known in next(iter(table.paper.values())).items():
         rows = [
             [name, *("OOM" if value is None else f"{value:g}" for value in values[unit].values())]
             for name, values in table.paper.items()
         ]
-        parts += [*markdown_table([f"{unit}, the paper's", *known], rows), ""]
-    return parts
-
-
-def describe_setting(setting: dict[str, Any]) -> str:
-    batch = f"batches of {setting['tokens']:,} tokens" if setting["tokens"] else "the paper's batches"
-    return f"{batch}, {setting['precision']}" + (", torch.compile" if setting["compile"] else "")
+        published.append(([f"{unit}, the paper's", *known], rows))
+    return result | {"title": table.title, "measured": measured, "published": published}
 
 
 def write_files(table: CostTable, result: dict[str, Any], out: Path, *, charts: bool) -> list[Path]:
     """NAME.json, NAME.md and, where asked for, charts; returns where they are."""
     name = f"{table.name}{Setting(**result['setting']).end}"
-    texts = {".md": write_markdown(table, result)}
+    texts = {".md": write_costs(table, result)}
     if charts:
         from lln.lab.paper.result_charts import draw_costs
 
