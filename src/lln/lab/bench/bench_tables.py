@@ -24,9 +24,9 @@ KEYS = ("entropy", "gap", "error")
 SHORT = {"out of memory": "OOM", "too slow": "slow", "unsupported": "no"}
 
 
-def explain_columns(command: str) -> str:
-    """Of the tables of bench or compare."""
-    return write_paragraphs("bench.txt", command)[0]
+def tell(block: str, **facts: Any) -> str:
+    """What bench.txt says: of the columns of a table, or of where it was measured."""
+    return write_paragraphs("bench.txt", block, **facts)[0]
 
 
 def read_result(path: Path) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def make_bench_table(result: dict[str, Any]) -> Table:
             name, *rest = list_cells(row, quartiles=False)
             error = [(f"\n  {row['error']}", "red")] if row["error"] else []
             lines.append([Text.assemble(name, *error), *rest])
-    return terminal_table(HEADER, lines, title=describe_machine(result), caption=explain_columns("bench"), **LEFT)
+    return terminal_table(HEADER, lines, title=tell("bench_place", **result), caption=tell("bench"), **LEFT)
 
 
 def describe_growth(result: dict[str, Any]) -> list[str]:
@@ -76,9 +76,9 @@ def write_bench(result: dict[str, Any]) -> str:
         groups[title] = [list_cells(row, quartiles=True) for row in rows]
         for row, shown in zip(rows, groups[title], strict=True):
             shown[1] = row["error"] or shown[1]
-    given = {"machine": describe_machine(result), "growth": describe_growth(result), "header": HEADER}
+    given = {"machine": tell("bench_place", **result), "growth": describe_growth(result), "header": HEADER}
     given["errors"] = [error for entry in result["checks"] for error in entry["errors"].values()]
-    return write_markdown("bench.md", **result, **given, groups=groups, explained=explain_columns("bench"))
+    return write_markdown("bench.md", **result, **given, groups=groups, explained=tell("bench"))
 
 
 def group_rows(result: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
@@ -113,21 +113,6 @@ def list_cells(row: dict[str, Any], *, quartiles: bool) -> list[str]:
         timing(row["host_ms"]),
         "" if row["training_bytes"] is None else show_number(row["training_bytes"] / MIB),
     ]
-
-
-def describe_machine(result: dict[str, Any]) -> str:
-    made = result["provenance"]
-    parts = [made["device"]]
-    if "multiprocessors" in made:
-        parts += [f"{made['multiprocessors']} multiprocessors", f"driver {made['driver']}", f"CUDA {made['cuda']}"]
-        parts += [f"triton {made['triton']}"]
-    else:
-        parts.append(f"{made['threads']} threads")
-    bandwidth = result["copy_bytes_per_second"] / 1e9
-    parts += [f"torch {made['torch']}", f"copies at {show_number(bandwidth)} GB/s", result["settings"]["dtype"]]
-    if dropped := result["settings"].get("dropout"):
-        parts.append(f"dropout {dropped:g}")
-    return f"{', '.join(parts)}; {made['date'][:10]}, commit {made['commit'] or 'unknown'}"
 
 
 def show_cost(row: dict[str, Any] | None, base: dict[str, Any] | None) -> tuple[str, str, str]:
@@ -170,28 +155,19 @@ def choose_temperature(result: dict[str, Any]) -> float:
 def make_compare_table(result: dict[str, Any]) -> Table:
     lengths, temperature = sorted(result["settings"]["lengths"])[-MOST_LENGTHS:], choose_temperature(result)
     headings, rows = list_columns(result, lengths, temperature)
-    title, caption = describe_head(result, temperature), explain_columns("compare")
+    title, caption = tell("compare_place", **result, temperature=temperature), tell("compare")
     return terminal_table(headings, rows, title=title, caption=caption, wrap=False, **LEFT)
-
-
-def describe_head(result: dict[str, Any], temperature: float) -> str:
-    s = result["settings"]
-    way = "causal" if s["causal"] else "bidirectional"
-    where = f"at {s['matrix_length']} tokens and temperature {temperature:g}"
-    if "recorded" in result:
-        where = f"on the queries and keys of {result['model']}, means over layers and texts"
-    return (
-        f"{result['provenance']['device']}, {s['dtype']}, batch {s['batch']}, {s['heads']} heads of {s['dim']}, {way}; "
-        f"concentration {where}"
-    )
 
 
 def write_compare(result: dict[str, Any]) -> str:
     s = result["settings"]
     tables = [
-        (describe_head(result, temperature), *list_columns(result, sorted(s["lengths"]), temperature))
+        (
+            tell("compare_place", **result, temperature=temperature),
+            *list_columns(result, sorted(s["lengths"]), temperature),
+        )
         for temperature in (s["temperatures"] if "recorded" not in result else [choose_temperature(result)])
     ]
     refused = [row for row in (*result["costs"], *result["concentration"]) if "reason" in row]
     reasons = {mechanisms()[row["mechanism"]].title: row["reason"] for row in refused}
-    return write_markdown("compare.md", **result, tables=tables, reasons=reasons, explained=explain_columns("compare"))
+    return write_markdown("compare.md", **result, tables=tables, reasons=reasons, explained=tell("compare"))
