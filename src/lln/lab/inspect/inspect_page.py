@@ -1,7 +1,5 @@
 """The table and the page of `lln inspect`."""
 
-import functools
-import operator
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +72,15 @@ def write(result: dict[str, Any], out: Path) -> Path:
     return out / "index.html"
 
 
-def cells(rows: Rows, path: tuple[str, ...]) -> Rows:
+def cells(rows: Rows, values: list[float | None]) -> Rows:
     """What a heat map takes."""
-    values = (functools.reduce(operator.getitem, path, row) for row in rows)
     return [{"layer": r["label"], "head": r["head"], "value": value} for r, value in zip(rows, values, strict=True)]
 
 
 def charts(rows: Rows) -> list[Chart]:
     drawn = []
     for field, title, digits in QUANTITIES:
-        values = cells(rows, (field,))
+        values = cells(rows, [row[field] for row in rows])
         there = sorted(cell["value"] for cell in values if cell["value"] is not None)
         if there:
             # A few heads that spread their weight evenly have a temperature far above all others'.
@@ -97,7 +94,7 @@ def compared_charts(result: dict[str, Any]) -> list[list[Chart]]:
     """A list for each matching, in it a chart for each quantity. All matchings share the scale of a quantity."""
     rows, groups = result["rows"], dict[str, list[Chart]]()
     for field, title, digits in DIFFERENCES:
-        maps = {matching: cells(rows, ("lln", matching, f"{field}_difference")) for matching in matchings(result)}
+        maps = {kind: cells(rows, read_differences(rows, kind, field)) for kind in matchings(result)}
         sizes = [abs(cell["value"]) for values in maps.values() for cell in values if cell["value"] is not None]
         limit = max([*sizes, 1e-3])
         for matching, values in maps.items():
@@ -112,7 +109,12 @@ def count_things(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
+def read_differences(rows: Rows, matching: str, field: str) -> list[float | None]:
+    """Of LLN from softmax; None: nothing was measured."""
+    return [row["lln"][matching][f"{field}_difference"] for row in rows]
+
+
 def list_differences(rows: Rows, matching: str) -> list[list[float]]:
-    """Of LLN from softmax, in entropy and in gap, from the smallest on."""
-    found = [[row["lln"][matching][f"{field}_difference"] for row in rows] for field, *_ in DIFFERENCES]
+    """In entropy and in gap, from the smallest on."""
+    found = (read_differences(rows, matching, field) for field, *_ in DIFFERENCES)
     return [sorted((value for value in values if value is not None), key=abs) for values in found]
