@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import operator
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,20 +55,9 @@ def make_bench_table(result: dict[str, Any]) -> Table:
 
 def describe_growth(result: dict[str, Any]) -> list[str]:
     """Sentences on how time grows with length, one for all attentions that were measured alike."""
-
-    def alike(entry: dict[str, Any]) -> tuple[Any, ...]:
-        return entry["causal"], entry["batch"], entry["heads"], entry["dim"], *entry["lengths"]
-
-    said = []
-    for (causal, batch, heads, dim, *lengths), entries in itertools.groupby(
-        sorted(result["scaling"], key=alike), alike
-    ):
-        powers = ", ".join(f"{entry['attention']} {entry['training']:.2f}" for entry in entries)
-        said.append(
-            f"{name_direction(causal).capitalize()}, batch {batch}, {heads} heads of {dim}: from {lengths[0]:,} to "
-            f"{lengths[1]:,} tokens time grows with length to the power of {powers}."
-        )
-    return said
+    alike = operator.itemgetter("causal", "batch", "heads", "dim", "lengths")
+    groups = [list(group) for _, group in itertools.groupby(sorted(result["scaling"], key=alike), alike)]
+    return write_paragraphs("bench.txt", "growth", groups=groups)
 
 
 def write_bench(result: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from lln.lab.core.tables import join_words, markdown_table, show_duration, show_
 
 @functools.cache
 def open_templates() -> jinja2.Environment:
-    """In pages all text is escaped but for charts, which are drawn here from numbers."""
+    """In pages all text is escaped but for charts, which are drawn here from numbers. `format` is Python's own."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("lln.lab.core"), autoescape=jinja2.select_autoescape(["html"]), trim_blocks=True,
         lstrip_blocks=True, undefined=jinja2.StrictUndefined,
@@ -26,6 +26,7 @@ def open_templates() -> jinja2.Environment:
 
 
 def write_document(name: str, /, **facts: Any) -> str:
+    """A template that is filled in. jinja2.UndefinedError where it names what is not among the facts."""
     return open_templates().get_template(name).render(facts)
 
 
@@ -41,6 +42,10 @@ def write_block(name: str, block: str, /, **facts: Any) -> str:
 
 
 def write_paragraphs(name: str, block: str, /, **facts: Any) -> list[str]:
-    """The paragraphs of a block, which blank lines divide, each as one line."""
+    """The paragraphs of a block, which blank lines divide, each as one line.
+
+    >>> write_paragraphs("kernels.txt", "title")
+    ['The kernels on this GPU']
+    """
     parts = write_block(name, block, **facts).split("\n\n")
     return [" ".join(part.split()) for part in parts if part.strip()]

@@ -13,19 +13,12 @@ from lln.hf.watch import evaluating
 from lln.instruments.concentration import entropy
 from lln.instruments.observation import Observation, measure
 from lln.instruments.recorder import record
+from lln.lab.core.documents import write_paragraphs
 from lln.lab.core.errors import Refused, first_line
 from lln.matching.data import match_data
 from lln.nn.attention import LLNAttention
 
-# Four kinds of text, so that no head is judged by one: a statement, a list, a dialogue, an argument.
-TEXTS = (
-    "The lighthouse keeper wrote down the wind, the tide and the name of every ship that passed before the storm "
-    "reached the harbour.",
-    "To repair the pump you need a wrench, two rubber seals, a bucket, a dry cloth and about twenty minutes.",
-    '"Did you lock the door?" she asked. "I thought you had the key," he said, and they both turned around.',
-    "Prices rose because the harvest had failed; wages did not, and so by the end of the year most families in the "
-    "valley bought less bread than they had the year before.",
-)
+TEXTS = tuple(write_paragraphs("inspect.txt", "texts"))
 COMPARED = (*MATCHINGS, "data")  # ways to set LLN's alpha and beta
 ROWS = 64  # of queries that data matching looks at
 LAYER_MEANS = (

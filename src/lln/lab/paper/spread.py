@@ -6,12 +6,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-RULE = (
-    "A difference exceeds the noise when it is larger than t times its standard error (Welch: sqrt(s1²/n1 + s2²/n2), t "
-    "the 97.5 % point of Student's t with Welch's degrees of freedom). With one seed, or one pre-training, on either "
-    "side nothing can be said. This is the noise of seeds; which examples a model is validated on comes on top, the "
-    "same for all. Of many differences without meaning, one in twenty exceeds the noise all the same."
-)
+from lln.lab.core.documents import write_paragraphs
+
+RULE = write_paragraphs("spread.txt", "rule")[0]
 
 
 @dataclasses.dataclass(frozen=True)
