@@ -133,7 +133,7 @@ def test_images_of_any_shape_are_cut_to_a_square(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="image in row 0 cannot be decoded"):
         load_images("bad", "train", data_root=tmp_path, cache_dir=tmp_path / "cache")
     write_split(tmp_path / "none", "train", {"photo": [1], "label": [0]})
-    with pytest.raises(DataError, match="no column image or img; there are: photo, label"):
+    with pytest.raises(DataError, match="no column 'image' or 'img'; there are: photo, label"):
         load_images("none", "train", data_root=tmp_path, cache_dir=tmp_path / "cache")
     with pytest.raises(ValueError, match="size must be at least 1"):
         load_images("a/b", "train", size=0, data_root=tmp_path)

@@ -80,8 +80,8 @@ def test_wrong_tokenizers_are_named(tmp_path: Path, tokenizer: TextTokenizer) ->
 
 
 def test_sequences_are_the_text_and_nothing_else(tokenizer: TextTokenizer, cache: Path, packed: PackedText) -> None:
-    rows = read("embedded/prose", "validation")
-    stream, _ = tokenise(rows, tokenizer, cache_dir=cache)
+    rows = read("embedded/prose", "validation", cache_dir=cache)
+    stream, _ = tokenise(rows, tokenizer)
     lines = [line for line in rows.strings("text") if line.strip()]
     assert tokenizer.decode(stream.tolist()).split("</s>") == [*lines, ""]
     plain = load_text("embedded/prose", "validation", tokenizer, length=65, cache_dir=cache)

@@ -66,7 +66,6 @@ def convert(
     from lln.lab.convert.layer_report import describe_whole, list_rows, name_stages
     from lln.lab.convert.passages import read_texts
     from lln.lab.convert.pipeline import ConversionPlan, convert_checkpoint
-    from lln.lab.core.errors import Refused
     from lln.lab.core.provenance import provenance
     from lln.lab.core.tables import print_wide, terminal_table
 
@@ -80,7 +79,7 @@ def convert(
         with StageBars() as bars:
             about = provenance(seed, torch.device(device))
             result = convert_checkpoint(model, out, texts, plan, device=device, about=about, progress=bars)
-    except (Refused, ValueError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         fail(f"lln convert: {error}")
     except NotFinite as error:
         fail(f"lln convert: {error}", 1)

@@ -113,7 +113,7 @@ def reproduce(
                 if dry_run:
                     typer.echo("\n".join(f"{folder}: {state}" for folder, state in plan.states.items()))
                     return
-        except (Refused, ValueError, DataError) as error:
+        except (ValueError, DataError) as error:
             common.fail(f"lln reproduce: {error}")
         if source is None:
             result = run(work, plan, data_root=data_root, retry=retry, keep=keep, at_once=at_once)

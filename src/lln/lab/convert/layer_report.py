@@ -51,21 +51,15 @@ class Witness:
             for kind, found in self.found.items()
         }
         error = (self.error / self.size) ** 0.5 if self.size else 0.0
-        return {"layer": self.name, **means, "lln": means["lln"] | {"error": error, "mix": learned_mix(self.attention)}}
+        mix = find_mix(self.attention)  # the weight of LLN beside the blocks, of each head
+        mix = None if self.attention.block_size is None else float(mix.mean() if isinstance(mix, Tensor) else mix)
+        return {"layer": self.name, **means, "lln": means["lln"] | {"error": error, "mix": mix}}
 
 
 def mean(values: Tensor) -> float | None:
     """None where there is nothing to measure (no eigenvalues of cross attention)."""
     found = float(values.nanmean())
     return found if found == found else None
-
-
-def learned_mix(attention: ModelAttention) -> float | None:
-    """The weight of LLN beside the blocks, a mean over heads; None where there are no blocks."""
-    if attention.block_size is None:
-        return None
-    mix = find_mix(attention)
-    return float(mix.mean()) if isinstance(mix, Tensor) else float(mix)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from lln.lab.core.errors import DataError, need
 from lln.lab.core.progress import track
 from lln.lab.core.seeds import UNIT, draws, pick, stream_key, to_unit
 from lln.lab.data.examples import Labelled
-from lln.lab.data.made_once import Place, build_once, load_arrays
+from lln.lab.data.made_once import build_once, load_arrays
 from lln.lab.data.sources import KNOWN, Rows, Selection, read
 
 CATS_VS_DOGS, CIFAR10, DIGITS = "microsoft/cats_vs_dogs", "uoft-cs/cifar10", "embedded/digits"
@@ -78,12 +78,12 @@ def load_images(
     size: int | None = None,
     augment: bool = False,
     seed: int = 0,
-    cache_dir: Place = None,
     **selection: Unpack[Selection],
 ) -> Images:
     """A split of a set with the columns image (or img) and label (or labels). size: cut to the middle square and
     resized to size x size; None: as stored, if all are of one size. augment, seed: see `Images`. selection: config,
-    data_root, hold_out and limit, as in `read`. Labels of a set that is not known here are named by their numbers.
+    data_root, hold_out, limit and cache_dir, as in `read`. Labels of a set that is not known here are named by their
+    numbers.
 
     On the Hub, Dogs vs Cats is one split: use hold_out for a validation split.
 
@@ -95,8 +95,8 @@ def load_images(
     """
     rows = read(name, split, **selection)
     names = KNOWN.get(name, {}).get("labels")
-    labels = rows.labels(_find_column(rows, ("label", "labels")), len(names) if names else None)
-    pixels, stored = decode(rows, size, cache_dir)
+    labels = rows.labels(rows.find("label", "labels"), len(names) if names else None)
+    pixels, stored = decode(rows, size)
     return Images(
         pixels,
         labels,
@@ -109,7 +109,7 @@ def load_images(
     )
 
 
-def decode(rows: Rows, size: int | None, cache_dir: Place = None) -> tuple[np.ndarray, dict[str, Any]]:
+def decode(rows: Rows, size: int | None) -> tuple[np.ndarray, dict[str, Any]]:
     """([n, height, width, channels] uint8, mapped from the cache; its identity)"""
     if size is not None and size < 1:
         raise ValueError(f"size must be at least 1, or None; got {size}.")
@@ -117,7 +117,7 @@ def decode(rows: Rows, size: int | None, cache_dir: Place = None) -> tuple[np.nd
     identity = {"rows": rows.identity, "size": size, "pillow": need("PIL").__version__}
 
     def build(folder: Path) -> None:
-        values = rows.table.column(_find_column(rows, ("image", "img")))
+        values = rows.table.column(rows.find("image", "img"))
         first = _decode_one(values[0].as_py(), size, rows, 0)
         pixels = np.lib.format.open_memmap(folder / "pixels.npy", "w+", np.uint8, (len(rows), *first.shape))
         for i in track(range(len(rows)), len(rows), f"Decoding {rows.title}"):
@@ -130,14 +130,7 @@ def decode(rows: Rows, size: int | None, cache_dir: Place = None) -> tuple[np.nd
             pixels[i] = image
         pixels.flush()
 
-    return load_arrays(build_once("images", {**identity, "form": 1}, build, cache_dir))["pixels"], identity
-
-
-def _find_column(rows: Rows, names: tuple[str, ...]) -> str:
-    for name in names:
-        if name in rows.columns:
-            return name
-    raise DataError(f"{rows.title} has no column {' or '.join(names)}; there are: {', '.join(rows.columns)}.")
+    return load_arrays(build_once("images", {**identity, "form": 1}, build, rows.cache_dir))["pixels"], identity
 
 
 def _decode_one(value: Any, size: int | None, rows: Rows, row: int) -> np.ndarray:

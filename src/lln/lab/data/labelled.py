@@ -14,7 +14,7 @@ from lln.checks import check_choice, check_count
 from lln.lab.data import embedded
 from lln.lab.data.examples import Sequences, choose_id_type, cut_evenly, flatten
 from lln.lab.data.images import CIFAR10, load_images, to_grey
-from lln.lab.data.made_once import Place, build_arrays
+from lln.lab.data.made_once import build_arrays
 from lln.lab.data.sources import KNOWN, Selection, read
 from lln.lab.data.tokenizer import TextTokenizer
 
@@ -52,14 +52,13 @@ def load_glue(
     *,
     length: int = 128,
     name: str | None = None,
-    cache_dir: Place = None,
     **selection: Unpack[Selection],
 ) -> Sequences:
     """A split of a task by GLUE's name (mnli, qnli, qqp, sst2) or an embedded one (topics, pairs).
 
     Splits are the Hub's: MNLI has validation_matched and validation_mismatched. Where the publisher keeps the labels
     (test), items have no `labels`. length: tokens at most, special ones included. name: another set with the same
-    configurations and columns. selection: data_root, hold_out and limit, as in `read`.
+    configurations and columns. selection: data_root, hold_out, limit and cache_dir, as in `read`.
 
     >>> import tempfile
     >>> from lln.lab.data.tokenizer import train_tokenizer
@@ -83,7 +82,7 @@ def load_glue(
         encoded = tokenizer.encode_examples([rows.strings(column) for column in chosen.columns], length)
         return flatten(list(encoded), choose_id_type(tokenizer.vocab_size))
 
-    arrays = build_arrays("glue", identity, make, cache_dir)
+    arrays = build_arrays("glue", identity, make, rows.cache_dir)
     return Sequences(
         [(arrays["ids"], arrays["offsets"])],
         None if hidden else rows.labels("label", len(chosen.labels)),
@@ -113,16 +112,11 @@ def load_retrieval(
 
 
 def load_pixels(
-    split: str,
-    *,
-    name: str = CIFAR10,
-    size: int | None = None,
-    cache_dir: Place = None,
-    **selection: Unpack[Selection],
+    split: str, *, name: str = CIFAR10, size: int | None = None, **selection: Unpack[Selection]
 ) -> Sequences:
     """LRA Image: the grey levels (0-255) of an image row by row as a sequence, 1024 tokens for CIFAR-10; also of
     `embedded/digits`, 64 tokens. Arguments as in `load_images`."""
-    images = load_images(name, split, size=size, cache_dir=cache_dir, **selection)
+    images = load_images(name, split, size=size, **selection)
     pixels = to_grey(images.pixels)  # [n, height, width]
     return Sequences(
         [cut_evenly(pixels)],

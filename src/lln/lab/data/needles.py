@@ -23,7 +23,6 @@ from lln.checks import check_count
 from lln.lab.core.errors import DataError
 from lln.lab.core.seeds import draws, pick, stream_key
 from lln.lab.data.examples import IGNORE, Examples
-from lln.lab.data.made_once import Place
 from lln.lab.data.sources import Selection, read
 from lln.lab.data.text import tokenise
 from lln.lab.data.tokenizer import TextTokenizer
@@ -156,12 +155,11 @@ def load_needles(
     count: int,
     planting: Planting | None = None,
     seed: int = 0,
-    cache_dir: Place = None,
     **selection: Unpack[Selection],
 ) -> Needles:
-    """`count` sequences in the text of a set. selection: config, data_root, hold_out and limit, as in `read`."""
+    """`count` sequences in the text of a set; selection as in `load_text`."""
     rows = read(name, split, **selection)
-    tokens, _ = tokenise(rows, tokenizer, "text", cache_dir)
+    tokens, _ = tokenise(rows, tokenizer)
     identity = {"rows": rows.identity, "tokenizer": tokenizer.identity}
     return Needles(
         tokens, tokenizer, length=length, count=count, planting=planting or Planting(), seed=seed, split=split,

@@ -46,6 +46,7 @@ class Selection(TypedDict, total=False):
     data_root: Place
     hold_out: float
     limit: int | None
+    cache_dir: Place
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,13 @@ class Rows:
 
     identity: everything that decides the rows, as JSON: the name, the SHA-256 of each file, what was selected.
     notes: what a result from these rows must say: how they differ from the published set, and the set's card.
+    cache_dir: where what is made of these rows is kept, see `made_once`.
     """
 
     table: Any  # pyarrow.Table
     identity: dict[str, Any]
     notes: list[str] = field(default_factory=list)
+    cache_dir: Place = None
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -67,10 +70,16 @@ class Rows:
     def columns(self) -> list[str]:
         return list(self.table.column_names)
 
+    def find(self, *names: str) -> str:
+        """The first of these columns that is there."""
+        for name in names:
+            if name in self.columns:
+                return name
+        wanted = " or ".join(map(repr, names))
+        raise DataError(f"{self.title} has no column {wanted}; there are: {', '.join(self.columns)}.")
+
     def column(self, name: str) -> list[Any]:
-        if name not in self.columns:
-            raise DataError(f"{self.title} has no column {name!r}; there are: {', '.join(self.columns)}.")
-        return list(self.table.column(name).to_pylist())
+        return list(self.table.column(self.find(name)).to_pylist())
 
     def strings(self, name: str) -> list[str]:
         values = self.column(name)
@@ -100,7 +109,8 @@ class Rows:
 
     def take(self, chosen: np.ndarray, note: str, **changes: Any) -> Rows:
         """Some of the rows, in their order, with a note of it and what it changes of the identity."""
-        return Rows(self.table.take(np.sort(chosen)), {**self.identity, **changes}, [note, *self.notes])
+        rows = self.table.take(np.sort(chosen))
+        return Rows(rows, {**self.identity, **changes}, [note, *self.notes], self.cache_dir)
 
 
 def read(
@@ -111,6 +121,7 @@ def read(
     data_root: Place = None,
     hold_out: float = 0.0,
     limit: int | None = None,
+    cache_dir: Place = None,
 ) -> Rows:
     """The rows of one split of the set with this Hub id (or `embedded/...`).
 
@@ -118,7 +129,7 @@ def read(
     Hub. Embedded sets ignore it.
     hold_out: for a set without a validation split, the share of `train` that is its `validation`, and no longer in
     `train`. limit: at most so many rows, chosen at random. Both choices depend on the name of the set alone, so runs
-    with different seeds see the same rows.
+    with different seeds see the same rows. cache_dir: see `Rows`.
 
     Raises DataError, in one sentence, for what is missing, cannot be read, or is half of a download.
 
@@ -140,9 +151,9 @@ def read(
         columns = embedded.make_columns(name, stored)
         # By content: the help texts differ between versions of Python.
         identity = {"name": name, "config": None, "split": stored, "content": fingerprint(columns)}
-        rows = Rows(need("pyarrow").table(columns), identity, [KNOWN[name]["note"]])
+        rows = Rows(need("pyarrow").table(columns), identity, [KNOWN[name]["note"]], cache_dir)
     else:
-        rows = _read_parquet(name, stored, config, data_root)
+        rows = _read_parquet(name, stored, config, data_root, cache_dir)
     total, key = len(rows), (name, rows.identity["config"] or "")
     if carve:
         order, count = permutation(total, "hold out", *key), round(total * hold_out)
@@ -268,7 +279,7 @@ def _find_files(name: str, split: str, config: str | None, data_root: Place) -> 
     return folder, files, card
 
 
-def _read_parquet(name: str, split: str, config: str | None, data_root: Place) -> Rows:
+def _read_parquet(name: str, split: str, config: str | None, data_root: Place, cache_dir: Place) -> Rows:
     parquet = need("pyarrow.parquet")
     folder, files, card = _find_files(name, split, config, data_root)
     try:
@@ -279,7 +290,7 @@ def _read_parquet(name: str, split: str, config: str | None, data_root: Place) -
         raise DataError(f"{name} split {split!r} has no rows in {folder}.")
     hashes = {path.relative_to(folder).as_posix(): hash_file(path) for path in files}
     identity = {"name": name, "config": config, "split": split, "files": hashes}
-    rows = Rows(table, identity, [f"Card of {name}: {card}"] if card else [])
+    rows = Rows(table, identity, [f"Card of {name}: {card}"] if card else [], cache_dir)
     published = KNOWN.get(f"{name}/{config}", KNOWN.get(name, {})).get("rows")
     if published and published.get(split) != len(rows):
         there = published.get(split, "no such split")

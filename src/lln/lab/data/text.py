@@ -13,7 +13,7 @@ from lln.lab.core.errors import DataError
 from lln.lab.core.progress import track
 from lln.lab.core.seeds import UNIT, draws, pick, stream_key, to_unit
 from lln.lab.data.examples import IGNORE, Examples, choose_id_type
-from lln.lab.data.made_once import Place, build_arrays
+from lln.lab.data.made_once import build_arrays
 from lln.lab.data.sources import Rows, Selection, read
 from lln.lab.data.tokenizer import CHUNK, TextTokenizer
 
@@ -128,11 +128,10 @@ def load_text(
     column: str = "text",
     masking: Masking | None = None,
     seed: int = 0,
-    cache_dir: Place = None,
     **selection: Unpack[Selection],
 ) -> PackedText:
     """The text of a set, packed; `masking=Masking()` makes it masked language modelling. selection: config,
-    data_root, hold_out and limit, as in `read`.
+    data_root, hold_out, limit and cache_dir, as in `read`.
 
     >>> import tempfile
     >>> from lln.lab.data.tokenizer import train_tokenizer
@@ -144,13 +143,11 @@ def load_text(
     (torch.Size([32]), True)
     """
     rows = read(name, split, **selection)
-    tokens, identity = tokenise(rows, tokenizer, column, cache_dir)
+    tokens, identity = tokenise(rows, tokenizer, column)
     return PackedText(tokens, tokenizer, length=length, masking=masking, seed=seed, identity=identity, notes=rows.notes)
 
 
-def tokenise(
-    rows: Rows, tokenizer: TextTokenizer, column: str = "text", cache_dir: Place = None
-) -> tuple[np.ndarray, dict[str, Any]]:
+def tokenise(rows: Rows, tokenizer: TextTokenizer, column: str = "text") -> tuple[np.ndarray, dict[str, Any]]:
     """(all lines as one stream of ids, each line ended by the end token, blank lines left out: [total], mapped from the
     cache; its identity)"""
 
@@ -165,4 +162,4 @@ def tokenise(
         return {"tokens": np.concatenate(pieces)}
 
     identity = {"rows": rows.identity, "column": column, "tokenizer": tokenizer.identity}
-    return build_arrays("text", identity, make, cache_dir)["tokens"], identity
+    return build_arrays("text", identity, make, rows.cache_dir)["tokens"], identity
