@@ -112,9 +112,8 @@ def run(
     device = query.device.type
     narrow = torch.autocast(device, enabled=False) if autocast_enabled(device) else contextlib.nullcontext()
     with narrow:
-        if entry.whole:
-            return attend(call).to(query.dtype)
-        return run_each(attend, call, with_blocks=True).to(query.dtype)
+        out = attend(call) if entry.whole else run_each(attend, call, with_blocks=True)
+        return out.to(query.dtype)
 
 
 def check_blocks(entry: Mechanism, block_size: int | None, mix: Mix) -> int | None:

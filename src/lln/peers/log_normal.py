@@ -1,7 +1,8 @@
-"""LLN and LLN+Diag, this library's own, with alpha and beta by moment matching."""
+"""LLN and LLN+Diag, this library's own, with alpha and beta by moment matching; and the blocks of LLN+Diag alone."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from lln.checks import Matching, Statistics
 from lln.functional import Coefficient, CuSeqlens, lln_attention
 from lln.kernels.call import Call
+from lln.kernels.eager import blocks_of
 from lln.nn.attention import LLNAttention
+from lln.peers.dispatch import run_each
 from lln.peers.registry import DECLARED, register
 
 
@@ -50,3 +53,9 @@ def lln(
         dropout_p=call.dropout_p, cu_seqlens=cu_seqlens, scale=call.scale,
     )  # fmt: skip
     return out
+
+
+@register("block_diagonal")
+def block_diagonal(call: Call) -> Tensor:
+    """The Diag of LLN+Diag alone: softmax attention inside consecutive blocks and nothing else."""
+    return run_each(blocks_of, dataclasses.replace(call, block_weight=None))
