@@ -63,7 +63,7 @@ class Sets:
     @property
     def drawn(self) -> dict[str, Any]:
         """What sets of which examples are drawn anew ask for."""
-        return {"seed": self.config.seed, "config": self.subset, "cache_dir": self.cache_dir}
+        return {"seed": self.config.seed, "config": self.subset}
 
     def list_splits(self) -> list[str]:
         return list_splits(self.name, config=self.subset, data_root=self.data_root)
@@ -95,7 +95,7 @@ class Sets:
         for split in ("train", *splits):
             most = (d.train if split == "train" else d.evaluation) or None
             amount = {"limit": most} if counts is None else {"count": most or counts[split]}
-            found[split] = load(split=split, **amount, **options)
+            found[split] = load(split=split, cache_dir=self.cache_dir, **amount, **options)
         return found.pop("train"), found, found[splits[0]]
 
 
@@ -127,8 +127,7 @@ def load_sentences(sets: Sets) -> TaskData:
     tokenizer, known = sets.find_tokenizer(), sets.list_splits()
     first, *others = task.validation
     splits = [first, *(split for split in others if split in known)]  # a mirror may have one of MNLI's two
-    places: dict[str, Any] = {"data_root": sets.data_root, "cache_dir": sets.cache_dir}
-    made = sets.make(load_glue, splits, task=d.subset, tokenizer=tokenizer, length=d.length, **places)
+    made = sets.make(load_glue, splits, task=d.subset, tokenizer=tokenizer, length=d.length, data_root=sets.data_root)
     return classify_sequences(made, sets.config, tokenizer)
 
 
@@ -143,19 +142,18 @@ def load_pictures(sets: Sets) -> TaskData:
 
 def load_lra(sets: Sets) -> TaskData:
     sets = dataclasses.replace(sets, subset=None)
-    d, side = sets.config.data, round(sets.config.data.length**0.5)
-    own: dict[str, Any] = {"seed": sets.config.seed, "cache_dir": sets.cache_dir}
+    d, side, seed = sets.config.data, round(sets.config.data.length**0.5), sets.config.seed
     if d.subset == "listops":
         grammar = Grammar(**({"min_length": max(d.length // 4, 4), "max_length": d.length} | d.options))
-        made = sets.make(load_listops, ["validation"], GENERATED, grammar=grammar, **own)
+        made = sets.make(load_listops, ["validation"], GENERATED, grammar=grammar, seed=seed)
     elif d.subset == "pathfinder":
         if side * side != d.length:
             raise ValueError(f"data.length of Pathfinder is a number of pixels, a square; got {d.length}.")
         options = {"size": side, "difficulty": "hard"} | d.options
         scene = dataclasses.replace(DIFFICULTY[options.pop("difficulty")], **options)
-        made = sets.make(load_pathfinder, ["validation"], GENERATED, scene=scene, **own)
+        made = sets.make(load_pathfinder, ["validation"], GENERATED, scene=scene, seed=seed)
     elif d.subset == "image":
-        made = sets.read(load_pixels, size=side, cache_dir=sets.cache_dir)
+        made = sets.read(load_pixels, size=side)
     else:
         made = sets.read({"text": load_byte_text, "retrieval": load_retrieval}[d.subset], length=d.length)
     return classify_sequences(made, sets.config)
