@@ -142,6 +142,7 @@ class ModelAttention(Attached, LLNAttention):
         for name, given, target in zip(("alpha", "beta"), (alpha, beta), self.stored, strict=True):
             if isinstance(given, Tensor):
                 given = given.to(target.device, torch.float64)
+                given = given.squeeze(1) if given.shape[1:] == (1,) else given  # one number a head
             values = coefficient(name, given, (1, *target.shape), torch.float64, target.device)
             if not bool((values > 0).all() & values.isfinite().all()):
                 raise ValueError(f"{name} must be positive and finite; got {given!r}.")
