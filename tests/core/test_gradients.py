@@ -13,6 +13,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from helpers.tensors import State, normal, relative_error
 from helpers.untyped import lln_attention, naive_attention
 from lln import LLNState
+from lln.kernels.common import softmax_or_zero
 
 Case = dict[str, Any]
 
@@ -246,6 +247,15 @@ def test_second_derivatives_are_numerical_derivatives(is_causal: bool, block_siz
 
 def test_second_derivatives_cross_chunks() -> None:
     assert gradgradcheck(*small(True, 16, True, length=70), fast_mode=True)
+
+
+def test_a_softmax_over_one_key_has_no_slope_and_one_over_none_neither() -> None:
+    logits = normal(0, 3, 4)
+    logits[0, 1:] = -torch.inf
+    logits[1] = -torch.inf
+    (found,) = torch.autograd.grad(softmax_or_zero(logits.requires_grad_())[:, 0].sum(), logits)
+    assert not found[:2].any()
+    assert gradcheck(softmax_or_zero, logits[2:].detach().requires_grad_())
 
 
 def test_nothing_before_and_nothing_now_has_zero_gradient() -> None:

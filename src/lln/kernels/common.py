@@ -144,8 +144,9 @@ def softmax_or_zero(logits: Tensor) -> Tensor:
     """Softmax over the last dimension; a row of -inf, which has nothing to attend to, gives zeros."""
     top = finite(logits.detach().amax(-1, keepdim=True))
     weights = (logits - top).exp()
-    # The largest weight of a row that has any is exactly 1, so the clamp changes empty rows only.
-    return weights / weights.sum(-1, keepdim=True).clamp_min(1.0)
+    # The largest weight of a row that has any is exactly 1, so the clamp changes empty rows only. It is below 1, which
+    # is the sum of a row with one key: what passes through a clamp at its limit depends on the version of torch.
+    return weights / weights.sum(-1, keepdim=True).clamp_min(0.5)
 
 
 def exponents(t: Tensor, factor: Tensor, hidden: Tensor | None = None, out: Tensor | None = None) -> Tensor:

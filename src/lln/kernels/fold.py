@@ -55,8 +55,9 @@ def fold_rows(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     top = finite(x.detach().amax(-2, keepdim=True))
     weights = x.sub_(top).mul_(LOG2_E).exp2_()  # exp2: half the time of exp on a CPU
     total = weights.sum(-2)
-    # The largest weight of a channel that has keys is exactly 1, so the clamp changes empty channels only.
-    mean_value = (weights.transpose(-1, -2) @ v) / total.clamp_min(1.0).unsqueeze(-1)
+    # The largest weight of a channel that has keys is exactly 1, so the clamp changes empty channels only
+    # (and not at 1: see `softmax_or_zero`).
+    mean_value = (weights.transpose(-1, -2) @ v) / total.clamp_min(0.5).unsqueeze(-1)
     wide = wide_dtype(x.device)
     return top.squeeze(-2).to(wide) + total.to(wide).log(), mean_value
 

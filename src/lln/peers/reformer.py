@@ -75,8 +75,9 @@ def reformer(
     top = finite(logits.detach().amax(-1, keepdim=True))
     p = (logits - top).exp()
     total = p.sum(-1, keepdim=True)
-    out = drop(p / total.clamp_min(1.0), call.dropout)[0] @ add_before(values)
-    weight = top + total.clamp_min(1.0).log()
+    some = total.clamp_min(0.5)  # at least 1 where a key is shown
+    out = drop(p / some, call.dropout)[0] @ add_before(values)
+    weight = top + some.log()
     weight = weight.masked_fill(total == 0, -torch.inf)
 
     def put_back(t: Tensor) -> Tensor:
