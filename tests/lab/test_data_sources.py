@@ -228,6 +228,25 @@ def test_embedded_sets_need_nothing_and_their_splits_share_nothing(name: str) ->
         assert np.bincount(labels).max() <= 0.5 * len(labels)
 
 
+def test_a_sentence_of_many_paragraphs_is_in_one_split_alone() -> None:
+    """Which sentences repeat depends on the Python whose documentation it is."""
+    same = " ".join(f"same{i}" for i in range(embedded.WORDS))
+
+    def write(number: int) -> str:
+        own = [f"own{number}-{i}" for i in range(2 * embedded.STRIDE)]
+        return " ".join([*own[: embedded.STRIDE], same, *own[embedded.STRIDE :]])
+
+    paragraphs = tuple(("abcd"[i // 80], write(i)) for i in range(320))
+    with mock.patch.object(embedded, "list_paragraphs", return_value=paragraphs):
+        topics = {split: embedded.make_columns("embedded/topics", split)["sentence"] for split in SPLITS}
+        halves = {split: embedded.make_columns("embedded/halves", split) for split in SPLITS}
+    assert [same in topics[split] for split in SPLITS] == [True, False, False]
+    texts = [{*halves[split]["text1"], *halves[split]["text2"]} for split in SPLITS]
+    assert all(texts)
+    assert not texts[0] & (texts[1] | texts[2])
+    assert not texts[1] & texts[2]
+
+
 @pytest.mark.parametrize(("name", "words"), [("embedded/pairs", 18), ("embedded/passages", 96)])
 def test_embedded_pairs_share_their_words_as_labelled(name: str, words: int) -> None:
     rows = read(name, "train")

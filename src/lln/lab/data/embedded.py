@@ -64,8 +64,21 @@ def _join_runs(split: str) -> list[tuple[str, list[str]]]:
     return [(topic, [word for _, (*_, text) in group for word in text.split()]) for (topic, _), group in groups]
 
 
-def _cut(words: list[str], length: int, stride: int) -> list[str]:
-    return [" ".join(words[at : at + length]) for at in range(0, len(words) - length + 1, stride)]
+def _cut_runs(split: str, length: int, stride: int) -> list[tuple[str, str]]:
+    """(topic, so many words), beginning every `stride` words of a run. Different paragraphs may share a sentence: what
+    has the same half as something of an earlier split is left out."""
+    earlier = [_cut_runs(other, length, stride) for other in SPLITS[: SPLITS.index(split)]]
+    taken = {half for cuts in earlier for _, text in cuts for half in _halve(text)}
+    found = []
+    for topic, words in _join_runs(split):
+        texts = (" ".join(words[at : at + length]) for at in range(0, len(words) - length + 1, stride))
+        found += [(topic, text) for text in texts if taken.isdisjoint(_halve(text))]
+    return found
+
+
+def _halve(text: str) -> tuple[str, str]:
+    words = text.split()
+    return " ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])
 
 
 def _make_prose(split: str) -> dict[str, list[Any]]:
@@ -74,22 +87,20 @@ def _make_prose(split: str) -> dict[str, list[Any]]:
 
 def _make_topics(split: str) -> dict[str, list[Any]]:
     names = list_chapters()
-    runs = [(names.index(topic), words) for topic, words in _join_runs(split) if topic in names]
-    found = [(text, label) for label, words in runs for text in _cut(words, WORDS, STRIDE)]
+    found = [(text, names.index(topic)) for topic, text in _cut_runs(split, WORDS, STRIDE) if topic in names]
     order = permutation(len(found), "embedded/topics", split)
     return {"sentence": [found[i][0] for i in order], "label": [found[i][1] for i in order]}
 
 
 def _make_halves(split: str) -> dict[str, list[Any]]:
     found = _make_topics(split)
-    words = [text.split() for text in found["sentence"]]
-    first, second = ([" ".join(w[part]) for w in words] for part in (slice(WORDS // 2), slice(WORDS // 2, None)))
-    return {"text1": first, "text2": second, "label": found["label"]}
+    first, second = zip(*map(_halve, found["sentence"]), strict=True)
+    return {"text1": list(first), "text2": list(second), "label": found["label"]}
 
 
 def _make_pairs(split: str, name: str = "embedded/pairs", length: int = WORDS) -> dict[str, list[Any]]:
     draw = generator(name, split)
-    passages = [text for _, words in _join_runs(split) for text in _cut(words, length, length)]
+    passages = [text for _, text in _cut_runs(split, length, length)]
     found: dict[str, list[Any]] = {"text1": [], "text2": [], "label": []}
     for number in range(PAIRS[split]):
         first = int(draw.integers(len(passages)))
