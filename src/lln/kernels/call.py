@@ -57,11 +57,15 @@ class Call:
             return tuple(getattr(self, name) for name in FIELDS)
         return ARGUMENTS(self)
 
+    def change(self, **fields: Any) -> Call:
+        """With these fields in place of its own; torch 2.6 can trace neither dataclasses.replace nor {} | {}."""
+        return Call(**{name: fields[name] if name in fields else getattr(self, name) for name in MARKS})
+
     def narrow(self, channels: slice) -> Call:
         """With some of the values' channels alone."""
         held = {name: getattr(self, name) for name in marked(VALUE)}
         cut = {n: t if t is None or t.shape[-1] == 1 else t[..., channels] for n, t in held.items()}
-        return dataclasses.replace(self, **cut)
+        return self.change(**cut)
 
     def sequences(self) -> Iterator[Call]:
         """One call for each packed sequence; the call itself when nothing is packed."""
@@ -80,7 +84,7 @@ class Call:
         for i in range(len(lengths_k)):
             parts: dict[str, Any] = {name: tensors[i] for name, tensors in split.items()}
             dropout = None if self.dropout is None else self.dropout.at(i)
-            yield dataclasses.replace(self, cu_query=None, cu_key=None, dropout=dropout, **parts)
+            yield self.change(cu_query=None, cu_key=None, dropout=dropout, **parts)
 
     def block_mask(self) -> Tensor:
         """Valid keys of [open block, new rows], [B, block_size + M]."""

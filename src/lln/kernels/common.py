@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 F = TypeVar("F", bound=Callable[..., Tensor])
 K = TypeVar("K")
@@ -77,15 +77,21 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def kept(store: dict[K, Tensor], key: K, make: Callable[[], Tensor], most: int = 4096) -> Tensor:
-    """store[key], made on the first call. Nothing is ever taken out, since a CUDA graph may still read it; beyond so
-    many, what is made is not kept."""
-    watched = is_in_torch_dispatch_mode()  # in torch.export what is made has no values
-    if key in store and not watched:
+def kept(store: dict[K, Tensor], key: K, make: Callable[[], Tensor], device: torch.device, most: int = 4096) -> Tensor:
+    """store[key], made on the CPU on the first call. Nothing is ever taken out, since a CUDA graph may still read it;
+    beyond so many, what is made is not kept."""
+    if is_in_torch_dispatch_mode():
+        # In torch.export what is made has no values, and torch 2.11 cannot draw there: it is made outside, and taken in
+        # as torch.tensor takes its numbers.
+        with _disable_current_modes(), torch.inference_mode(False):
+            made = make()
+        taken: Tensor = torch.ops.aten.lift_fresh_copy(made)
+        return taken.to(device)
+    if key in store:
         return store[key]
     with torch.inference_mode(False):  # a tensor of inference mode could not be used for training later
-        made = make()
-    if len(store) < most and not watched:
+        made = make().to(device)
+    if len(store) < most:
         store[key] = made
     return made
 

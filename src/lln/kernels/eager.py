@@ -6,8 +6,6 @@ sequences are split apart and handled one by one.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
@@ -31,7 +29,7 @@ def with_dropout(call: Call) -> Call:
     if not call.dropout_p:
         return call
     # Drawn on the host: no wait for the device, torch.manual_seed repeats it, checkpointing restores it.
-    return dataclasses.replace(call, dropout=Dropout(call.dropout_p, int(torch.randint(2**62, (), device="cpu"))))
+    return call.change(dropout=Dropout(call.dropout_p, int(torch.randint(2**62, (), device="cpu"))))
 
 
 def attend_unpacked(call: Call) -> tuple[Tensor, Tensor, Tensor]:

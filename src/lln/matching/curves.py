@@ -111,9 +111,9 @@ def find_curves(matching: str, head_dim: int, device: torch.device) -> Tensor:
                 per_dim = [curves["entropy"][str(dim)][str(length)]["s2"] for dim in dims]
                 made.append(pchip(log_t, interpolate_dims(per_dim, head_dim)))
             points = torch.cat([torch.stack(made), log_n[:, None, None].expand(-1, 1, len(log_t))], 1)
-        return points.to(wide_dtype(device)).to(device)
+        return points.to(wide_dtype(device))
 
-    return kept(MADE, (matching, head_dim, str(device)), make)
+    return kept(MADE, (matching, head_dim, str(device)), make, device)
 
 
 def s2_for_variance(t: Tensor, head_dim: int) -> Tensor:

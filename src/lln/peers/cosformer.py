@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import torch
@@ -36,5 +35,5 @@ def cosformer(call: Call, *, max_length: int | None = None) -> Tensor:
         positive, angle = functional.relu(x[..., :-1]), x[..., -1:]
         return torch.cat([positive * angle.cos(), positive * angle.sin()], -1)
 
-    call = dataclasses.replace(call, query=add_angle(call.query, query), key=add_angle(call.key, key))
+    call = call.change(query=add_angle(call.query, query), key=add_angle(call.key, key))
     return feature_attention(call, phi)

@@ -27,7 +27,7 @@ def gaussian(
     """A matrix of independent standard normal rows; orthogonal: rows at right angles in each square block, which keeps
     every row's distribution and lowers the variance of what is averaged over rows. Nobody may change it."""
     key = rows, columns, seed, orthogonal, device, dtype
-    return kept(KEPT, key, lambda: draw_gaussian(rows, columns, seed, orthogonal).to(dtype).to(device))
+    return kept(KEPT, key, lambda: draw_gaussian(rows, columns, seed, orthogonal).to(dtype), device)
 
 
 @traced_as_constant
@@ -36,9 +36,9 @@ def uniform(count: int, seed: int, *, device: torch.device) -> Tensor:
 
     def make() -> Tensor:
         drawn = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        return drawn.to(torch.float32).to(device)
+        return drawn.to(torch.float32)
 
-    return kept(KEPT, (count, seed, device), make)
+    return kept(KEPT, (count, seed, device), make, device)
 
 
 def draw_gaussian(rows: int, columns: int, seed: int, orthogonal: bool) -> Tensor:

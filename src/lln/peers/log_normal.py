@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -58,4 +57,4 @@ def lln(
 @register("block_diagonal")
 def block_diagonal(call: Call) -> Tensor:
     """The Diag of LLN+Diag alone: softmax attention inside consecutive blocks and nothing else."""
-    return run_each(blocks_of, dataclasses.replace(call, block_weight=None))
+    return run_each(blocks_of, call.change(block_weight=None))

@@ -6,8 +6,6 @@ Shapes are those of `lln.kernels.common`: q [B, H, G, N, D] with G query heads f
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
@@ -50,8 +48,8 @@ def exponential_attention(call: Call, query_logs: Tensor, key_logs: Tensor) -> T
 
     query_logs [B, Hq, N, F], key_logs [B, Hk, M, F]."""
     one = torch.ones(1, 1, 1, dtype=compute_dtype(call.query.dtype), device=call.query.device)
-    linear = dataclasses.replace(
-        call, query=query_logs, key=key_logs, value=call.value.to(query_logs.dtype), alpha=one, beta=one,
+    linear = call.change(
+        query=query_logs, key=key_logs, value=call.value.to(query_logs.dtype), alpha=one, beta=one,
         block_size=None, lln_weight=None, block_weight=None, start=None,
     )  # fmt: skip
     return choose("auto", linear)(linear)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -46,7 +45,7 @@ def rfa(
     if call.key_mask is not None:
         gate = gate.masked_fill(~call.key_mask[:, None], 1.0)
     key = torch.cat([call.key.to(dtype), 1.0 - gate.unsqueeze(-1)], -1)  # its weight rides along as a channel
-    call = dataclasses.replace(call, key=key)
+    call = call.change(key=key)
     return feature_attention(call, phi, lambda x: phi(x[..., :-1]) * x[..., -1:], floor=1e-6, log_gate=gate.log())
 
 

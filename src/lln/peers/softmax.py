@@ -3,7 +3,6 @@ what a convolution does without LLN."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -53,4 +52,4 @@ class ConvolvedSoftmax(AttentionModule):
             name: convolve(getattr(call, name), kernel, is_causal=call.is_causal, mask=call.key_mask)
             for name, kernel in named.items()
         }
-        return softmax(dataclasses.replace(call, **near))
+        return softmax(call.change(**near))

@@ -8,7 +8,6 @@ the sum of weights (norm).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Literal
@@ -63,7 +62,7 @@ def rectify_blocks(call: Call, block: int) -> Tensor:
 
 def softmax_blocks(call: Call, block: int) -> Tensor:
     start = block_start(call.key, call.key_mask, None, None, block)
-    return blocks_of(dataclasses.replace(call, block_size=block, start=start, block_weight=None))
+    return blocks_of(call.change(block_size=block, start=start, block_weight=None))
 
 
 register("transnormer_t1")(functools.partial(transnormer, functional.elu, rectify_blocks))

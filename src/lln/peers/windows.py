@@ -4,7 +4,6 @@ kinds. Shapes are those of `lln.kernels.common`.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -25,7 +24,7 @@ def align(call: Call, attend: Callable[[Call, Tensor], Tensor]) -> Tensor:
     length, device = call.key.shape[2], call.key.device
     if call.key_mask is None:
         mask = torch.ones_like(call.key[:, 0, :, 0], dtype=torch.bool)
-        return attend(dataclasses.replace(call, key_mask=mask), mask)
+        return attend(call.change(key_mask=mask), mask)
     first = first_valid(call.key, call.key_mask, None).unsqueeze(-1)
     row = torch.arange(length, device=device)
     source, target = row + first, row - first  # [B, N]
@@ -35,7 +34,7 @@ def align(call: Call, attend: Callable[[Call, Tensor], Tensor]) -> Tensor:
 
     query, key, value = (move(t, source) for t in (call.query, call.key, call.value))
     mask = call.key_mask.gather(1, source.clamp_max(length - 1)) & (source < length)
-    out = attend(dataclasses.replace(call, query=query, key=key, value=value, key_mask=mask), mask)
+    out = attend(call.change(query=query, key=key, value=value, key_mask=mask), mask)
     return move(out, target).masked_fill((target < 0)[:, None, :, None], 0.0)
 
 

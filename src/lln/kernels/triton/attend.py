@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ def attend(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
     if call.dropout_p:
         # On the device, so that a CUDA graph draws anew at each replay.
-        call = dataclasses.replace(call, seed=torch.randint(2**62, (), device=call.query.device))
+        call = call.change(seed=torch.randint(2**62, (), device=call.query.device))
     step = plan.value_part(dim, dtype)
     if width <= step:
         return apply(*call.arguments())
@@ -40,7 +39,7 @@ def with_eager_blocks(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     eager back end."""
     fields = ("block_size", "lln_weight", "block_weight", "start", "open_key", "open_value", "open_mask")
     none: dict[str, Any] = dict.fromkeys(fields)
-    linear, log_sum, mean = attend(dataclasses.replace(call, **none))
+    linear, log_sum, mean = attend(call.change(**none))
     rows = [linear] if call.cu_query is None else linear.split(call.cu_query.diff().tolist(), -2)
     outs = []
     for sequence, part in zip(eager.with_dropout(call).sequences(), rows, strict=True):
