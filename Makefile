@@ -48,6 +48,7 @@ bench: $(READY)
 	$(VENV)/bin/python benchmarks/instruments.py --out benchmarks/results/instruments.json
 	$(VENV)/bin/python benchmarks/record.py --out benchmarks/results/record.json
 	$(VENV)/bin/python benchmarks/decoding.py --out benchmarks/results/decoding.json
+	$(VENV)/bin/python benchmarks/startup.py --out benchmarks/results/startup.json
 
 # How well MiniLM survives a conversion: half an hour.
 bench-conversion: $(READY)
