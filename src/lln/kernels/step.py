@@ -22,7 +22,7 @@ def is_step(call: Call) -> bool:
         return False
     if call.dropout_p or autocast_enabled(call.query.device.type):
         return False
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in vars(call).values() if isinstance(t, Tensor)))
+    return not (torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in call.arguments()))
 
 
 def step(call: Call) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:

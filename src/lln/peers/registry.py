@@ -77,7 +77,7 @@ class Mechanism:
         if self.function is None and self.module is None:
             raise ValueError(f"{self.name} must have a function or a module; got neither.")
         for name, value in (
-            ("refuses", MappingProxyType(dict(self.refuses))),
+            ("refuses", dict(self.refuses)),
             ("mixes", self.mixes and self.kind == "kernel"),
             ("matrix", self.matrix and self.kind != "mixer"),
         ):

@@ -27,9 +27,11 @@ class ShardedLoop(Loop):
 
     def wrap(self) -> Any:
         mesh = init_device_mesh(self.device.type, (self.processes,))
-        for module in [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]:
-            fully_shard(module, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
+        layers = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        for module in (*layers, self.model):
+            sharded: Any = fully_shard(module, mesh=mesh)
+            # gloo, which connects CPUs, takes a mean for a sum before torch 2.9.
+            sharded.set_force_sum_reduction_for_comms(self.device.type == "cpu")
         return self.model
 
     def gather_weights(self) -> dict[str, Any]:
