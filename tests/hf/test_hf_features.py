@@ -94,7 +94,7 @@ def test_packing_inside_a_compiled_graph_stops_instead_of_leaking() -> None:
     model = build_model("llama", "lln")
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     x, positions = tokens(0, 1, 12), torch.cat([torch.arange(5), torch.arange(7)])[None]
-    with torch.no_grad(), pytest.raises(RuntimeError, match="cu_seq_lens_q|Observed exception"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"cu_seq_lens_q|Observed exception"):
         compiled(input_ids=x, position_ids=positions, use_cache=False)
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +101,21 @@ def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *arg
             check_model(part, attn_implementation)
     with undo_refused(model):
         result = original(model, attn_implementation, *args, **kwargs)
-        for part in list_parts(
-            model
-        ):  # transformers 5.4 to 5.12 forget those whose config the model around them replaced
-            if isinstance(attn_implementation, str) and runs_ours(part.config):
+        known = [id(config) for config in list_configs(model.config)]
+        for part in list_parts(model):  # transformers 5.4 forgets those whose config the model around them replaced
+            concerns = attn_implementation in IMPLEMENTATIONS or runs_ours(part.config)
+            if isinstance(attn_implementation, str) and concerns and id(part.config) not in known:
                 part.config._attn_implementation_internal = model.config._attn_implementation
         attach(model, fresh=False)
     return result
+
+
+def list_configs(config: Any) -> Iterator[Any]:
+    """It and those inside it."""
+    yield config
+    for name in config.sub_configs:
+        if (inner := getattr(config, name, None)) is not None:
+            yield from list_configs(inner)
 
 
 def initialise(original: Any, model: PreTrainedModel, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
