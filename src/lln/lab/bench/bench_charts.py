@@ -9,6 +9,7 @@ from lln.lab.core.palette import ATTENTIONS as STYLES
 from lln.lab.core.palette import choose_styles
 
 Rows = list[dict[str, Any]]
+NAMES = {"lln": "LLN", "lln_diag": "LLN+Diag"}  # of attentions in transformers
 
 
 def draw_bench(result: dict[str, Any]) -> dict[str, str]:
@@ -62,6 +63,24 @@ def draw_points(points: Rows, field: str, title: str, values: list[float]) -> st
 
 def make_bar(row: dict[str, Any], value: float) -> dict[str, Any]:
     return {"series": row["attention"], "group": str(Shape(*(row[key] for key in Shape._fields))), "value": value}
+
+
+def draw_model(result: dict[str, Any]) -> dict[str, str]:
+    """SVG texts by the name of their file: times of each kind and mode, as multiples of torch's."""
+    drawn = {}
+    for kind in dict.fromkeys(row["kind"] for row in result["rows"]):
+        for mode in dict.fromkeys(row["mode"] for row in result["rows"]):
+            rows = [row for row in result["rows"] if (row["kind"], row["mode"]) == (kind, mode)]
+            bars = [
+                {"series": NAMES[name], "group": f"{row['batch']} x {row['length']:,}", "value": 1 / ratio}
+                for row in rows
+                for name, ratio in row["ratios"].items()
+                if name in NAMES
+            ]
+            if bars:
+                title = f"{kind}, {mode}: times as fast as with torch's attention"
+                drawn[f"{kind}-{mode}"] = draw_bars(bars, STYLES, title)
+    return drawn
 
 
 def draw_compare(result: dict[str, Any]) -> dict[str, str]:

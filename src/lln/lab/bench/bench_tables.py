@@ -19,6 +19,7 @@ from lln.peers import mechanisms
 
 MIB = 2**20
 HEADER = "attention", "forward ms", "forward + backward ms", "times softmax", "% of floor", "host ms", "extra MiB"
+MODEL_HEADER = "attention", "ms", "times torch's", "extra MiB"
 MOST_LENGTHS = 3  # that fit a terminal beside the rest; all are in the JSON and the Markdown
 LEFT: dict[str, Any] = {"title_justify": "left", "caption_justify": "left"}
 KEYS = ("entropy", "gap", "error")
@@ -31,13 +32,14 @@ def tell(block: str, **facts: Any) -> str:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """A stored result. WrongOption for what is none."""
+    """A stored result, of single calls or of a model. WrongOption for what is none."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
         raise WrongOption("--render", f"cannot read {path}: {reason}.") from None
-    if not isinstance(result, dict) or not {"rows", "scaling", "checks", "copy_bytes_per_second"} <= result.keys():
+    of_calls, of_model = {"rows", "scaling", "checks", "copy_bytes_per_second"}, {"rows", "errors", "settings"}
+    if not isinstance(result, dict) or not (of_calls <= result.keys() or of_model <= result.keys()):
         raise WrongOption("--render", f"{path} is not a result of lln bench; name a bench.json that it wrote.")
     return result
 
@@ -103,6 +105,33 @@ def list_cells(row: dict[str, Any], *, quartiles: bool) -> list[str]:
         timing(row["host_ms"]),
         "" if row["training_bytes"] is None else show_number(row["training_bytes"] / MIB),
     ]
+
+
+def list_model_rows(result: dict[str, Any]) -> Iterator[tuple[str, list[list[str]]]]:
+    """By what was timed: a row for each attention with its time, how many times as long as torch's, and memory."""
+    for row in result["rows"]:
+        cells = []
+        for name in result["settings"]["attentions"]:
+            if name in row["times"]:
+                ratio = f"{row['ratios'][name]:.2f}" if row["ratios"] else ""
+                cells.append([name, show_timing(row["times"][name]), ratio, show_number(row["bytes"][name] / MIB)])
+            elif name in row["failed"]:
+                cells.append([name, row["failed"][name], "", ""])
+        yield f"{row['kind']}, {row['mode']}, {row['batch']} x {row['length']:,}", cells
+
+
+def make_model_table(result: dict[str, Any]) -> Table:
+    lines: list[str | list[str]] = []
+    for title, cells in list_model_rows(result):
+        lines += [title, *cells]
+    return terminal_table(MODEL_HEADER, lines, title=tell("model_place", **result), caption=tell("model"), **LEFT)
+
+
+def write_model(result: dict[str, Any]) -> str:
+    place, groups = tell("model_place", **result), dict(list_model_rows(result))
+    return write_markdown(
+        "bench_model.md", **result, machine=place, header=MODEL_HEADER, groups=groups, explained=tell("model")
+    )
 
 
 def show_cost(row: dict[str, Any] | None, base: dict[str, Any] | None) -> tuple[str, str, str]:

@@ -2,7 +2,7 @@
 
 import enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,6 +24,8 @@ def bench(
     dtype: Dtype | None = None,
     only: str | None = None,
     peers: str | None = None,
+    model: str | None = None,
+    modes: str | None = None,
     dropout: Annotated[float, typer.Option(min=0.0, max=0.9)] = 0.0,
     repeats: common.CountOrNone = None,
     quick: bool = False,
@@ -47,6 +49,9 @@ def bench(
         dtype: Of the inputs. [default: bfloat16 on cuda, float32 on cpu]
         only: Attentions by name, as in the table, with commas between. [default: all]
         peers: fla: flash-linear-attention's causal attentions, beside a few of the others.
+        model: Time a whole transformers model instead: roberta-base or llama-1b (of that size, with random weights), a
+            folder or a Hub id.
+        modes: Of --model: eager, compiled, on cuda graph, with commas between. [default: all]
         dropout: Of attention weights, in what is timed.
         repeats: Measurements behind each median. [default: 5, on cuda 50]
         quick: Short lengths and fewer repeats.
@@ -60,6 +65,7 @@ def bench(
     --only flash,LLN,LLN+Diag[/bold] for batches of equal size; [bold]lln bench --shapes 16x12x4096x64,1x12x16384x64
     --causal no --json[/bold] for shapes of your own; [bold]lln bench --dropout 0.1 --causal no[/bold] for what training
     an encoder takes; [bold]lln bench --peers fla[/bold] for flash-linear-attention, which tunes itself for minutes;
+    [bold]lln bench --model roberta-base --lengths 512,4096[/bold] for a whole model, as transformers runs it;
     [bold]lln bench --render bench/bench.json --out page[/bold] to draw what another machine measured.
     """
     common.need_folder(out)
@@ -83,18 +89,36 @@ def bench(
             raise typer.BadParameter(str(error)) from None
         typer.echo(f"The settings are in {path}; they take effect as src/lln/data/launch.json.")
         return
-    if render is not None:
-        result = read_result(render)
-    else:
-        plan = make_plan(
-            lengths=None if lengths is None else common.parse_lengths(lengths), heads=heads, dim=dim, batch=batch,
-            tokens=tokens, shapes=shapes, causal=causal, dtype=dtype, only=only, peers=peers, repeats=repeats,
-            quick=quick, device=where, seed=seed, dropout=dropout,
-        )  # fmt: skip
-        try:
+    if model is None and modes is not None:
+        raise typer.BadParameter("goes with --model.", param_hint="--modes")
+    options: dict[str, Any] = {
+        "lengths": None if lengths is None else common.parse_lengths(lengths), "heads": heads, "dim": dim,
+        "batch": batch, "tokens": tokens, "shapes": shapes, "causal": causal, "dtype": dtype, "only": only,
+        "peers": peers, "repeats": repeats, "quick": quick, "device": where, "seed": seed, "dropout": dropout,
+    }  # fmt: skip
+
+    def store(found: dict[str, Any]) -> None:
+        write_json(out / "bench.json", found)
+
+    try:
+        if render is not None:
+            result = read_result(render)
+        elif model is not None:
+            common.need("hf")
+            from lln.lab.bench.model_times import measure_model, plan_model
+
+            with progress_bar(None) as step:
+                result = measure_model(plan_model(model=model, modes=modes, **options), store=store, progress=step)
+        else:
+            plan = make_plan(**options)
             with progress_bar(plan.steps()) as step:
-                result = measure(plan, store=lambda found: write_json(out / "bench.json", found), progress=step)
-        except CheckFailed as error:
-            common.fail(str(error), 1)
+                result = measure(plan, store=store, progress=step)
+    except CheckFailed as error:
+        common.fail(str(error), 1)
+    if "errors" in result:  # of a model
+        from lln.lab.bench.bench_tables import make_model_table, write_model
+
+        common.publish(result, out, "model", write_model(result), [make_model_table(result)], as_json=as_json)
+        return
     shown = [make_bench_table(result), *describe_growth(result)]
     common.publish(result, out, "bench", write_bench(result), shown, as_json=as_json)

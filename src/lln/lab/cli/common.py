@@ -127,7 +127,7 @@ def publish(
     result: dict[str, Any], out: Path, name: str, markdown: str, shown: Sequence[Any], *, as_json: bool
 ) -> None:
     """Writes OUT/NAME.md and, where altair is there, the charts, and prints what is shown of the result or, as JSON,
-    all of it. NAME is bench or compare."""
+    all of it. NAME is bench, model or compare."""
     write_text(out / f"{name}.md", markdown)
     said = f"Table and result are in {out}; charts need: pip install 'lln-attention[report]'"
     if not find_missing("report"):
