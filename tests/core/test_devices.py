@@ -194,6 +194,7 @@ def test_an_export_draws_the_same_and_leaves_nothing_behind(name: str, monkeypat
     exported = [torch.export.export(Attends(name), (x,), strict=strict) for strict in (False, True)]
     out = attention(name, x, x, x)
     assert type(out) is torch.Tensor
-    assert all(torch.equal(program.module()(x), out) for program in exported)
+    for program in exported:  # other bits: what is traced cannot look at values and take the quick way
+        torch.testing.assert_close(program.module()(x), out, atol=1e-6, rtol=1e-5)
     monkeypatch.setattr(draws, "KEPT", {})
     assert torch.equal(out, attention(name, x, x, x))

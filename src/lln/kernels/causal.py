@@ -26,6 +26,7 @@ from torch.autograd import Function
 
 from lln.kernels.common import (
     Dropout,
+    can_look,
     drop,
     exponents,
     finite,
@@ -34,9 +35,10 @@ from lln.kernels.common import (
     softmax_or_zero,
     zeros_like,
 )
-from lln.kernels.fold import fold_rows, merge
+from lln.kernels.fold import exp_, fold_rows, merge
 
 CHUNK = 128
+REACH = 30.0  # its square is still a normal float32, with 1e-8 of it
 
 
 @dataclasses.dataclass
@@ -110,20 +112,19 @@ def pad_rows(t: Tensor, rows: int, value: float = 0.0) -> Tensor:
 
 
 def load(
-    rows: slice, before: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor,
-    hidden: Tensor | None, dropout: Dropout | None,
+    before: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, hidden: Tensor | None,
+    dropout: Dropout | None, first: int,
 ) -> Chunk:  # fmt: skip
-    """A chunk from the rows of q, k, v, filled up with hidden rows to a power of two."""
-    count = 1 << (rows.stop - rows.start - 1).bit_length()
+    """A chunk from some rows of q, k, v, filled up with hidden rows to a power of two."""
+    count = 1 << (q.shape[-2] - 1).bit_length()
     dtype = alpha.dtype
-    x = exponents(k[..., rows, :], beta, None if hidden is None else hidden[..., rows, :])
-    x = pad_rows(x, count, -torch.inf)
+    x = pad_rows(exponents(k, beta, hidden), count, -torch.inf)
     before, x = before.unsqueeze(-2), x.to(before.dtype)
     log_sums = logaddexp(before, prefix_log_sums(x))
     offset = (log_sums - finite(log_sums.detach().amax(-1, keepdim=True))).to(dtype)
-    a = softmax_or_zero(pad_rows(exponents(q[..., rows, :], alpha), count) + offset)
-    dropped, mask = drop(a, dropout, rows.start)
-    return Chunk(x, pad_rows(v[..., rows, :].to(dtype), count), before, log_sums, a, dropped, mask)
+    a = softmax_or_zero(pad_rows(exponents(q, alpha), count) + offset)
+    dropped, mask = drop(a, dropout, first)
+    return Chunk(x, pad_rows(v.to(dtype), count), before, log_sums, a, dropped, mask)
 
 
 def fold_chunk(chunk: Chunk) -> tuple[Tensor, Tensor]:
@@ -139,6 +140,43 @@ def outputs(chunk: Chunk, mean_value: Tensor) -> Tensor:
         weights = (right(chunk.dropped, level.half) * level.decay) @ level.keys.transpose(-1, -2)
         right(out, level.half).add_(weights @ left(chunk.v, level.half))
     return out
+
+
+def attend_quickly(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, state: tuple[Tensor, Tensor], hidden: Tensor | None
+) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
+    """(o_t of some rows, the state after them) with one reference r for all of them: with e_j = e^(x_j - r) and
+    u_t = e^(alpha q_t + r - max), o_t = (tril(u e^T) v + (u e^(L_b - r)) S_b) / (the same with ones for v and S_b).
+
+    And [B, H, 1, 1] where that is not safe, so that all else of that head is worth nothing: r is the largest exponent,
+    and where what a row sees lies more than REACH below it in some channel, the row would be made of numbers that have
+    vanished."""
+    before, mean_value = state
+    x = exponents(k, beta, hidden)  # [B, H, 1, n, D]
+    past = before.to(x.dtype)
+    top = x.amax(-2)
+    unsafe = (top - torch.maximum(past, x[..., 0, :]) <= REACH).all(-1, keepdim=True).logical_not_()  # also of NaN
+    edge = torch.maximum(past, top)  # r [B, H, 1, D]; differences to it are exact, however large it is
+    e = exp_(x.sub_(edge.unsqueeze(-2)))
+    entering = (before - edge).to(x.dtype).exp().unsqueeze(-2)
+    logits = exponents(q, alpha).add_((edge - edge.amax(-1, keepdim=True)).unsqueeze(-2))
+    u = exp_(logits.sub_(logits.amax(-1, keepdim=True)))
+    p = (u @ e.transpose(-1, -2)).tril_()
+    u *= entering
+    total = p.sum(-1, keepdim=True) + u.sum(-1, keepdim=True)
+    out = (p @ v).add_(u @ mean_value).div_(total)
+    own = e.sum(-2)
+    mean = (e.transpose(-1, -2) @ v) / own.clamp_min(torch.finfo(own.dtype).tiny).unsqueeze(-1)
+    return out, merge(*state, edge.to(before.dtype) + own.to(before.dtype).log(), mean), unsafe
+
+
+def attend_safely(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, state: tuple[Tensor, Tensor], hidden: Tensor | None,
+    dropout: Dropout | None = None, first: int = 0,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
+    """The same by the tree, whatever the exponents are. first: of the rows, which dropout is a function of."""
+    chunk = load(state[0], q, k, v, alpha, beta, hidden, dropout, first)
+    return outputs(chunk, state[1])[..., : q.shape[-2], :], merge(*state, *fold_chunk(chunk))
 
 
 def value_products(chunk: Chunk, mean_value: Tensor, g: Tensor) -> Tensor:
@@ -188,11 +226,21 @@ class Causal(Function):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
         state = log_sum.clone(), mean_value.clone()
+        quick = dropout is None and can_look(q)
         for rows in chunks(q.shape[-2]):
-            chunk = load(rows, state[0], q, k, v, alpha, beta, hidden, dropout)
-            o = outputs(chunk, state[1])[..., : rows.stop - rows.start, :]
+            parts = q[..., rows, :], k[..., rows, :], v[..., rows, :].to(alpha.dtype)
+            mask = None if hidden is None else hidden[..., rows, :]
+            if quick:
+                o, after, unsafe = attend_quickly(*parts, alpha, beta, state, mask)
+                if bool(unsafe.any()):  # head by head: what other sequences hold changes no bit
+                    others = attend_safely(*parts, alpha, beta, state, mask)
+                    o = torch.where(unsafe.unsqueeze(-1), others[0], o)
+                    log_sum = torch.where(unsafe, others[1][0], after[0])
+                    after = log_sum, torch.where(unsafe.unsqueeze(-1), others[1][1], after[1])
+            else:
+                o, after = attend_safely(*parts, alpha, beta, state, mask, dropout, rows.start)
             out[..., rows, :] = o if weight is None else o * weight
-            state = merge(*state, *fold_chunk(chunk))
+            state = after
         return out, *state
 
     @staticmethod
@@ -210,7 +258,9 @@ class Causal(Function):
         dweight = zeros_like(weight)
 
         def load_rows(rows: slice, before: Tensor) -> tuple[Chunk, Tensor]:
-            chunk = load(rows, before, q, k, v, alpha, beta, hidden, ctx.dropout)
+            parts = (t[..., rows, :] for t in (q, k, v))
+            mask = None if hidden is None else hidden[..., rows, :]
+            chunk = load(before, *parts, alpha, beta, mask, ctx.dropout, rows.start)
             return chunk, pad_rows(g_out[..., rows, :].to(dtype), chunk.x.shape[-2])
 
         starts, ds = [], []  # per chunk: L at its start, D_t of its rows

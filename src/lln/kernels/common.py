@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import Function, forward_ad
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 F = TypeVar("F", bound=Callable[..., Tensor])
@@ -47,24 +48,30 @@ def raw_stream(device: torch.device) -> int:
 
 
 def constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """value as a tensor [1, 1, 1] that nobody changes. On a GPU it is made once: at short lengths a kernel that fills
-    one number takes as long as one that attends."""
-    if device.type != "cuda" or torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+    """value as a tensor [1, 1, 1] that nobody changes. It is made once: at short lengths a kernel that fills one number
+    takes as long as one that attends."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return torch.full((1, 1, 1), value, dtype=dtype, device=device)
     known = CONSTANTS.get((value, dtype, device), {})
-    if torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         # The capture began with a wait, so that what any stream has made is there. What is made now would not be.
         for tensor in known.values():
             return tensor
         return torch.full((1, 1, 1), value, dtype=dtype, device=device)
-    stream = raw_stream(device)
+    stream = raw_stream(device) if device.type == "cuda" else 0
     if stream in known:
         return known[stream]
     with torch.inference_mode(False):  # a tensor of inference mode could not be kept for a backward later
         made = torch.full((1, 1, 1), value, dtype=dtype, device=device)
+        made.lln_constant = True  # type: ignore[attr-defined]
     if len(CONSTANTS) < MOST_CONSTANTS:  # none is ever dropped: a captured graph may read it
         CONSTANTS.setdefault((value, dtype, device), {})[stream] = made
     return made
+
+
+def is_constant(t: Tensor) -> bool:
+    """Whether it is one that nobody changes, of `constant`."""
+    return getattr(t, "lln_constant", False)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -109,6 +116,7 @@ def spans(t: Tensor, dim: int = -2, at_least: int = 64) -> Iterator[slice]:
     length = t.shape[dim]
     elements = SPAN_ELEMENTS.get(t.device.type, SPAN_ELEMENTS_ELSEWHERE)
     step = max(elements * length // max(t.numel(), 1), at_least)
+    step = max(-(-length // max(round(length / step), 1)), at_least)  # of equal size, without a small rest
     for first in range(0, length, step):
         yield slice(first, min(first + step, length))
 
@@ -167,6 +175,16 @@ def exponents(t: Tensor, factor: Tensor, hidden: Tensor | None = None, out: Tens
     return x if hidden is None else x.masked_fill_(hidden, -torch.inf)
 
 
+def is_plain(t: Tensor) -> bool:
+    """Whether it has memory of its own: it is no subclass, and no tensor inside torch.func."""
+    return type(t) in (Tensor, torch.nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+
+
+def can_look(t: Tensor) -> bool:
+    """Whether its values may decide what is done next: on a CPU nothing has to be waited for, and nobody traces."""
+    return t.is_cpu and not torch.compiler.is_compiling() and is_plain(t) and not is_in_torch_dispatch_mode()
+
+
 @dataclasses.dataclass(frozen=True)
 class Dropout:
     """Inverted dropout whose masks are drawn again in the backward pass instead of being kept.
@@ -196,6 +214,19 @@ def drop(weights: Tensor, dropout: Dropout | None, *place: int) -> tuple[Tensor,
         return weights, None
     mask = dropout.mask(weights, *place)
     return weights * mask, mask
+
+
+def is_watched() -> bool:
+    """Whether somebody looks on who has to see each step: torch.func, forward-mode derivatives."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def run(function: type[Function], *args: Any) -> Any:
+    """function.apply, without it where nobody asks for gradients: it takes longer than attention of a few tokens."""
+    wanted = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args)
+    if wanted or torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or is_watched():
+        return function.apply(*args)
+    return function.forward(*args)
 
 
 def autocast_enabled(device_type: str) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lln.kernels.blocks import Blocks
 from lln.kernels.call import Call
 from lln.kernels.causal import Causal
-from lln.kernels.common import Dropout, compute_dtype, grouped
+from lln.kernels.common import Dropout, compute_dtype, grouped, run
 from lln.kernels.fold import Fold, Read, empty, merge
 
 
@@ -47,12 +47,12 @@ def attend_unpacked(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         state = call.log_sum.unsqueeze(2), call.mean_value.unsqueeze(2)
     if call.is_causal:
         before = empty(k, v, beta.dtype) if state is None else state
-        out, log_sum, mean = Causal.apply(q, k, v, alpha, beta, *before, weight, hidden, dtype, call.dropout)
+        out, log_sum, mean = run(Causal, q, k, v, alpha, beta, *before, weight, hidden, dtype, call.dropout)
     else:
-        log_sum, mean = Fold.apply(k, v, beta, hidden)
+        log_sum, mean = run(Fold, k, v, beta, hidden)
         if state is not None:
             log_sum, mean = merge(*state, log_sum, mean)
-        out = Read.apply(q, alpha, log_sum, mean, weight, dtype, call.dropout)
+        out = run(Read, q, alpha, log_sum, mean, weight, dtype, call.dropout)
     if call.block_size is not None:
         out = (out + attend_blocks(call, q, k, v, dtype) if q.shape[-2] else out).to(q.dtype)
     return out.flatten(1, 2), log_sum.squeeze(2), mean.squeeze(2)
@@ -72,7 +72,8 @@ def attend_blocks(call: Call, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtyp
     def blocks(rows: tuple[Tensor, ...], size: int, stream: int, *where: Tensor | None) -> Tensor:
         # A stream of its own: independent of the linear part's dropout, and of the other blocks'.
         dropout = None if call.dropout is None else call.dropout.at(stream)
-        out: Tensor = Blocks.apply(*rows, weight, *opened, *where, size, call.is_causal, call.scale, dtype, dropout)
+        settings = size, call.is_causal, call.scale, dtype, dropout
+        out: Tensor = run(Blocks, *rows, weight, *opened, *where, *settings)
         return out
 
     size = call.block_size
