@@ -75,6 +75,14 @@ def short_chunks_throughout() -> Iterator[None]:
 
 
 @pytest.fixture
+def playable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of kernels are played when they come again, as on a GPU."""
+    from helpers.replaying import make_playable
+
+    make_playable(monkeypatch)
+
+
+@pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """torch.empty gives NaN, so that reading what nobody wrote shows."""
     switches: Any = torch.utils.deterministic

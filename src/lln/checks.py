@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from lln.backend import block_start
 from lln.kernels.call import Call
-from lln.kernels.carry import block_start
 from lln.kernels.common import compute_dtype, constant
 from lln.state import LLNState, check_state
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
+from lln.backend import choose
 from lln.checks import BACKENDS, Backend, Coefficient, CuSeqlens, Inputs, Mix, check_call, check_choice, check_inputs
 from lln.kernels import eager
-from lln.kernels.call import Call
 from lln.kernels.carry import open_block
 from lln.kernels.common import autocast_enabled
 from lln.kernels.step import is_step, step
 from lln.kernels.triton import attend as triton
-from lln.kernels.triton.support import refusal
 from lln.state import LLNState
 
 __all__ = ["Backend", "Coefficient", "CuSeqlens", "Mix", "lln_attention"]
@@ -137,12 +135,23 @@ def lln_attention(
         >>> rest = lln_attention(*second, 2.0, 2.0, is_causal=True, state=state)
         >>> torch.testing.assert_close(rest, whole[:, :, 60:])
     """
-    query, key, value = autocast(query, key, value)
-    inputs = check_inputs(query, key, value, key_mask=key_mask, cu_seqlens=cu_seqlens)
-    return attend_checked(
-        inputs, alpha, beta, state=state, return_state=return_state, backend=backend, block_size=block_size, mix=mix,
-        is_causal=is_causal, dropout_p=dropout_p, scale=scale,
-    )  # fmt: skip
+
+    def attend() -> Any:
+        inputs = check_inputs(*autocast(query, key, value), key_mask=key_mask, cu_seqlens=cu_seqlens)
+        return attend_checked(
+            inputs, alpha, beta, state=state, return_state=return_state, backend=backend, block_size=block_size,
+            mix=mix, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
+        )  # fmt: skip
+
+    found: Tensor | tuple[Tensor, LLNState]
+    if state is not None or return_state is not False or cu_seqlens is not None or backend == "eager":
+        found = attend()
+    else:
+        tensors = alpha if isinstance(alpha, Tensor) else None, beta if isinstance(beta, Tensor) else None
+        numbers = None if tensors[0] is not None else alpha, None if tensors[1] is not None else beta
+        options = (*numbers, block_size, mix, is_causal, dropout_p, scale, backend)
+        found = triton.attend_known(options, (query, key, value, key_mask, *tensors), backend, attend)
+    return found
 
 
 def attend_checked(
@@ -152,9 +161,10 @@ def attend_checked(
     """`lln_attention` of tensors that `check_inputs` has seen, for modules, which look at them before the op does.
     They have the dtype of `autocast`. options: the other keywords of `check_call`."""
     call = check_call(inputs, alpha=alpha, beta=beta, state=state, return_state=return_state, **options)
+    check_choice("backend", backend, *BACKENDS)
     run = choose(backend, call)
-    if run is eager.attend and is_step(call):
-        out, log_sum, mean_value, block = step(call)
+    if is_step(call) and (run is eager.attend or triton.can_step(call)):
+        out, log_sum, mean_value, block = step(call) if run is eager.attend else triton.step(call)
     else:
         out, log_sum, mean_value = run(call)
         block = open_block(call) if return_state and call.block_size is not None else {}
@@ -166,19 +176,6 @@ def attend_checked(
         # A copy: a learnable beta changes in place with the next optimiser step.
         used = call.beta.detach().clone() if isinstance(beta, Tensor) else float(beta)
     return out, LLNState(log_sum, mean_value, used, **block)
-
-
-def choose(backend: str, call: Call) -> Callable[[Call], tuple[Tensor, Tensor, Tensor]]:
-    """The one place that decides a back end."""
-    check_choice("backend", backend, *BACKENDS)
-    if backend == "eager" or (backend == "auto" and not call.query.is_cuda):
-        return eager.attend
-    reason = refusal(call.query)
-    if reason is None:
-        return triton.attend
-    if backend == "auto":
-        return eager.attend
-    raise ValueError(f"backend='triton' cannot run this call: {reason}; use 'auto' or 'eager'.")
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

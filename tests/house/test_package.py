@@ -123,6 +123,12 @@ def test_version_and_info_answer() -> None:
     assert answer.exit_code == 0
     for line in ("lln-attention", "python", "torch", "devices", "back ends", "extra report"):
         assert line in answer.output
+    (asked, *_) = told["calls"]
+    assert len(asked["kinds"]) == 24
+    if not torch.cuda.is_available():
+        assert {kind["runs"] for kind in asked["kinds"]} == {"eager"}
+        assert "Not by the kernels: " in answer.output
+    assert "calls" not in json.loads(run_command("info", "--quick", "--json").stdout)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""What Triton's compiler makes of the kernels: that it takes them, and that they fit into a card's shared memory."""
+"""What Triton's compiler makes of the kernels: that it takes them, that they fit into a card's shared memory, and that
+it is not called for every new length. tools/compile_cards.py compiles all of them for all cards."""
 
 import json
 import os
@@ -8,30 +9,56 @@ from pathlib import Path
 
 import pytest
 
-COMPILED = Path(__file__).parents[1] / "helpers" / "compiled_kernels.py"
-A100, H100 = "80", "90"
+from lln.kernels.triton.survey import MODES
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "compile_cards.py"
+VARIANTS = Path(__file__).parents[1] / "helpers" / "compiled_variants.py"
+
+
+def run(script: Path, *arguments: str, cache: Path) -> str:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-W", "ignore", str(script), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
+    return done.stdout
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "mode", "block_size"),
+    ("target", "dtype", "dim", "mode", "hard"),
     [
-        (H100, "float32", "bidirectional", "64"),
-        (H100, "float32", "causal", "64"),
-        (H100, "bfloat16", "bidirectional", "128"),
-        (H100, "bfloat16", "causal", "64"),
-        (A100, "float32", "bidirectional", "64"),
-        (A100, "bfloat16", "bidirectional", "128"),
+        ("80", "float32", "64", "LLN+Diag", True),
+        ("86", "bfloat16", "128", "LLN+Diag", False),
+        ("89", "float16", "64", "LLN+Diag", True),
+        ("90", "bfloat16", "64", "LLN+Diag, causal", False),
+        ("100", "bfloat16", "128", "LLN+Diag", False),
+        ("120", "bfloat16", "64", "LLN, causal", False),
+        ("gfx942", "bfloat16", "128", "LLN+Diag", False),
+        ("gfx942", "float16", "64", "LLN, causal", False),
     ],
 )
-def test_kernels_compile_and_fit_into_shared_memory(
-    capability: str, dtype: str, mode: str, block_size: str, tmp_path: Path
+def test_kernels_compile_and_fit_into_a_card(
+    target: str, dtype: str, dim: str, mode: str, hard: bool, tmp_path: Path
 ) -> None:
-    """With several query heads a key head, blocks, dropout, a mask, and every gradient."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-W", "ignore", str(COMPILED), capability, dtype, mode, block_size]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    expected = {"bidirectional": "fold_backward_kernel", "causal": "causal_keys_kernel"}[mode]
-    assert found["shared"][expected] > 0
-    assert {name: size for name, size in found["shared"].items() if size > found["limit"]} == {}
+    """hard: with several query heads a key head, dropout, a mask, and every gradient."""
+    stored = tmp_path / "cards.json"
+    options = ["--targets", target, "--dtypes", dtype, "--dims", dim, "--modes", mode, "--out", str(stored)]
+    run(TOOL, *options, *(["--hard"] if hard else []), cache=tmp_path)
+    (row,) = json.loads(stored.read_text())["rows"]
+    is_causal = MODES[mode][0]
+    expected = {"forward": "causal_rows_kernel" if is_causal else "read_kernel"}
+    expected["backward"] = "causal_keys_kernel" if is_causal else "fold_backward_kernel"
+    for name, kernel in expected.items():
+        made = row[name]
+        assert made["runs"] == "kernels"
+        assert made["value channels at once"] >= 32
+        assert kernel in {held["kernel"] for held in made["kernels"]}
+        assert all(held["shared"] <= row["shared"] for held in made["kernels"])
+
+
+def test_a_new_length_compiles_nothing(tmp_path: Path) -> None:
+    """What is left: tiles that are all full or not, one split or several, few splits or many, two size classes."""
+    counted = json.loads(run(VARIANTS, cache=tmp_path))
+    assert len(counted["most"]) >= 9  # kernels
+    assert max(counted["most"].values()) <= 12  # causal_rows_kernel, which is four: of two passes, fast and slow
+    assert counted["late"] == {}  # compiled for a length after the first few

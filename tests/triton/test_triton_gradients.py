@@ -27,7 +27,7 @@ from helpers.triton_cases import (
 )
 from helpers.untyped import lln_attention
 from lln import LLNState
-from lln.kernels.triton import op, plan
+from lln.kernels.triton import op
 
 pytestmark = MARKS
 
@@ -108,18 +108,6 @@ LEAVES = [
     (mode, name) for mode, case in ALONE.items() for name, x in build_arguments(case).items()
     if isinstance(x, Tensor) and x.is_floating_point()
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("group", [1, 2])
-def test_a_card_with_less_shared_memory(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large blocks then read keys and values twice, and give what they give elsewhere."""
-    case = Case((210, 210), group=group, block_size=100, mask="left", alpha="[H]", mix="[H]", dtype=torch.bfloat16)
-    elsewhere = evaluate(case)
-    assert relative_error(elsewhere["d query"], evaluate(case, "eager", wide=True)["d query"]) <= 5e-3
-    monkeypatch.setattr(plan, "shared_memory", lambda device: plan.LEAST)
-    found = evaluate(case)
-    assert found.keys() == elsewhere.keys() >= {"out", "d query", "d key", "d value", "d mix"}
-    assert all(relative_error(found[name], elsewhere[name]) <= 1e-6 for name in found)
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(130, torch.float32), (256, torch.float16), (128, torch.float32)])

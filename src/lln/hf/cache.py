@@ -8,13 +8,16 @@ it the next one. A layer that attends to another sequence (an encoder's) folds t
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lln.state import FIELDS, LLNState, list_tensors
+
+if TYPE_CHECKING:
+    from lln.hf.decoding import Stepper
 
 TAG = "lln_layer"  # the attribute of a key tensor that says which layer it came through
 
@@ -36,6 +39,8 @@ class StateLayer(CacheLayerMixin):
         self.empty = True
         self.cross: bool | None = None  # known with the first state
         self.waits = False  # for the attention function, after an update
+        self.stepper: Stepper | None = None  # of the state that is here now, once a token was decoded
+        self.ticket: Tensor | None = None  # [B] int32, what heads of one sequence count each other with in a step
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -61,13 +66,20 @@ class StateLayer(CacheLayerMixin):
             return
         if self.state is None:
             self.length = self.length.to(state.log_sum.device)
-            self.state = state.detach()
+            self.state = state.detach()._map(Tensor.contiguous)
             if not torch.compiler.is_compiling():
-                for tensor in (self.length, *list_tensors(self.state)):
+                self.ticket = self.state.log_sum.new_zeros(len(self.state.log_sum), dtype=torch.int32)
+                for tensor in (self.length, self.ticket, *list_tensors(self.state)):
                     torch._dynamo.mark_static_address(tensor)
         else:
             self.write(state)
         self.length.add_(new)
+
+    def stepped(self) -> None:
+        """The state has one more token, and a length in memory too."""
+        self.waits = False
+        if not isinstance(self.length, Tensor):
+            self.length += 1
 
     @torch.no_grad()
     def write(self, state: LLNState) -> None:
@@ -144,7 +156,7 @@ class StateLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """As new, for other sequences."""
-        self.waits, self.empty, self.cross = False, True, None
+        self.waits, self.empty, self.cross, self.stepper = False, True, None, None
         if not isinstance(self.length, Tensor):
             self.state, self.length, self.is_initialized = None, 0, False
             return

@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.utils.output_capturing import _active_collector
 
 from lln.hf.attach import Attached, ModelAttention, Peer
 from lln.hf.cache import TAG, StateLayer
+from lln.hf.decoding import find_stepper
 from lln.hf.find import rescale_query
-from lln.hf.masks import lln_mask, split
+from lln.hf.masks import CAUSAL, lln_mask, split
 from lln.hf.options import IMPLEMENTATIONS, LLN
+from lln.kernels.triton.attend import attend_known
 
 # Arguments that change which pairs attend or how much, by what they are.
 REFUSED = {
@@ -27,6 +30,8 @@ REFUSED = {
     "indices": "a choice of keys for every query",
     "block_indices": "a choice of keys for every query",
 }
+# Those, and what else makes a call more than attention of its tensors.
+SPECIAL = {*REFUSED, "cache", "cu_seq_lens_q", "cu_seq_lens_k"}
 
 
 Result = tuple[Tensor, Tensor | None]  # [B, N, H, E], and P [B, H, N, M] where it was asked for
@@ -102,12 +107,74 @@ def attend(
     **kwargs: Any,
 ) -> Result:
     """As transformers' other functions."""
-    attention = getattr(module, "lln" if implementation in LLN else "lln_peer", None)
+    attention = module._modules.get("lln" if implementation in LLN else "lln_peer")
+    p, layer = dropout if module.training else 0.0, getattr(key, TAG, None)
+    if isinstance(layer, StateLayer) and query.shape[2] == 1 and p == 0.0 and not torch.is_grad_enabled():
+        call = module, attention, layer, query, key, value, attention_mask, scaling
+        if (found := attend_step(implementation, *call, kwargs)) is not None:
+            return found, None
+    plain = layer is None and not torch.compiler.is_compiling() and (attention_mask is None or attention_mask.ndim == 2)
+    if plain and is_plain(implementation, module, attention, kwargs):
+        hidden = attention_mask if attention_mask is not None and attention_mask.shape[-1] else None
+        options = (
+            attention.settings, p, scaling, is_causal, getattr(module, "is_causal", None),
+            None if attention_mask is None else attention_mask.dtype,
+        )  # fmt: skip
+        given = (query, key, value, hidden, *attention.sources)
+        out = attend_known(
+            options, given, attention.backend,
+            lambda: attend_checked(
+                attention, module, query, key, value, attention_mask, p, scaling, is_causal, kwargs
+            )[0].transpose(1, 2),
+        )  # fmt: skip
+        return out.transpose(1, 2), None
     if not isinstance(attention, (ModelAttention, Peer)) or attention.implementation != implementation:
         raise RuntimeError(
             f"{type(module).__name__} was not set up for attn_implementation={implementation!r}; call "
             f"model.set_attn_implementation({implementation!r}), or load the model after `import lln.hf`."
         )
+    return attend_checked(attention, module, query, key, value, attention_mask, p, scaling, is_causal, kwargs)
+
+
+def is_plain(implementation: str, module: Any, attention: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a call is no more than attention of its tensors, so that one like it need not be looked at again: nothing
+    packed, nobody who wants P or has hooks on the attention."""
+    if type(attention) is not ModelAttention or attention.implementation != implementation:
+        return False
+    if attention.cross or not attention.is_plain:
+        return False
+    if any(name in SPECIAL and value is not None for name, value in kwargs.items()):
+        return False
+    if attention._forward_hooks or attention._forward_pre_hooks or attention._backward_hooks:
+        return False
+    if not torch.compiler.is_compiling() and _has_any_global_hook():
+        return False
+    return not wants_weights(module, attention, kwargs)
+
+
+def attend_step(
+    implementation: str, module: Any, attention: Any, layer: StateLayer, query: Tensor, key: Tensor, value: Tensor,
+    mask: Any, scaling: float | None, kwargs: dict[str, Any],
+) -> Tensor | None:  # fmt: skip
+    """[B, 1, H, E] of one token after the state of an LLNCache; None where that takes more than `decoding` does."""
+    if not isinstance(mask, Tensor) or mask.dtype != CAUSAL or mask.ndim != 4 or key.shape[2] != 1:
+        return None
+    if layer.cross is not False or not is_plain(implementation, module, attention, kwargs):
+        return None
+    stepper = find_stepper(attention, layer, query, scaling)
+    if stepper is None:
+        return None
+    hidden = mask.view(len(mask), 1).view(torch.bool) if mask.shape[-1] else None
+    out = stepper.take(attention, query, key, value, hidden)
+    layer.stepped()
+    return out.transpose(1, 2)
+
+
+def attend_checked(
+    attention: ModelAttention | Peer, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
+    dropout: float, scaling: float | None, is_causal: bool | None, kwargs: dict[str, Any],
+) -> Result:  # fmt: skip
+    """`attend` with all that a call may bring with it."""
     refuse(module, kwargs)
     layer, lengths = getattr(key, TAG, None), kwargs.get("cu_seq_lens_q")
     causal, key_mask, offsets = split(attention_mask, key.shape[2], layer is not None)
@@ -120,8 +187,8 @@ def attend(
         )
     where: dict[str, Any] = {"is_causal": causal, "key_mask": key_mask, "query_mask": None, "cu_seqlens": None}
     call = Request(
-        type(module).__name__, attention, rescale_query(query, attention.scale, scaling), key, value,
-        dropout if module.training else 0.0, wants_weights(module, attention, kwargs), where,
+        type(module).__name__, attention, rescale_query(query, attention.scale, scaling), key, value, dropout,
+        wants_weights(module, attention, kwargs), where,
     )  # fmt: skip
     if layer is not None:
         if offsets is not None or lengths is not None:
@@ -222,12 +289,21 @@ def nothing_collected(model: nn.Module) -> Iterator[None]:
             attention.collects = True
 
 
+def read_asked(config: Any) -> Any:
+    """output_attentions of a config. Not by its name where that can be spared: a config answers for each attribute in
+    Python, which takes longer than a launch."""
+    if torch.compiler.is_compiling():
+        return getattr(config, "output_attentions", False)
+    held = object.__getattribute__(config, "__dict__")
+    return held["_output_attentions"] if "_output_attentions" in held else getattr(config, "output_attentions", False)
+
+
 def wants_weights(module: Any, attention: Attached, kwargs: dict[str, Any]) -> bool:
     """Whether somebody asked for output_attentions: in the call, in the config, or (models that do not hand the call's
     argument on) with the recorder that transformers keeps for it."""
     asked = kwargs.get("output_attentions")
     if asked is None:
-        asked = getattr(module.config, "output_attentions", False)
+        asked = read_asked(module.config)
     if not asked and attention.collects:
         collected = _active_collector.get() or {}
         asked = "attentions" in collected or "cross_attentions" in collected

@@ -60,7 +60,7 @@ def lln_mask(
     kind = BIDIRECTIONAL if mask_function is bidirectional_mask_function else CAUSAL
     if attention_mask is None:
         return torch.empty(batch_size, 0, dtype=kind, device=device)
-    return attention_mask[:, :kv_length].to(kind)
+    return as_kind(attention_mask[:, :kv_length], kind)
 
 
 def mask_after_state(
@@ -74,7 +74,14 @@ def mask_after_state(
             f"attention_mask must cover the {before} tokens in past_key_values and the {new} new ones; got "
             f"{attention_mask.shape[-1]}."
         )
-    return attention_mask[:, None, None, attention_mask.shape[-1] - new :].to(CAUSAL)
+    return as_kind(attention_mask[:, None, None, attention_mask.shape[-1] - new :], CAUSAL)
+
+
+def as_kind(mask: Tensor, kind: torch.dtype) -> Tensor:
+    """Zeros and ones of that dtype. `split` reads the bytes of either as what is visible."""
+    # Contiguous: its strides must not tell how long the whole mask is, or every step of decoding would be a new kind.
+    visible = mask.bool().contiguous()
+    return visible if kind == BIDIRECTIONAL else visible.view(CAUSAL)
 
 
 def check_positions(keys: int, attention_mask: Tensor | None, length: int, first: int | Tensor) -> None:
@@ -133,4 +140,5 @@ def split(mask: Any, keys: int, after_state: bool) -> tuple[bool | None, Tensor 
     causal = {CAUSAL: True, BIDIRECTIONAL: False}.get(mask.dtype)
     if mask.shape[-1] == 0 and keys > 0:
         return causal, None, None
-    return causal, mask.bool(), None
+    # The same memory where it can be: a call is known again by what it is given.
+    return causal, mask.view(torch.bool) if mask.dtype == CAUSAL else mask.bool(), None

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lln.checks import MATCHINGS, Matching, check_choice, check_count
 from lln.kernels.carry import owners
 from lln.kernels.common import PAPER_A, PAPER_B, SIGMA_FLOOR, spans, wide_dtype
+from lln.kernels.triton import support
 from lln.kernels.triton.support import refusal
 from lln.matching.curves import s2_for_entropy, s2_for_variance
 
@@ -110,14 +111,10 @@ def sigma(count: Tensor, total: Tensor, squares: Tensor) -> Tensor:
 def has_kernels(query: Tensor, key: Tensor, backend: str) -> bool:
     """Whether the GPU kernels take the statistics. `backend` "triton" lets their interpreter serve tensors on the CPU;
     where they cannot run, the statistics are plain torch."""
-    if backend == "eager" or (backend == "auto" and not query.is_cuda) or refusal(query) is not None:
+    if backend == "eager" or (backend == "auto" and not query.is_cuda):
         return False
-    # What has no memory of its own, a subclass or a tensor inside torch.func, is for torch. A compiler traces an op.
-    return torch.compiler.is_compiling() or (is_plain(query) and is_plain(key))
-
-
-def is_plain(t: Tensor) -> bool:
-    return type(t) in (Tensor, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    # A compiler traces an op, whatever the tensors are.
+    return refusal(query) is None if torch.compiler.is_compiling() else support.has_kernels(query, key)
 
 
 def find_kernel(name: str) -> Callable[..., Any]:

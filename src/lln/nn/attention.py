@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from lln.checks import Inputs, Matching, Statistics, check_inputs, check_key_mask, check_options
 from lln.functional import Backend, Coefficient, CuSeqlens, Mix, attend_checked, autocast
+from lln.kernels.triton.attend import attend_known
 from lln.matching.moments import LENGTH
 from lln.nn.convolution import check_sequence, check_value, convolve
 from lln.nn.feature_map import map_features
@@ -215,11 +217,42 @@ class LLNAttention(MomentMatcher):
         query_mask [B, N]: rows that count for sigma_q; default key_mask in self attention (N = M).
         dropout: in training in place of the module's own.
         Raises ValueError for statistics that would let a causal output see later tokens."""
+        where = Where(is_causal, key_mask, query_mask, cu_seqlens)
+        p = 0.0 if not self.training else self.dropout if dropout is None else dropout
+        states = state is not None or return_state
+        if torch.compiler.is_compiling() or states or cu_seqlens is not None or (settings := self.settings) is None:
+            result: Tensor | tuple[Tensor, LLNState] = self._attend(query, key, value, where, p, state, return_state)
+            return result
+        given = (query, key, value, key_mask, query_mask, *self.sources)
+        attend = functools.partial(self._attend, query, key, value, where, p)
+        return attend_known((settings, is_causal, p), given, self.backend, attend)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a call does no more than kernels do: nothing is learned but alpha and beta, nothing is kept."""
+        learned = self.convolution is not None or self.feature_map is not None or isinstance(self.mix, str)
+        return not (learned or self.overlap or (self.statistics == "running" and self.training))
+
+    @functools.cached_property
+    def settings(self) -> tuple[Any, ...] | None:
+        """What a call that `is_plain` depends on beside its tensors. Setting any attribute makes it anew."""
+        if not self.is_plain:
+            return None
+        numbers = tuple(self.numbers.values()) if self.statistics == "fixed" else ()
+        return (
+            self.num_heads, self.num_key_heads, self.head_dim, self.matching, self.statistics, self.decoder, self.scale,
+            self.length, self.block_size, self.mix, self.backend, numbers,
+        )  # fmt: skip
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, where: Where, dropout_p: float,
+        state: LLNState | None = None, return_state: bool = False,
+    ) -> Any:  # fmt: skip
+        is_causal, key_mask, query_mask, cu_seqlens = where
         # The tensors, checked once for the statistics and for the op, which checks the rest.
         checked = check_inputs(query, key, value, key_mask=key_mask, cu_seqlens=cu_seqlens)
         check_heads(query, key, self.num_heads, self.num_key_heads, self.head_dim)
         check_key_mask(query_mask, query, "query_mask", "query")
-        where = Where(is_causal, key_mask, query_mask, cu_seqlens)
         if self.convolution is not None:
             check_value(value, self.value_dim, state is not None or return_state)
             query, key = self.convolve(query, key, where)
@@ -230,12 +263,10 @@ class LLNAttention(MomentMatcher):
             new = self.sum_moments(query, key, where)
         alpha, beta = self.match(query, key, where)
         query, key = self._map(query, key)
-        p = self.dropout if dropout is None else dropout
         inputs = Inputs(*autocast(query, key, value), checked.key_mask, checked.cu_query, checked.cu_key, checked.cross)
-        result: Tensor | tuple[Tensor, LLNState] = self.run_op(
-            inputs, alpha, beta, is_causal=is_causal, dropout_p=p if self.training else 0.0, state=state,
-            return_state=return_state,
-        )  # fmt: skip
+        result = self.run_op(
+            inputs, alpha, beta, is_causal=is_causal, dropout_p=dropout_p, state=state, return_state=return_state
+        )
         if new is not None:
             self.pending.copy_(new)  # only now: a call that failed has not been seen
         return result

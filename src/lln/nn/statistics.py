@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lln.checks import Matching, Statistics, coefficient
 from lln.functional import Backend, Coefficient, CuSeqlens
-from lln.kernels.common import SIGMA_FLOOR, compute_dtype, wide_dtype
+from lln.kernels.common import SIGMA_FLOOR, compute_dtype, constant, wide_dtype
 from lln.matching.moments import Data, both_moments, find_kernel, has_kernels, match_moments, score_factor, sigma
 
 
@@ -88,7 +88,7 @@ class MomentMatcher(nn.Module):
                 "use statistics='running' or 'fixed' for causal attention and in decoders."
             )
         if self.statistics == "fixed":
-            return self._read_fixed("alpha", query), self._read_fixed("beta", query)
+            return self._read_fixed(query)
         fused = self.matching == "paper" and has_kernels(query, key, self.backend)  # eq. (10) in the same kernel
         factor = score_factor(self.scale, self.head_dim)
         length: int | Tensor = self.length
@@ -121,15 +121,38 @@ class MomentMatcher(nn.Module):
             alpha, beta = alpha.unsqueeze(-1), beta.unsqueeze(-1)
         return alpha, beta
 
-    def _read_fixed(self, name: str, query: Tensor) -> Tensor:
-        dtype = compute_dtype(query.dtype)
-        if f"log_{name}" in self._parameters:
-            learned: Tensor = getattr(self, f"log_{name}")
-            return learned.to(dtype).exp().unsqueeze(0)
-        if f"fixed_{name}" in self._buffers:
-            given: Tensor = getattr(self, f"fixed_{name}")
-            return given.to(dtype)
-        return torch.full((1, 1, 1), self.numbers[name], dtype=dtype, device=query.device)
+    def _read_fixed(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        dtype, kept = compute_dtype(query.dtype), self.sources
+        learned = "log_alpha" in self._parameters
+        if kept and not torch.compiler.is_compiling() and not (torch.is_grad_enabled() and kept[0].requires_grad):
+            plain = all(t.is_contiguous() and t.device == query.device for t in kept)
+            if plain and has_kernels(query, query, self.backend):
+                alpha, beta = find_kernel("settle")(*kept, learned)
+                return alpha, beta
+        alpha, beta = (
+            getattr(self, f"log_{name}").to(dtype).exp().unsqueeze(0)
+            if learned
+            else getattr(self, f"fixed_{name}").to(dtype)
+            if f"fixed_{name}" in self._buffers
+            else constant(self.numbers[name], dtype, query.device)
+            for name in ("alpha", "beta")
+        )
+        return alpha, beta
+
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        """The tensors, if any, that alpha and beta come from beside queries and keys."""
+        if self.statistics == "running":
+            return self.running_variance_q, self.running_variance_k
+        if self.statistics != "fixed" or self.numbers:
+            return ()
+        held, prefix = (self._parameters, "log_") if "log_alpha" in self._parameters else (self._buffers, "fixed_")
+        found = held[f"{prefix}alpha"], held[f"{prefix}beta"]
+        return found  # type: ignore[return-value]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__dict__.pop("settings", None)  # see `LLNAttention.settings`
+        super().__setattr__(name, value)
 
     def _data(self, query: Tensor, key: Tensor, where: Where) -> Data:
         """What the statistics are of, as `both_moments` takes it."""

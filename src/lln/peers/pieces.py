@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lln.functional import choose
+from lln.backend import choose
 from lln.kernels.call import Call
 from lln.kernels.carry import first_valid
 from lln.kernels.common import Dropout, compute_dtype, drop, softmax_or_zero

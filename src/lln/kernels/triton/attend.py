@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ from torch import Tensor
 
 from lln.kernels import eager
 from lln.kernels.call import Call
+from lln.kernels.step import step as eager_step
 from lln.kernels.triton import plan
+from lln.kernels.triton.support import OLDEST_TRITON, TRITON
 
 
 def attend(call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -20,18 +23,61 @@ def attend(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         return eager.attend(call)
     if size is not None and (call.scale < 1e-30 or not plan.blocks_fit(size, dim, width, dtype)):
         return with_eager_blocks(call)
+    from lln.kernels.triton.fit import DoesNotFit
     from lln.kernels.triton.op import apply
 
     if call.dropout_p:
-        # On the device, so that a CUDA graph draws anew at each replay.
-        call = call.change(seed=torch.randint(2**62, (), device=call.query.device))
-    step = plan.value_part(dim, dtype)
-    if width <= step:
+        call = call.change(seed=draw_seed(call.query.device))
+    try:
         return apply(*call.arguments())
-    # Attention is linear in the values.
-    parts = [apply(*call.narrow(slice(i, i + step)).arguments()) for i in range(0, width, step)]
-    outs, log_sums, means = zip(*parts, strict=True)
-    return torch.cat(outs, -1), log_sums[0], torch.cat(means, -1)
+    except DoesNotFit:  # only before anything was computed
+        return eager.attend(call) if size is None else with_eager_blocks(call)
+
+
+def attend_known(
+    options: tuple[Any, ...], given: tuple[Tensor | None, ...], backend: str, attend: Callable[[], Tensor]
+) -> Tensor:
+    """What `attend` gives, see `known.attend_known`; where these kernels have no part in it, by calling it."""
+    query = given[0]
+    if torch.compiler.is_compiling() or not isinstance(query, Tensor) or TRITON is None or TRITON < OLDEST_TRITON:
+        return attend()
+    if not query.is_cuda and backend != "triton":
+        return attend()
+    from lln.kernels.triton import known  # on demand: `import lln` does without triton
+
+    return known.attend_known(options, given, attend)
+
+
+def can_step(call: Call) -> bool:
+    """Whether one token after a state is one kernel. A compiler makes its own of `lln.kernels.step`."""
+    from lln.kernels.triton import step
+
+    return torch.compiler.is_compiling() or step.can_step(call.query, call.value, call.block_size)
+
+
+def step(call: Call) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """As `lln.kernels.step.step`."""
+    if torch.compiler.is_compiling():
+        return eager_step(call)
+    from lln.kernels.triton.step import Step, take_step
+
+    state = call.log_sum, call.mean_value, call.count, call.open_key, call.open_value, call.open_mask
+    held: Any = (None if t is None else t.contiguous() for t in state)
+    factors = call.alpha, call.beta, call.lln_weight, call.block_weight
+    out, log_sum, mean, *rest = take_step(
+        Step(call.query, call.key, call.value, *factors, call.key_mask, *held), call.scale
+    )
+    return out, log_sum, mean, dict(zip(("count", "block_key", "block_value", "block_mask"), rest, strict=False))
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """Of dropout: on the device, so that a CUDA graph draws anew at each replay."""
+    from lln.kernels.triton.tape import WATCH
+
+    seed = torch.randint(2**62, (), device=device)
+    if WATCH.link is not None:
+        WATCH.link.draw(seed)
+    return seed
 
 
 def with_eager_blocks(call: Call) -> tuple[Tensor, Tensor, Tensor]:

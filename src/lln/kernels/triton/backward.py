@@ -11,8 +11,9 @@ from torch import Tensor
 from lln.kernels.call import Call
 from lln.kernels.triton import plan
 from lln.kernels.triton.causal_backward import causal_keys_kernel, suffix_kernel
+from lln.kernels.triton.fit import Fit
 from lln.kernels.triton.fold import sum_kernel
-from lln.kernels.triton.forward import SLOW, Launch, strides
+from lln.kernels.triton.forward import Launch, strides
 from lln.kernels.triton.read import fold_backward_kernel, read_backward_kernel
 from lln.kernels.triton.tape import Recording
 
@@ -23,8 +24,9 @@ class Backward(Launch):
     def __init__(
         self, call: Call, final: tuple[Tensor, Tensor] | None, grad: Tensor, grad_log: Tensor | None,
         grad_mean: Tensor | None, wanted: Set[str], recording: Recording | None = None,
+        fit: Fit | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(call, recording)
+        super().__init__(call, recording, fit)
         self.folded_before = final is not None
         self.grad_log, self.grad_mean = grad_log, grad_mean
         self.has_grad = grad_log is not None or grad_mean is not None
@@ -94,8 +96,7 @@ class Backward(Launch):
 
     def queries(self) -> tuple[Tensor, Tensor]:
         """dS and r of every state; dq, unless the blocks have a part in it."""
-        s = self.settings("read_backward", self.blocks)
-        w = self.cut(s, self.query_heads, False, False)
+        w = self.cut("read_backward", self.query_heads, False, False)
         count = self.query_heads * w.works
         single = w.splits == 1 and self.group == 1 and self.call.cu_query is None
         single = single and not self.has_grad and not self.dweights
@@ -107,7 +108,7 @@ class Backward(Launch):
             self.values["LOG2"] = self.empty(self.batch, self.heads, self.dim)
         if count:
             self.launch(
-                read_backward_kernel, count, s.options, LOG=self.log, MEAN=self.mean, DMEAN=parts, PULL=pulls,
+                read_backward_kernel, count, "read_backward", LOG=self.log, MEAN=self.mean, DMEAN=parts, PULL=pulls,
                 DALPHA=dalpha, BLOCKS=self.blocks, SINGLE=single,
             )  # fmt: skip
         self.add_up("alpha", dalpha, w)
@@ -127,15 +128,14 @@ class Backward(Launch):
         return dmean, pull
 
     def fold_backward(self, dmean: Tensor, pull: Tensor) -> None:
-        s = self.settings("fold_backward", self.blocks)
-        w = self.cut(s, self.heads, True, self.shifted)
+        w = self.cut("fold_backward", self.heads, True, self.shifted)
         dbeta = self.parts(self.dbeta, self.heads * w.works, self.dim)
         dweight = self.parts(self.dweights, self.query_heads * w.works, self.width)
         wide = self.group > 1 and self.dtype != torch.bfloat16  # matrices of float32
         self.launch(
-            fold_backward_kernel, self.heads * w.works, s.options, LOG=self.log, MEAN=self.mean, DMEAN=dmean, PULL=pull,
-            DBETA=dbeta, DWEIGHT=dweight,
-            LOW=self.dtype == torch.bfloat16 and self.size <= 64, AGAIN=self.blocks and (wide or not self.roomy),
+            fold_backward_kernel, self.heads * w.works, "fold_backward", LOG=self.log, MEAN=self.mean, DMEAN=dmean,
+            PULL=pull, DBETA=dbeta, DWEIGHT=dweight, LOW=self.dtype == torch.bfloat16 and self.size <= 64,
+            AGAIN=self.fit.again.get("fold_backward", self.blocks and wide),
         )  # fmt: skip
         self.add_up("beta", dbeta, w)
         self.add_up("block_weight", dweight, w)
@@ -143,7 +143,7 @@ class Backward(Launch):
     # Causal
 
     def causal_backward(self) -> None:
-        w, state = self.prefixes()
+        w, state = self.prefixes("causal" if self.measured else "causal_queries")
         self.ends_in(state)
         count, rows = self.query_heads * w.works, self.call.query.shape[0] * self.query_heads * self.rows
         reach, reach_d = self.sums(count)
@@ -163,9 +163,9 @@ class Backward(Launch):
             self.values[f"D{opened}"] = None
             if self.values[opened] is not None:
                 self.values[f"D{opened}"] = self.gradients[name] = torch.zeros_like(self.values[opened])
-        options = self.settings("causal_keys", self.blocks).options
-        self.launch(causal_keys_kernel, count, options, SLOW=False)
-        self.launch(causal_keys_kernel, count, SLOW, SLOW=True)
+        again = self.fit.again.get("causal_keys", False)
+        self.launch(causal_keys_kernel, count, "causal_keys", SLOW=False, AGAIN=again)
+        self.launch(causal_keys_kernel, count, "slow", SLOW=True, AGAIN=True)
         for name, part in parts.items():
             self.add_up(name, part, w)
 

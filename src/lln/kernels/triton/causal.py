@@ -26,11 +26,11 @@ import triton
 import triton.language as tl
 
 from lln.kernels.triton.parts import (
+    LENGTHS,
     block_backward,
     block_output,
     block_products,
     block_weight_gradient,
-    exp2,
     keep,
     key_log,
     load_factor,
@@ -144,7 +144,7 @@ def moved_reference(k, visible, factor, reference):
 def key_weights(k, visible, factor, low, reference, BD: tl.constexpr, WIDE: tl.constexpr):
     """e [BD] of one row, 0 where it is hidden."""
     x = tl.minimum(scaled(k, factor, low, -reference, WIDE), 1.0)
-    return tl.reshape(exp2(tl.where(visible[:, None], x, -float("inf"))), [BD])
+    return tl.reshape(tl.exp2(tl.where(visible[:, None], x, -float("inf"))), [BD])
 
 
 @triton.jit
@@ -154,8 +154,8 @@ def start_moving(LOG, MEAN, index, D: tl.constexpr, E: tl.constexpr, BD: tl.cons
     log = tl.load(LOG + index * D + d, mask=d < D, other=-float("inf"))
     start, low = key_log(LOG, index, D, BD)
     start = tl.where(log > -float("inf"), start, -1e38)
-    z = tl.where(log > -float("inf"), exp2(low), 0.0)
-    return start, start, z, load_matrix(MEAN + index * D * E, D, E, BD, BE) * z[:, None], exp2(low)
+    z = tl.where(log > -float("inf"), tl.exp2(low), 0.0)
+    return start, start, z, load_matrix(MEAN + index * D * E, D, E, BD, BE) * z[:, None], tl.exp2(low)
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def linear_weight_gradient(u, e, state, v, g, causal, DOT: tl.constexpr, PRECISI
     return tl.sum(o * g.to(tl.float32), 0)
 
 
-@triton.jit(do_not_specialize=["N", "works", "splits", "tiles", "total", "H"])
+@triton.jit(do_not_specialize=LENGTHS)
 def causal_rows_kernel(
     Q, K, V, GRAD, ALPHA, BETA, LOG, MEAN, END32, LLN_WEIGHT, BLOCK_WEIGHT, MASK, OPEN_K, OPEN_V, OPEN_MASK,
     CU, OWNER, BEGIN, START, SEED, OUT, DQ, REACH, REACH_D, LOG_Z, OWN, MARK, REFERENCE, DALPHA, DLLN, DBLOCK,
@@ -256,7 +256,7 @@ def causal_rows_kernel(
                 seen1 = visible_keys(MASK, mask_base, at, here, mask_n, MASKED)
                 moved = moved_reference(k1, seen1, factor, reference)
                 e1 = key_weights(k1, seen1, factor, low, moved, BD, WIDE)
-                fade = exp2(reference - moved)
+                fade = tl.exp2(reference - moved)
                 reference = moved
                 z = z * fade + e1
                 state = state * fade[:, None] + e1[:, None] * v1
@@ -267,7 +267,7 @@ def causal_rows_kernel(
                 kept1 = u1
                 if DROPOUT:
                     kept1 = u1 * keep(SEED, stream, at, d, BD, dropout)
-                row = tl.sum(tl.reshape(kept1, [BD, 1]) * state, 0)[None, :]
+                row = tl.sum(tl.reshape(kept1, [BD])[:, None] * state, 0)[None, :]
                 if BACKWARD:
                     g1 = load_rows(GRAD, g_base, at, here, g_n, g_d, E, BE, False).to(tl.float32)
                     dlln += tl.reshape(g1 * row, [BE])
@@ -279,8 +279,8 @@ def causal_rows_kernel(
                     row = u1 * (y1 - own1[:, None] * z[None, :])
                     dalpha += tl.reshape(row * q1, [BD])
                     row = row * alpha
-                    far = exp2(start - moved)
-                    reach += tl.reshape(kept1 * far[None, :], [BD, 1]) * g1
+                    far = tl.exp2(start - moved)
+                    reach += (tl.reshape(kept1, [BD]) * far)[:, None] * g1
                     reach_d += tl.reshape(u1 * own1[:, None], [BD]) * far
                     store_norm(LOG_Z + row_base, OWN + row_base, at, here, top, peak, Z1, own1, WIDE)
                 out += tl.where((r == i)[:, None], row, 0.0)
@@ -295,7 +295,7 @@ def causal_rows_kernel(
             offset, top = query_reference(END32, before, D, BD, WIDE)
             u, _total, peak = softmax_rows(scaled(q.to(tl.float32), alpha_factor, alpha_low, offset, WIDE))
             reference = key_reference(END32, before, D, BD)
-            e = exp2(
+            e = tl.exp2(
                 where_visible(tl.minimum(scaled(k.to(tl.float32), factor, low, reference, WIDE), 1.0), visible, EVEN)
             )
             if BACKWARD:

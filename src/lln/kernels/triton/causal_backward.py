@@ -23,10 +23,10 @@ from lln.kernels.triton.causal import (
 )
 from lln.kernels.triton.fold import place_channels, share, split_range
 from lln.kernels.triton.parts import (
+    LENGTHS,
     block_backward,
     block_products,
     block_values,
-    exp2,
     keep,
     key_log,
     load_factor,
@@ -41,7 +41,7 @@ from lln.kernels.triton.parts import (
 )
 
 
-@triton.jit(do_not_specialize=["works", "splits", "H"])
+@triton.jit(do_not_specialize=LENGTHS)
 def suffix_kernel(
     REACH, REACH_D, LOG, LOG_END, MEAN_END, G_LOG, G_MEAN, SUFFIX, SUFFIX_D, REACH_0, REACH_D0, BEGIN,
     works, splits, H,
@@ -82,7 +82,7 @@ def suffix_kernel(
     tl.store(REACH_D0 + out, reach_d * alive, mask=c < D)
 
 
-@triton.jit(do_not_specialize=["N", "works", "splits", "tiles", "total", "H"])
+@triton.jit(do_not_specialize=LENGTHS)
 def causal_keys_kernel(
     Q, K, V, GRAD, ALPHA, BETA, END, END32, SUFFIX, SUFFIX_D, LOG_Z, OWN, MARK, REFERENCE,
     LLN_WEIGHT, BLOCK_WEIGHT, MASK, OPEN_K, OPEN_V, OPEN_MASK, CU, OWNER, BEGIN, START, SEED,
@@ -93,10 +93,12 @@ def causal_keys_kernel(
     scale, dropout, N, works, splits, tiles, total, H,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
     USED: tl.constexpr, BS: tl.constexpr, PACKED: tl.constexpr, SHIFT: tl.constexpr, MASKED: tl.constexpr,
-    EVEN: tl.constexpr, UNIFORM: tl.constexpr, HAS_OPEN: tl.constexpr, HAS_DBETA: tl.constexpr, SLOW: tl.constexpr,
+    EVEN: tl.constexpr, UNIFORM: tl.constexpr, AGAIN: tl.constexpr, HAS_OPEN: tl.constexpr, HAS_DBETA: tl.constexpr,
+    SLOW: tl.constexpr,
     DROPOUT: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of each split and key head, from its last chunk to its first; SLOW: of those that are marked."""
+    """dk and dv of each split and key head, from its last chunk to its first; SLOW: of those that are marked. AGAIN:
+    what the query heads of a group have in common is made anew for each, and takes no shared memory in between."""
     h, w, b, first, n, origin, begin, end, opened = place(
         works, splits, tiles, N, CU, OWNER, BEGIN, START, PACKED, SHIFT, USED
     )
@@ -122,8 +124,8 @@ def causal_keys_kernel(
     suffix_d = tl.load(SUFFIX_D + index * D + d, mask=d < D, other=0.0)
     if WIDE or SLOW:
         reference, log_low = key_log(END, index, D, BD)
-        suffix = suffix * exp2(-log_low)[:, None]
-        suffix_d = suffix_d * exp2(-log_low)
+        suffix = suffix * tl.exp2(-log_low)[:, None]
+        suffix_d = suffix_d * tl.exp2(-log_low)
     for back in tl.range(0, end - begin, disable_licm=True):
         t = end - 1 - back
         rows = (origin + t * USED + r).to(tl.int64)
@@ -144,10 +146,10 @@ def causal_keys_kernel(
         v = v.to(DOT)
         if not SLOW:
             edge = key_reference(END32, index, D, BD)
-            e = exp2(where_visible(tl.minimum(scaled(k, factor, low, edge, WIDE), 1.0), visible, EVEN)).to(DOT)
+            e = tl.exp2(where_visible(tl.minimum(scaled(k, factor, low, edge, WIDE), 1.0), visible, EVEN)).to(DOT)
             dv = tl.dot(e, suffix.to(DOT), dv, input_precision=PRECISION)
             de = tl.dot(v, tl.trans(suffix.to(DOT)), input_precision=PRECISION) - suffix_d[None, :]
-        for group in range(G):
+        for group in tl.range(0, G, disable_licm=AGAIN):
             head = h * G + group
             q_base = data * q_b + head.to(tl.int64) * q_h + first * q_n
             g_base = data * g_b + head.to(tl.int64) * g_h + first * g_n
@@ -182,7 +184,7 @@ def causal_keys_kernel(
                 own = tl.load(OWN + row_base + rows, mask=ok, other=0.0)
                 offset, top = query_reference(END32, index, D, BD, WIDE)
                 relative = (log_z - top).to(tl.float32)[:, None]
-                u = exp2(tl.minimum(scaled(q.to(tl.float32), alpha, alpha_low, offset, WIDE) - relative, 100.0))
+                u = tl.exp2(tl.minimum(scaled(q.to(tl.float32), alpha, alpha_low, offset, WIDE) - relative, 100.0))
                 if BS and UNIFORM:
                     u = u * tl.load(LLN_WEIGHT + b.to(tl.int64) * lln_b + head * lln_h)
                 kept = u
@@ -210,7 +212,7 @@ def causal_keys_kernel(
                 k1 = load_rows(K, k_base, at, there, k_n, k_d, D, BD, False).to(tl.float32)
                 v1 = load_rows(V, v_base, at, there, v_n, v_d, E, BE, False).to(tl.float32)
                 moved = moved_reference(k, visible & (r <= i), factor, start)
-                fade = exp2(tl.minimum(moved - reference, 1.0))
+                fade = tl.exp2(tl.minimum(moved - reference, 1.0))
                 reference = moved
                 suffix = suffix * fade[:, None]
                 suffix_d = suffix_d * fade
@@ -228,11 +230,12 @@ def causal_keys_kernel(
                     log_z = tl.load(LOG_Z + row_base + at, mask=there, other=float("inf"))
                     own = tl.load(OWN + row_base + at, mask=there, other=0.0)
                     relative = (log_z - top).to(tl.float32)[:, None]
-                    u1 = exp2(tl.minimum(scaled(q1, alpha, alpha_low, offset, WIDE) - relative, 100.0))
+                    u1 = tl.exp2(tl.minimum(scaled(q1, alpha, alpha_low, offset, WIDE) - relative, 100.0))
                     suffix_d += tl.reshape(u1 * own[:, None], [BD])
                     if DROPOUT:
                         u1 = u1 * keep(SEED, (b * H * G + head) * 2, at, d, BD, dropout)
-                    suffix += tl.reshape(u1, [BD, 1]) * g1
+                    # Not a reshape to [BD, 1], whose layout would be that of all: a thread with 8 BE numbers of R.
+                    suffix += tl.reshape(u1, [BD])[:, None] * g1
                 seen1 = visible_keys(MASK, mask_base, at, there, mask_n, MASKED)
                 e1 = key_weights(k1, seen1, factor, low, moved, BD, WIDE)
                 dx = e1 * (tl.sum(suffix * v1, 1) - suffix_d)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from lln.kernels.triton.parts import (
-    exp2,
+    LENGTHS,
     identity,
     load_factor,
     load_rows,
@@ -35,7 +35,7 @@ def key_exponents(x, factor, low, reference, visible, EVEN: tl.constexpr, WIDE: 
         return tl.where(visible[None, :], y, -float("inf"))
 
 
-@triton.jit(do_not_specialize=["N", "works", "splits", "tiles", "H"])
+@triton.jit(do_not_specialize=LENGTHS)
 def fold_kernel(
     K, V, BETA, MASK, CU, OWNER, BEGIN, START, LOG, MEAN,
     k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, beta_b, beta_h, beta_d, mask_b, mask_n,
@@ -73,15 +73,15 @@ def fold_kernel(
         else:
             x = tl.trans(k.to(tl.float32))
         y = key_exponents(x, factor, low, m, visible, EVEN, WIDE)
-        if tl.max(tl.max(y, 1), 0) > LAG:
+        if tl.max(y) > LAG:  # of the tile laid flat: by rows and then over them, Triton 3.6 fails for sm_100
             moved = tl.max(key_exponents(x, factor, low, tl.zeros([BD], tl.float32), visible, EVEN, WIDE), 1)
             moved = tl.minimum(tl.maximum(m, moved), 1e38)
-            fade = exp2(m - moved)
+            fade = tl.exp2(m - moved)
             m = moved
             z = z * fade
             s = s * fade[:, None]
             y = tl.minimum(key_exponents(x, factor, low, m, visible, EVEN, WIDE), LAG)  # some may have overflowed
-        p = exp2(y)
+        p = tl.exp2(y)
         z += tl.sum(p, 1)
         s = tl.dot(p.to(DOT), v.to(DOT), s, input_precision=PRECISION)
     log = (m.to(tl.float64) + tl.log2(z.to(tl.float64))) * 0.6931471805599453094
@@ -120,7 +120,7 @@ def share(part, whole):
     return tl.exp2(((part - whole) * 1.4426950408889634074).to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["works", "splits", "H"])
+@triton.jit(do_not_specialize=LENGTHS)
 def merge_kernel(
     LOG, MEAN, BEGIN, LOG_IN, MEAN_IN, LOG_OUT, MEAN_OUT, works, splits, H,
     D: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
@@ -157,7 +157,7 @@ def merge_kernel(
     tl.store(MEAN_OUT + at, mean, mask=inside)
 
 
-@triton.jit(do_not_specialize=["works", "splits", "H"])
+@triton.jit(do_not_specialize=LENGTHS)
 def prefix_kernel(
     LOG, MEAN, BEGIN, LOG_IN, MEAN_IN, LOG_OUT, MEAN_OUT, BEFORE, MEAN_BEFORE, END, END32, works, splits, H,
     D: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
@@ -193,7 +193,7 @@ def prefix_kernel(
     tl.store(MEAN_OUT + out[:, None] * E + e[None, :], mean, mask=inside)
 
 
-@triton.jit(do_not_specialize=["works", "splits", "H"])
+@triton.jit(do_not_specialize=LENGTHS)
 def sum_kernel(
     DMEAN, PULL, BEGIN, LLN_WEIGHT, LOG, MEAN, G_LOG, G_MEAN, DMEAN_OUT, PULL_OUT,
     lln_b, lln_h, lln_e, works, splits, H,

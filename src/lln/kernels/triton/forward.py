@@ -19,12 +19,13 @@ from torch import Tensor
 from lln.kernels.call import FIELDS, TENSORS, Call
 from lln.kernels.triton import plan
 from lln.kernels.triton.causal import causal_rows_kernel
+from lln.kernels.triton.fit import Fit, Rehearsal
 from lln.kernels.triton.fold import fold_kernel, merge_kernel, prefix_kernel
 from lln.kernels.triton.read import read_kernel
 from lln.kernels.triton.tape import Recording
 
-SLOW = {"num_warps": 8, "num_stages": 1}  # launch settings of kernels that rarely have to do anything
-SPLITS = 16  # splits a program of the merging kernels takes at once
+FEW = 8  # tiles of keys that one program folds: to merge the states of several takes another launch
+SPLITS = 4, 16  # splits a program of the merging kernels takes at once: few of them or many
 SHORT = {"query": "Q", "key": "K", "value": "V", "key_mask": "MASK", "open_key": "OPEN_K", "open_value": "OPEN_V"}
 POINTERS = [SHORT.get(name, name.upper()) for name in FIELDS[:TENSORS]]
 ROWS = {t: tuple(f"{t}_{axis}" for axis in "bhnd") for t in ("q", "k", "v", "o", "g", "dq", "dk", "dv")}
@@ -62,8 +63,9 @@ def steps(t: Tensor | None) -> tuple[int, int, int]:
 class Launch:
     """The sizes and settings that the kernels of one call share, and the forward ones launched."""
 
-    def __init__(self, call: Call, recording: Recording | None = None) -> None:
+    def __init__(self, call: Call, recording: Recording | None = None, fit: Fit | None = None) -> None:
         self.call, self.recording = call, recording
+        self.fit = Fit(plan.value_part(call.query.shape[3], call.query.dtype)) if fit is None else fit
         q, k, v = call.query, call.key, call.value
         self.heads, self.keys, self.dim = k.shape[1], k.shape[2], k.shape[3]
         self.query_heads, self.rows, self.width = q.shape[1], q.shape[2], v.shape[3]
@@ -74,12 +76,10 @@ class Launch:
         self.size = max(padded, padded_value)
         self.tile, self.used = plan.tile_rows(call.block_size, self.size, self.dtype)
         self.small = plan.is_small(q.shape[0], self.query_heads, max(self.rows, self.keys))
-        self.roomy = plan.shared_memory(q.device) >= plan.ROOMY
+        card = plan.card(q.device)
+        self.measured = card is None or card.measured
         self.blocks, self.shifted = call.block_size is not None, call.start is not None
         half = q.dtype == torch.bfloat16 and q.is_cuda  # the interpreter multiplies no bfloat16 matrices
-        # float32 and float16 multiply as float32 in three passes of tf32, which keep 21 bits: float16 has too few
-        # exponents for weights and states. With torch.set_float32_matmul_precision("high"), float32 in one.
-        once = q.dtype == torch.float32 and plan.tf32_allowed()
         mask = (0, 0) if call.key_mask is None else call.key_mask.stride()
         weights = *steps(call.lln_weight), *steps(call.block_weight)
         factors = *steps(call.alpha), *steps(call.beta), *weights, *mask
@@ -94,17 +94,24 @@ class Launch:
             "DROPOUT": call.seed is not None,
             "UNIFORM": all(t is not None and t.shape[-1] == 1 for t in (call.lln_weight, call.block_weight)),
             "WIDE": q.dtype == torch.float32, "DOT": tl.bfloat16 if half else tl.float32,
-            "PRECISION": "tf32" if once or q.dtype == torch.bfloat16 else "tf32x3",
+            "PRECISION": plan.precision(q.dtype),
             "FLAT": call.alpha.shape[-1] == 1 and call.beta.shape[-1] == 1,
         }  # fmt: skip
 
-    def settings(self, kernel: str, blocks: bool = False) -> plan.Settings:
-        return plan.settings(kernel, blocks, self.dtype, self.size, self.tile, self.small, self.roomy)
+    def settings(self, kernel: str) -> plan.Settings:
+        found = self.fit.settings.get(kernel)
+        if found is not None:
+            return found
+        blocks = self.blocks and kernel != "fold"
+        return plan.settings(kernel, blocks, self.dtype, self.size, self.tile, self.small, self.measured)
 
-    def cut(self, s: plan.Settings, heads: int, of_keys: bool, shifted: bool) -> plan.Works:
-        """How the kernels that follow are cut: the keys, or the queries, of so many heads."""
+    def cut(self, kernel: str, heads: int, of_keys: bool, shifted: bool) -> plan.Works:
+        """How the kernels that follow are cut, for this one: the keys, or the queries, of so many heads."""
+        programs = self.settings(kernel).programs or 4  # 0 in a rehearsal, which asks for them
         n, cu = (self.keys, self.call.cu_key) if of_keys else (self.rows, self.call.cu_query)
-        w = plan.cut(self.device, n, self.batch, heads, self.tile, self.used, shifted, cu, s.programs)
+        if kernel == "fold" and n <= FEW * self.used:
+            programs = 0
+        w = plan.cut(self.device, n, self.batch, heads, self.tile, self.used, shifted, cu, programs)
         # EVEN: then every tile is full and every key visible, and the kernels need no masks.
         masked = shifted or cu is not None or self.call.key_mask is not None
         self.values |= {
@@ -124,14 +131,17 @@ class Launch:
     def like(self, t: Tensor, dim: int) -> Tensor:
         return self.made(like(t, dim))
 
-    def launch(self, kernel: Any, programs: int, options: dict[str, int] | None = None, /, **given: Any) -> None:
-        """A kernel with the values so far and those given."""
+    def launch(self, kernel: Any, programs: int, settings: str, /, **given: Any) -> None:
+        """A kernel with the values so far and those given, and with the settings of that name."""
         pick = PICK.get(kernel.fn)
         if pick is None:
             pick = PICK[kernel.fn] = operator.itemgetter(*kernel.arg_names)
         self.values.update(given)
         args = pick(self.values)
-        compiled = kernel[(programs,)](*args, **(options or {}))
+        if isinstance(self.fit, Rehearsal):
+            self.fit.launch(settings, kernel, args, self.settings(settings))
+            return
+        compiled = kernel[(programs,)](*args, **self.settings(settings).options)
         if self.recording is not None:
             self.recording.launch(compiled, (programs,), args)
 
@@ -147,15 +157,15 @@ class Launch:
         """States of the works, [heads * works, ...]; with `single` of the sequences, [B, heads, ...]."""
         count = self.heads * w.works
         log, mean = self.states(self.batch, self.heads) if single else self.states(count)
-        self.launch(fold_kernel, count, self.settings("fold").options, LOG=log, MEAN=mean, SINGLE=single)
+        self.launch(fold_kernel, count, "fold", LOG=log, MEAN=mean, SINGLE=single)
         return log, mean
 
     def merge_with(self, kernel: Any, w: plan.Works, **given: Any) -> None:
         """A kernel that merges works: programs of a few channels each, about a thousand in all."""
         channels = max(min(triton.next_power_of_2(self.batch * self.heads * self.dim // 1024), 16), 4)
-        at_once = SPLITS if w.begin is not None else min(triton.next_power_of_2(max(w.splits, 1)), SPLITS)
+        at_once = SPLITS[w.begin is not None or w.splits > SPLITS[0]]
         programs = self.batch * self.heads * -(-self.dim // channels)
-        self.launch(kernel, programs, None, BC=channels, BP=at_once, **given)
+        self.launch(kernel, programs, "merge", BC=channels, BP=at_once, **given)
 
     def merge(self, kernel: Any, w: plan.Works, **given: Tensor) -> tuple[Tensor, Tensor]:
         """One state a sequence, of the incoming one and those given, of the works."""
@@ -167,22 +177,22 @@ class Launch:
         return log, mean
 
     def folded(self) -> tuple[Tensor, Tensor]:
-        w = self.cut(self.settings("fold"), self.heads, True, False)
+        w = self.cut("fold", self.heads, True, False)
         single = w.splits == 1 and self.call.cu_key is None and self.call.log_sum is None
         log, mean = self.fold(w, single)
         return (log, mean) if single else self.merge(merge_kernel, w, LOG=log, MEAN=mean)
 
     def read(self, log: Tensor, mean: Tensor) -> Tensor:
-        s, out = self.settings("read", self.blocks), self.like(self.call.query, self.width)
-        w = self.cut(s, self.query_heads, False, self.shifted)
+        out = self.like(self.call.query, self.width)
+        w = self.cut("read", self.query_heads, False, self.shifted)
         self.values.update(strides("o", out))
-        self.launch(read_kernel, self.query_heads * w.works, s.options, LOG=log, MEAN=mean, OUT=out)
+        self.launch(read_kernel, self.query_heads * w.works, "read", LOG=log, MEAN=mean, OUT=out)
         return out
 
-    def prefixes(self) -> tuple[plan.Works, tuple[Tensor, Tensor]]:
+    def prefixes(self, kernel: str = "causal") -> tuple[plan.Works, tuple[Tensor, Tensor]]:
         """(works of a causal call; L and S after the last). Its kernels are given the states before each work, L after
         it in two forms, the open block, marks to set."""
-        w = self.cut(self.settings("causal", self.blocks), self.query_heads, True, self.shifted)
+        w = self.cut(kernel, self.query_heads, True, self.shifted)
         log, mean = self.fold(w, False)
         before, mean_before, end = (self.made(torch.empty_like(t)) for t in (log, mean, log))
         final = self.merge(
@@ -199,8 +209,8 @@ class Launch:
 
     def causal_rows(self, settings: str, count: int) -> None:
         """`causal_rows_kernel`, and again for the splits that it marks."""
-        self.launch(causal_rows_kernel, count, self.settings(settings, self.blocks).options, SLOW=False)
-        self.launch(causal_rows_kernel, count, SLOW, SLOW=True)
+        self.launch(causal_rows_kernel, count, settings, SLOW=False)
+        self.launch(causal_rows_kernel, count, "slow", SLOW=True)
 
     def causal(self) -> tuple[Tensor, Tensor, Tensor]:
         w, final = self.prefixes()

@@ -10,11 +10,19 @@ import triton
 from torch import Tensor
 
 from lln.kernels.triton.library import define
-from lln.kernels.triton.moments_kernels import LANE, match_kernel, merge_kernel, sample_kernel, split_kernel
+from lln.kernels.triton.moments_kernels import (
+    LANE,
+    match_kernel,
+    merge_kernel,
+    sample_kernel,
+    settle_kernel,
+    split_kernel,
+)
 from lln.kernels.triton.plan import on_device
 from lln.kernels.triton.tape import Recording, replayed, signature
 
 PROGRAMS = 528  # four for each multiprocessor of an H100 or H200; fixed, so that results do not depend on the device
+SETTLED = 1024  # numbers a program of `settle_kernel` takes
 LEAST = 2**15  # elements that are worth a program, and up to twice as many a program that needs no merging
 
 
@@ -65,6 +73,23 @@ def paper_match(variance_q: Tensor, variance_k: Tensor, heads: int, factor: floa
         return alpha, beta
 
     alpha, beta = replayed(("match", variance_q.device, heads, factor, signature(given)), given, launches)
+    return alpha, beta
+
+
+def settle(given_q: Tensor, given_k: Tensor, learned: bool) -> tuple[Tensor, Tensor]:
+    """(alpha [1, heads, 1 or dim], beta [1, key heads, 1 or dim]) in float32 from what a module keeps of them: the
+    same, or where they are `learned` their logarithms. Contiguous; without a gradient."""
+    given = given_q, given_k
+
+    def launches(recording: Recording | None) -> Sequence[Tensor]:
+        made = [t.new_empty(1, *t.shape[-2:], dtype=torch.float32) for t in given]
+        programs = triton.cdiv(max(t.numel() for t in given), SETTLED)
+        args = (*given, *made, given_q.numel(), given_k.numel(), learned, SETTLED)
+        with on_device(given_q.device):
+            run(recording, made, settle_kernel, programs, args, 4)
+        return made
+
+    alpha, beta = replayed(("settle", given_q.device, learned, signature(given)), given, launches)
     return alpha, beta
 
 

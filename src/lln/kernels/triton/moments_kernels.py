@@ -264,3 +264,15 @@ def match_kernel(VARIANCE_Q, VARIANCE_K, ALPHA, BETA, FACTOR: tl.constexpr, G: t
     variance_q = tl.load(VARIANCE_Q + cell).to(tl.float64)
     variance_k = tl.load(VARIANCE_K + cell).to(tl.float64)
     store_match(ALPHA, BETA, cell, variance_q, variance_k, FACTOR, G)
+
+
+@triton.jit
+def settle_kernel(GIVEN_Q, GIVEN_K, ALPHA, BETA, count_q, count_k, LEARNED: tl.constexpr, BLOCK: tl.constexpr):
+    """alpha and beta in float32 from what a module keeps, which where they are learned are their logarithms."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(GIVEN_Q + at, mask=at < count_q, other=0.0)
+    b = tl.load(GIVEN_K + at, mask=at < count_k, other=0.0)
+    if LEARNED:
+        a, b = tl.exp(a.to(tl.float32)), tl.exp(b.to(tl.float32))
+    tl.store(ALPHA + at, a.to(tl.float32), mask=at < count_q)
+    tl.store(BETA + at, b.to(tl.float32), mask=at < count_k)

@@ -6,7 +6,8 @@ An eager call goes through an autograd function, which is lean. Under torch.comp
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import contextlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ from torch.autograd import Function
 
 from lln.kernels.call import FIELDS, SCHEMA, TENSORS, Call
 from lln.kernels.triton import plan
-from lln.kernels.triton.backward import Backward
-from lln.kernels.triton.forward import Launch, like
+from lln.kernels.triton.fit import DoesNotFit
+from lln.kernels.triton.forward import like
 from lln.kernels.triton.library import LIBRARY, define
+from lln.kernels.triton.passes import run_backward, run_forward
 from lln.kernels.triton.tape import Recording, replayed, signature
 
 FREE = 2**18  # numbers of a state that may be kept in any case
@@ -30,17 +32,19 @@ ONCE = (
 TRANSFORMED = (
     "the Triton kernels of lln_attention have no rules for torch.func; pass backend='eager' for its gradients."
 )
+TOO_LARGE = "the Triton kernels of lln_attention do not fit into this device"
 
 Grads = tuple[Tensor | None, ...]
 
 
-def kept(is_causal: bool, query: Tensor, log: Tensor, mean: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The final state as it is kept for the backward pass: where it takes no more than a number for each row, which is
-    what softmax kernels keep, or next to nothing. Otherwise the keys are folded again, as causal ones always are.
-    Where a compiler does not know the sizes it is kept: to compare them would tie the graph to some lengths."""
-    rows, size = query.shape[0] * query.shape[1] * query.shape[2], mean.numel()
+def keeps(is_causal: bool, query: Tensor, size: Any) -> bool:
+    """Whether the final state, of so many numbers, is kept for the backward pass: where it takes no more than a number
+    for each row, which is what softmax kernels keep, or next to nothing. Otherwise the keys are folded again, as causal
+    ones always are. Where a compiler does not know the sizes it is kept: to compare them would tie the graph to some
+    lengths."""
+    rows = query.shape[0] * query.shape[1] * query.shape[2]
     known = isinstance(rows, int) and isinstance(size, int)
-    return (None, None) if is_causal or (known and size > max(rows, FREE)) else (log, mean)
+    return not (is_causal or (known and size > max(rows, FREE)))
 
 
 def key_of(args: Sequence[Any]) -> Hashable:
@@ -51,21 +55,25 @@ def key_of(args: Sequence[Any]) -> Hashable:
 
 def forward(args: Sequence[Any]) -> Sequence[Tensor]:
     """(out, log_sum, mean_value)"""
-    return replayed(key_of(args), args[:TENSORS], lambda recording: Launch(Call(*args), recording).forward())
+
+    def launches(recording: Recording | None) -> Sequence[Tensor]:
+        return run_forward(Call(*args), recording, forward)
+
+    return replayed(key_of(args), args[:TENSORS], launches, args[TENSORS:])
 
 
 def backward(tensors: Sequence[Any], rest: Sequence[Any], grads: Any, needs: Sequence[bool]) -> Mapping[str, Tensor]:
     """Gradients by the names of FIELDS, of those that it `needs` and that have one. `tensors` are those given to the
-    forward, and what is `kept`; `rest` its other arguments."""
+    forward, and its final state where that is kept; `rest` its other arguments."""
     *given, log, mean = tensors
     grad, grad_log, grad_mean = grads
 
-    def launches(recording: Recording | None) -> dict[str, Tensor]:
+    def launches(recording: Recording | None) -> Mapping[str, Tensor]:
         call = Call(*given, *rest)
         zeros = call.value.new_zeros(()).expand(*call.query.shape[:-1], call.value.shape[-1])
-        wanted = {name for name, need in zip(FIELDS, needs, strict=True) if need}
+        wanted = frozenset(name for name, need in zip(FIELDS, needs, strict=True) if need)
         final = None if log is None else (log, mean)
-        return Backward(call, final, zeros if grad is None else grad, grad_log, grad_mean, wanted, recording).run()
+        return run_backward(call, final, (zeros if grad is None else grad, grad_log, grad_mean), wanted, recording)
 
     # The gradients of alpha and the like are sums that torch does.
     simple = grad is not None and grad_log is None and grad_mean is None and not any(needs[len(ROWS) :])
@@ -76,13 +84,18 @@ def backward(tensors: Sequence[Any], rest: Sequence[Any], grads: Any, needs: Seq
         found = launches(recording)
         return [found[name] for name in ROWS]
 
-    # Not the forward's key: what comes back through hooks for saved tensors may have other strides.
-    key = ("backward", key_of((*given, *rest)), signature((log, mean, grad)))
-    return dict(zip(ROWS, replayed(key, (*tensors, grad), rows), strict=True))
+    return dict(zip(ROWS, replayed(backward_key(tensors, rest, grad), (*tensors, grad), rows), strict=True))
+
+
+def backward_key(tensors: Sequence[Any], rest: Sequence[Any], grad: Tensor) -> Hashable:
+    """Not the forward's key: what comes back through hooks for saved tensors may have other strides."""
+    *given, log, mean = tensors
+    return "backward", key_of((*given, *rest)), signature((log, mean, grad))
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:TENSORS], *kept(inputs[CAUSAL], inputs[0], *output[1:]))
+    state = output[1:] if keeps(inputs[CAUSAL], inputs[0], output[2].numel()) else (None, None)
+    ctx.save_for_backward(*inputs[:TENSORS], *state)
     ctx.rest = inputs[TENSORS:]
     ctx.set_materialize_grads(False)
 
@@ -102,8 +115,18 @@ class Attend(Function):
         return tuple(found.get(name) if n else None for name, n in zip(FIELDS, ctx.needs_input_grad, strict=True))
 
 
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """A compiled graph cannot take the other back end when it runs."""
+    try:
+        yield
+    except DoesNotFit as lack:
+        raise RuntimeError(f"{TOO_LARGE} ({lack}); pass backend='eager' where it is compiled.") from lack
+
+
 def attend(*args: Any) -> tuple[Tensor, ...]:
-    return tuple(forward(args))
+    with explained():
+        return tuple(forward(args))
 
 
 def fake_attend(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,7 +141,8 @@ def fake_attend(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def attend_backward(*given: Any) -> list[Tensor]:
     """The gradients of the FIELDS that `needs` (one for each) asks for, in their order."""
     grad, grad_log, grad_mean, log, mean, *args, needs = given
-    found = backward((*args[:TENSORS], log, mean), args[TENSORS:], (grad, grad_log, grad_mean), needs)
+    with explained():
+        found = backward((*args[:TENSORS], log, mean), args[TENSORS:], (grad, grad_log, grad_mean), needs)
     asked = [(name, t) for name, t, need in zip(FIELDS, args, needs, strict=True) if need]
     return [found[name] if name in found else torch.zeros_like(t).contiguous() for name, t in asked]
 

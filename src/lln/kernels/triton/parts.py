@@ -10,24 +10,12 @@ Exponents are in base 2, the hardware's. WIDE (float32 inputs) carries a second 
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-
-
-@triton.jit
-def exp2(x):
-    """2^x. Denormal results become 0, which saves the instructions around the hardware's one."""
-    if INTERPRETED:
-        return tl.exp2(x)
-    else:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
+# Arguments that vary with the length are not specialised: a new length must not compile anew.
+LENGTHS = ["N", "total", "works", "splits", "tiles", "H", "mask_b"]
 
 
 @triton.jit
@@ -143,7 +131,7 @@ def softmax_rows(logits):
     """(weights, their sum, the largest logit) of each row, the weights relative to the largest."""
     top = tl.max(logits, 1)
     top = tl.where(top == -float("inf"), 0.0, top)
-    p = exp2(logits - top[:, None])
+    p = tl.exp2(logits - top[:, None])
     return p, tl.sum(p, 1), top
 
 
@@ -197,7 +185,7 @@ def block_softmax(
     top = tl.max(s, 1) * (scale * LOG2E)
     if not EVEN:
         top = tl.where(top == -float("inf"), 0.0, top)
-    p = exp2(s * (scale * LOG2E) - top[:, None])
+    p = tl.exp2(s * (scale * LOG2E) - top[:, None])
     total = tl.sum(p, 1)
     return p, tl.where(total > 0.0, 1.0 / total, 0.0)
 

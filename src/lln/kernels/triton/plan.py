@@ -1,7 +1,8 @@
 """How the work of a call is cut into programs, and with which launch settings; all from shapes alone.
 
-The settings are a small table stored with the package (data/launch.json), so that nothing is tried out at a first
-use. `lln bench --tune` measures the table anew.
+The settings are a small table stored with the package (data/launch.json), so that nothing is timed at a first use.
+`lln bench --tune` measures the table anew. Cards unlike the one it was measured on begin with its stages, and `fit`
+finds the rest.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-ROOMY = 227 * 1024  # bytes of shared memory where the stored settings were measured
-LEAST = 160 * 1024  # that the largest kernels need with the smallest settings
+HIP = torch.version.hip is not None  # AMD's devices, which torch calls cuda as well
 TILE = 64  # rows of a tile unless blocks ask for more
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Of one kernel: warps a program, stages of its pipelined loop, programs a multiprocessor to aim at, and the most
-    registers a thread may take (0: as many as it likes)."""
+    """Of one kernel: warps a program, stages of its pipelined loop, programs a multiprocessor to aim at (0: as many as
+    it has room for), and the most registers a thread may take (0: as many as it likes)."""
 
     warps: int = 4
     stages: int = 2
@@ -34,7 +34,7 @@ class Settings:
     @functools.cached_property
     def options(self) -> dict[str, int]:
         """For the launch."""
-        limit = {"maxnreg": self.registers} if self.registers else {}
+        limit = {"maxnreg": self.registers} if self.registers and not HIP else {}
         return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
 
@@ -51,10 +51,28 @@ class Works:
     begin: Tensor | None = None  # [sequences + 1] first work of each
 
 
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """What a device has."""
+
+    name: str
+    shared: int  # bytes of shared memory that a program can have
+    shared_all: int  # of a multiprocessor
+    registers: int
+    threads: int
+    warp: int = 32  # threads of one
+    measured: bool = False  # whether the stored settings are for cards like it
+
+
 @functools.cache
+def stored() -> dict[str, Any]:
+    held: dict[str, Any] = json.loads((files("lln") / "data" / "launch.json").read_text())
+    return held
+
+
 def table() -> dict[str, list[int]]:
-    stored: dict[str, Any] = json.loads((files("lln") / "data" / "launch.json").read_text())
-    return dict(stored["settings"])
+    settings: dict[str, list[int]] = stored()["settings"]
+    return settings
 
 
 def key(kernel: str, blocks: bool, kind: str, dim: int, size: str) -> str:
@@ -62,25 +80,43 @@ def key(kernel: str, blocks: bool, kind: str, dim: int, size: str) -> str:
 
 
 @functools.cache
-def settings(kernel: str, blocks: bool, dtype: torch.dtype, dim: int, rows: int, small: bool, roomy: bool) -> Settings:
+def settings(
+    kernel: str, blocks: bool, dtype: torch.dtype, dim: int, rows: int, small: bool, measured: bool
+) -> Settings:
     """The stored settings for the padded head dim `dim` (16 to 256) and tiles of `rows`; safe ones where there are
-    none, for float32 and float16, whose products take more registers, for tiles larger than those measured, and on
-    devices with less shared memory (not `roomy`)."""
+    none, for float32 and float16, whose products take more registers, and for tiles larger than those measured. Where
+    they were not `measured` on such a card, a beginning: how many programs there are is left to `fit`."""
+    if kernel == "slow":  # kernels that rarely have to do anything
+        return Settings(8, 1, 1)
+    if kernel == "merge":
+        return Settings(4, 2 if HIP else 3, 1)
     if rows > TILE:
-        return Settings(8, 1, 2)
-    if dtype == torch.bfloat16 and roomy:
+        return Settings(8, 1, 2 if measured else 0)
+    warps = 8 if dim >= 128 else 4
+    if dtype == torch.bfloat16:
         size = min(max(dim, 64), 128)
         if found := table().get(key(kernel, blocks, "half", size, "small" if small else "large")):
-            return Settings(*found) if dim <= 128 else Settings(8, 1, found[2])
-    return Settings(8 if dim >= 128 else 4, 1, 3)
+            known = Settings(*found) if dim <= 128 else Settings(8, 1, found[2])
+            return known if measured else Settings(warps, known.stages, 0)
+    return Settings(warps, 1, 3) if measured else Settings(warps, 2, 0)
 
 
 @functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes that a program can have."""
+def card(device: torch.device) -> Card | None:
+    """None where Triton's interpreter runs the kernels."""
     if device.type != "cuda":
-        return ROOMY
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", ROOMY))
+        return None
+    held = torch.cuda.get_device_properties(device)
+    shared = getattr(held, "shared_memory_per_block_optin", None) or held.shared_memory_per_block
+    return Card(
+        name=held.name,
+        shared=shared,
+        shared_all=max(getattr(held, "shared_memory_per_multiprocessor", shared), shared),
+        registers=getattr(held, "regs_per_multiprocessor", 2**16),
+        threads=held.max_threads_per_multi_processor,
+        warp=getattr(held, "warp_size", 32),
+        measured=not HIP and [held.major, held.minor] == stored()["capability"],
+    )
 
 
 def is_small(batch: int, heads: int, length: int) -> bool:
@@ -88,10 +124,13 @@ def is_small(batch: int, heads: int, length: int) -> bool:
     return batch * heads * length <= 2**16
 
 
+HERE = contextlib.nullcontext()
+
+
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be that of the tensors."""
-    if device.type != "cuda" or torch.cuda.current_device() == device.index:
-        return contextlib.nullcontext()
+    if device.type != "cuda" or torch._C._cuda_getDevice() == device.index:
+        return HERE
     return torch.cuda.device(device)
 
 
@@ -101,6 +140,15 @@ def tf32_allowed() -> bool:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:  # it was said in the newer way, which the older cannot read
         return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How matrices are multiplied that are not bfloat16. float32 and float16 multiply as float32 in three passes of
+    tf32, which keep 21 bits: float16 has too few exponents for weights and states. With
+    torch.set_float32_matmul_precision("high"), float32 in one. AMD's matrix units multiply float32."""
+    if HIP:
+        return "ieee"
+    return "tf32" if dtype == torch.bfloat16 or (dtype == torch.float32 and tf32_allowed()) else "tf32x3"
 
 
 @functools.cache
@@ -138,12 +186,11 @@ def value_part(dim: int, dtype: torch.dtype) -> int:
 
 
 def blocks_fit(block_size: int, dim: int, width: int, dtype: torch.dtype) -> bool:
-    """Whether a tile of whole blocks fits into a program, of which it needs several."""
+    """Whether a tile of whole blocks is small enough for a program, of which it needs several."""
     if block_size > (2 * TILE if dtype == torch.bfloat16 else TILE):  # the others multiply as float32, twice the room
         return False
     rows, _ = tile_rows(block_size, dim, dtype)
-    size = max(padded(dim), padded_value(min(width, value_part(dim, dtype)), dim))
-    return rows * size * (2 if dtype == torch.bfloat16 else 4) <= 16384
+    return rows * max(padded(dim), padded_value(min(width, value_part(dim, dtype)), dim)) <= 128 * TILE
 
 
 def masks_fit(dim: int, dtype: torch.dtype) -> bool:
@@ -155,7 +202,8 @@ def cut(
     device: torch.device, length: int, batch: int, heads: int, rows: int, used: int, shifted: bool,
     cu_seqlens: Tensor | None, programs: int,
 ) -> Works:  # fmt: skip
-    """Works for sequences of this length (packed: of this length together), about `programs` a multiprocessor."""
+    """Works for sequences of this length (packed: of this length together), about `programs` a multiprocessor; 0: one
+    for each sequence."""
     if cu_seqlens is None and length == 0:
         return Works(used, rows, 1, 0, 0)
     extra = 1 if shifted else 0
@@ -167,7 +215,8 @@ def cut(
         splits = max(-(-count // tiles), 1)
         return Works(used, rows, tiles, splits, batch * splits)
     # The host does not know the lengths: as many works as there can be, and a table on the device of whose they are.
-    tiles = max(-(-length // used) * heads // wanted, 1)
+    longest = -(-length // used)
+    tiles = max(longest * heads // wanted if wanted else longest, 1)
     works = -(-length // (used * tiles)) + batch * (1 + extra)
     counts = (cu_seqlens.diff() + (used - 1)) // used + extra
     begin = torch.nn.functional.pad(((counts + (tiles - 1)) // tiles).cumsum(0), (1, 0))

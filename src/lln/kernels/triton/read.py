@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 
 from lln.kernels.triton.parts import (
+    LENGTHS,
     block_backward,
     block_output,
     block_products,
     block_values,
     block_weight_gradient,
-    exp2,
     identity,
     keep,
     key_log,
@@ -38,7 +38,7 @@ from lln.kernels.triton.parts import (
 )
 
 
-@triton.jit(do_not_specialize=["N", "works", "splits", "tiles", "H"])
+@triton.jit(do_not_specialize=LENGTHS)
 def read_kernel(
     Q, K, V, ALPHA, LOG, MEAN, LLN_WEIGHT, BLOCK_WEIGHT, MASK, CU, OWNER, BEGIN, START, SEED, OUT,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, o_b, o_h, o_n, o_d,
@@ -89,7 +89,7 @@ def read_kernel(
         store_rows(OUT, o_base, rows, ok, o_n, o_d, o, E, BE, EVEN)
 
 
-@triton.jit(do_not_specialize=["N", "works", "splits", "tiles", "H"])
+@triton.jit(do_not_specialize=LENGTHS)
 def read_backward_kernel(
     Q, GRAD, ALPHA, LOG, MEAN, LLN_WEIGHT, CU, OWNER, BEGIN, START, SEED,
     DQ, DMEAN, PULL, DALPHA, TOP, INVERSE, OWN, LOG2,
@@ -171,7 +171,7 @@ def read_backward_kernel(
     tl.store(PULL + index * D + d, tl.sum(pull, 0), mask=d < D)
 
 
-@triton.jit(do_not_specialize=["N", "works", "splits", "tiles", "H"])
+@triton.jit(do_not_specialize=LENGTHS)
 def fold_backward_kernel(
     Q, K, V, GRAD, ALPHA, BETA, LOG, MEAN, DMEAN, PULL, LLN_WEIGHT, BLOCK_WEIGHT, MASK, CU, OWNER, BEGIN, START, SEED,
     TOP, INVERSE, OWN, LOG2, DQ, DK, DV, DBETA, DWEIGHT,
@@ -254,7 +254,7 @@ def fold_backward_kernel(
                 stream = (b * H * G + head) * 2
                 if DROPOUT:
                     w_ = w_ * keep(SEED, stream, rows, d, BD, dropout)
-                a = exp2(scaled(widened(q, eye, BD, DOT), alpha_factor, alpha_low, offset, WIDE) - top[:, None])
+                a = tl.exp2(scaled(widened(q, eye, BD, DOT), alpha_factor, alpha_low, offset, WIDE) - top[:, None])
                 factors = inverse[:, None] * alpha
                 dq = a * (w_ * factors - own[:, None] * factors)
 
@@ -289,7 +289,7 @@ def fold_backward_kernel(
         x = scaled(k32, factor, low, -log, WIDE)
         if WIDE:
             x = x - log_low[None, :]
-        weights = exp2(where_visible(tl.minimum(x, 1.0), visible, EVEN))  # > 0 only where x is rounded away
+        weights = tl.exp2(where_visible(tl.minimum(x, 1.0), visible, EVEN))  # > 0 only where x is rounded away
         dv = tl.dot(weights.to(DOT), dmean, dv, input_precision=PRECISION)
         dw = tl.dot(v.to(DOT), tl.trans(dmean), input_precision=PRECISION)
         if LOW:

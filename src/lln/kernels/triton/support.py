@@ -11,6 +11,7 @@ import re
 import torch
 from torch import Tensor
 
+from lln.kernels.common import is_plain
 from lln.kernels.triton import plan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,9 +41,7 @@ def refusal(query: Tensor) -> str | None:
     if TRITON is None:
         return "it needs the triton package, which is not installed"
     if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
-        return f"it runs on CUDA devices, and the tensors are on {device}"
-    if device.type == "cuda" and torch.version.hip is not None:
-        return "its kernels are for NVIDIA devices"
+        return f"it runs on CUDA and HIP devices, and the tensors are on {device}"
     if TRITON < OLDEST_TRITON:
         needed, found = (".".join(map(str, version)) for version in (OLDEST_TRITON, TRITON))
         return f"its kernels need Triton {needed} or newer, and {found} is installed"
@@ -58,9 +57,13 @@ def refusal(query: Tensor) -> str | None:
 
 @functools.cache
 def lacking(device: torch.device) -> str | None:
-    if torch.cuda.get_device_capability(device) < (8, 0) or plan.shared_memory(device) < plan.LEAST:
-        return (
-            f"its kernels need compute capability 8.0 and {plan.LEAST // 1024} KiB of shared memory, which "
-            f"{torch.cuda.get_device_name(device)} lacks"
-        )
+    """Whether there is room for the kernels is found when they are compiled: see `fit`."""
+    if not plan.HIP and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"Triton needs compute capability 8.0, which {torch.cuda.get_device_name(device)} lacks"
     return None
+
+
+def has_kernels(*tensors: Tensor) -> bool:
+    """Whether kernels other than those of attention run for these tensors. What has no memory of its own, a subclass or
+    a tensor inside torch.func, is for torch."""
+    return refusal(tensors[0]) is None and all(map(is_plain, tensors))

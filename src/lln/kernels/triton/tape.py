@@ -3,12 +3,14 @@
 The host needs several times as long to decide what to launch as the device takes for a short sequence. Tensors of the
 same shapes, strides and dtypes lead to the same launches with other addresses: those of a first call are recorded, and
 later ones fill in addresses. What is not all launches and new memory (packed attention, gradients of alpha) is never
-recorded.
+recorded. `known` puts the tapes of one call of a user (statistics, attention) together into one.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -16,11 +18,15 @@ import torch
 from torch import Tensor
 
 from lln.kernels.common import raw_stream
+from lln.kernels.triton.launch import Launch, Place, make_launch
 from lln.kernels.triton.plan import on_device
 
 ALIGNED = 16  # bytes; Triton compiles for addresses that are multiples of it
-APART = 256  # bytes between pieces of scratch memory, as the allocator has it
-MOST = 512  # calls remembered
+APART = 256  # bytes between pieces of memory, as the allocator has it
+MOST = 1024  # calls remembered
+KEPT = 2**23  # bytes of scratch memory that are kept for each stream
+
+Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # size, stride, dtype of a tensor
 
 
 def signature(tensors: Sequence[Tensor | None]) -> Hashable:
@@ -31,30 +37,64 @@ def signature(tensors: Sequence[Tensor | None]) -> Hashable:
     return (*kinds, *map(names.index, names))
 
 
+def addresses(tensors: Sequence[Tensor | None]) -> list[int]:
+    return [0 if t is None else t.data_ptr() for t in tensors]
+
+
+def kind_of(t: Tensor) -> Kind:
+    return tuple(t.shape), t.stride(), t.dtype
+
+
+def bytes_of(kind: Kind) -> int:
+    """From one piece of memory to the next."""
+    size, stride, dtype = kind
+    reach = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if 0 not in size else 0
+    return -(-reach * dtype.itemsize // APART) * APART
+
+
 @dataclasses.dataclass(frozen=True)
 class Tape:
-    """The launches of a call; addresses are those of given tensors, then of outputs, then of scratch memory."""
+    """The launches of a call. Addresses are counted through: of what is given, of outputs, of scratch memory, which is
+    one piece."""
 
     device: torch.device
-    outputs: list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
-    scratch: list[int]  # offsets
-    size: int  # of the scratch memory
-    launches: list[tuple[Callable[..., Any], list[Any], list[tuple[int, int]]]]
+    given: int
+    outputs: list[Kind]
+    scratch: int  # bytes
+    kernels: list[tuple[Any, tuple[int, ...], list[Any], list[Place]]]  # compiled, grid, arguments, where addresses go
+    keeps: tuple[Tensor, ...] = ()  # constants whose addresses are in the arguments
 
-    def play(self, given: Sequence[Tensor | None]) -> list[Tensor]:
+    @functools.cached_property
+    def launches(self) -> list[Launch]:
+        return [make_launch(*kernel) for kernel in self.kernels]
+
+    def play(self, bases: list[int]) -> list[Tensor]:
+        """The outputs; bases: addresses of what is given, 0 for None; the list is used up. The caller has
+        made the device the current one."""
         made = [torch.empty_strided(size, stride, dtype=t, device=self.device) for size, stride, t in self.outputs]
-        memory = torch.empty(self.size, dtype=torch.uint8, device=self.device)
-        base = memory.data_ptr()
-        addresses = [0 if t is None else t.data_ptr() for t in given]
-        addresses += [t.data_ptr() for t in made]
-        addresses += [base + offset for offset in self.scratch]
-        stream = raw_stream(self.device)
-        for launch, template, places in self.launches:
-            args = template.copy()
-            for place, source in places:
-                args[place] = addresses[source]
-            launch(*args, stream=stream)
+        bases += [t.data_ptr() for t in made]
+        stream = raw_stream(self.device) if self.device.type == "cuda" else 0
+        if self.keeps and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            PINNED.update({id(t): t for t in self.keeps})
+        if self.scratch:
+            memory = find_scratch(self.device, stream, self.scratch)
+            bases.append(memory.data_ptr())
+        with LOCK:
+            for launch in self.launches:
+                launch(bases, stream)
         return made
+
+
+def find_scratch(device: torch.device, stream: int, size: int) -> Tensor:
+    """Memory for launches on one stream, which come one after another: where it is little, the same for all."""
+    if size > KEPT or device.type != "cuda" or torch.cuda.is_current_stream_capturing():  # a graph keeps its own
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    held = SCRATCH.get((device, stream))
+    if held is None:
+        with torch.inference_mode(False):
+            held = torch.empty(KEPT, dtype=torch.uint8, device=device)
+        remember(SCRATCH, (device, stream), held)
+    return held
 
 
 class Recording:
@@ -86,45 +126,61 @@ class Recording:
         kept = [id(t) for t in results]
         if not self.complete or len(set(kept)) < len(kept) or not {id(t) for t in self.made}.issuperset(kept):
             return None
-        scratch: list[int] = []
         size = 0
-        order = {i: n for n, i in enumerate(range(self.given))}
+        where = {i: (i, 0) for i in range(self.given)}
         for n, name in enumerate(kept):
-            order[self.known[name]] = self.given + n
+            where[self.known[name]] = self.given + n, 0
         for t in self.made:
             if id(t) not in kept:
-                order[self.known[id(t)]] = self.given + len(kept) + len(scratch)
-                scratch.append(size)
-                size += -(-t.numel() * t.element_size() // APART) * APART
-        launches = [
-            (compiled[grid], template, [(place, order[source]) for place, source in places])
+                where[self.known[id(t)]] = self.given + len(kept), size
+                size += bytes_of(kind_of(t))
+        kernels = [
+            (compiled, grid, template, [(place, *where[source]) for place, source in places])
             for compiled, grid, template, places in self.launches
         ]
-        outputs = [(tuple(t.shape), t.stride(), t.dtype) for t in results]
-        return Tape(device, outputs, scratch, size, launches)
+        return Tape(device, self.given, [kind_of(t) for t in results], size, kernels)
 
 
 TAPES: dict[Hashable, Tape | None] = {}
+SCRATCH: dict[Hashable, Tensor] = {}
+PINNED: dict[int, Tensor] = {}  # constants that a captured graph reads, which lives longer than a tape may
+LOCK = threading.Lock()  # scratch memory and packed arguments are shared by threads
 
 
-def remember(key: Hashable, tape: Tape | None) -> None:
-    if len(TAPES) >= MOST:
-        TAPES.clear()
-    TAPES[key] = tape
+def remember(store: dict[Hashable, Any], key: Hashable, value: Any) -> None:
+    """The oldest goes where there are too many: nothing grows with the number of shapes that were seen."""
+    while len(store) >= MOST:
+        del store[next(iter(store))]
+    store[key] = value
+
+
+class Watch(threading.local):
+    """Who is shown what is played, if anybody: see `known.Link`."""
+
+    link: Any = None
+
+
+WATCH = Watch()
 
 
 def replayed(
-    key: Hashable, given: Sequence[Tensor | None], launches: Callable[[Recording | None], Sequence[Tensor]]
-) -> Sequence[Tensor]:
-    """What `launches` makes of `given`, whose first is a tensor: from its tape where there is one for this key."""
+    key: Hashable, given: Sequence[Tensor | None], launches: Callable[[Recording | None], Sequence[Tensor]],
+    rest: Sequence[Any] | None = None,
+) -> Sequence[Tensor]:  # fmt: skip
+    """What `launches` makes of `given`, whose first is a tensor: from its tape where there is one for this key. rest:
+    of a call of attention, its other arguments."""
     assert given[0] is not None
     device = given[0].device
     tape = TAPES.get(key)
     if tape is not None:
         with on_device(device):
-            return tape.play(given)
-    recording = None if key in TAPES else Recording(given)
-    result = launches(recording)
-    if recording is not None:
-        remember(key, recording.tape(result, device))
+            result: Sequence[Tensor] = tape.play(addresses(given))
+    else:
+        recording = None if key in TAPES else Recording(given)
+        result = launches(recording)
+        if recording is not None:
+            tape = recording.tape(result, device)
+            remember(TAPES, key, tape)
+    if WATCH.link is not None:
+        WATCH.link.note(tape, given, result, rest)
     return result

@@ -53,6 +53,12 @@ def list_candidates(kernel: str, dim: int) -> list[tuple[int, int, int]]:
     return [*four, (8, 1, 0), (8, 2, 0)]
 
 
+def begin(device: torch.device) -> None:
+    """From now on the settings are those of this device, whatever it is."""
+    plan.stored()["capability"] = list(torch.cuda.get_device_capability(device))
+    plan.card.cache_clear()
+
+
 def use(kernel: str, blocks: bool, dim: int, size: str, settings: Settings) -> None:
     plan.table()[plan.key(kernel, blocks, "half", dim, size)] = list(dataclasses.astuple(settings))
     plan.settings.cache_clear()
@@ -91,6 +97,7 @@ def build_calls(shape: Shape, blocks: bool, causal: bool, device: torch.device) 
 
 def compile_some(dims: list[int], index: int, count: int, device: str) -> None:
     """Every count-th job, on a short sequence: lengths do not change what is compiled."""
+    begin(torch.device(device))
     jobs = [
         (*kernel, dim, candidate)
         for kernel, dim in itertools.product(KERNELS, dims)
@@ -116,6 +123,7 @@ def tune(*, device: torch.device, out: Path, progress: Progress, dim: int | None
         raise ValueError(f"--tune knows the head dims {', '.join(map(str, dims))}; got {dim}.")
     dims = dims if dim is None else [dim]
     torch.manual_seed(seed)
+    begin(device)
     progress("compile")
     workers = max((os.cpu_count() or 2) - 2, 1)
     context = multiprocessing.get_context("spawn")
@@ -145,6 +153,6 @@ def tune(*, device: torch.device, out: Path, progress: Progress, dim: int | None
         use(kernel, blocks, head_dim, size, best)
         measured[name] = {"best_ms": found[best], "worst_ms": max(found.values())}
         what = "warps, stages, programs a multiprocessor, registers of each kernel by dtype, head dim and size"
-        made = {"what": what, "provenance": provenance(seed, device), "settings": plan.table()}
-        write_json(path, made | {"measured": measured})
+        made = {"what": what, "capability": plan.stored()["capability"], "provenance": provenance(seed, device)}
+        write_json(path, made | {"settings": plan.table(), "measured": measured})
     return path

@@ -1,5 +1,6 @@
 """`lln info` on the command line."""
 
+import dataclasses
 import json
 import platform
 from typing import Annotated, Any
@@ -32,15 +33,62 @@ def gather_facts() -> dict[str, Any]:
     }
 
 
-def info(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
-    """Show versions, devices, back ends, and which extras are missing.
+def ask_device(name: str) -> dict[str, Any]:
+    """Which calls run where on a device, and why."""
+    import torch
+
+    from lln.kernels.triton import plan
+    from lln.kernels.triton.survey import survey
+
+    device = torch.device(name)
+    card = plan.card(device)
+    return {
+        "device": name,
+        "card": None if card is None else card.name,
+        "shared memory": None if card is None else card.shared,
+        "settings": None if card is None else "measured" if card.measured else "from compiled occupancy",
+        "kinds": [dataclasses.asdict(answer) for answer in survey(device)],
+    }
+
+
+def show_calls(asked: dict[str, Any]) -> list[Any]:
+    """A table of dtypes and head dims by kinds of calls, and under it the reasons."""
+    from lln.lab.core.tables import terminal_table
+
+    cells: dict[tuple[str, int], list[str]] = {}
+    reasons: dict[str, list[str]] = {}
+    for kind in asked["kinds"]:
+        narrow = min(kind["parts"], default=kind["dim"])
+        by = f", values by {narrow}" if narrow < kind["dim"] else ""
+        cells.setdefault((kind["dtype"], kind["dim"]), []).append(f"{kind['runs']}{by}")
+        if kind["reason"]:
+            reasons.setdefault(kind["reason"], []).append(f"{kind['dtype']} {kind['dim']} {kind['mode']}")
+    modes = list(dict.fromkeys(kind["mode"] for kind in asked["kinds"]))
+    where = f"{asked['device']} {asked['card'] or ''}".strip()
+    if asked["shared memory"]:
+        where += f", {asked['shared memory'] / 1024:.0f} KiB of shared memory a program, settings {asked['settings']}"
+    table = terminal_table(("dtype", "head dim", *modes), [(*key, *row) for key, row in cells.items()], "lrl")
+    said = [f"Calls with backend='auto' on {where}, training:", table]
+    for reason, kinds in reasons.items():
+        which = "" if len(kinds) == len(asked["kinds"]) else f" ({'; '.join(kinds)})"
+        said.append(f"Not by the kernels{which}: {reason}.")
+    return said
+
+
+def info(as_json: Annotated[bool, typer.Option("--json")] = False, quick: bool = False) -> None:
+    """Show versions, devices, back ends, which extras are missing, and which calls run in the GPU kernels or in plain
+    PyTorch on this machine, and why.
 
     Args:
         as_json: Print it as JSON.
+        quick: Leave out which calls run where. On a GPU that compiles the kernels, for minutes at the first time.
 
     Example: [bold]lln info[/bold] before you report a problem; [bold]lln info --json[/bold] to attach it.
     """
     found = gather_facts()
+    if not quick:  # of GPUs; where there is none, of what there is
+        asked = [name for name in found["devices"] if name.startswith("cuda")] or found["devices"][-1:]
+        found["calls"] = [ask_device(name.partition(" ")[0]) for name in asked]
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
@@ -52,9 +100,11 @@ def info(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
     rows += [
         ("devices", ", ".join(found["devices"])),
         ("triton", found["triton"] or "not installed"),
-        ("back ends", ends if "triton" in ends else f"{ends} (triton needs a CUDA device and Triton 3.6)"),
+        ("back ends", ends if "triton" in ends else f"{ends} (triton needs a CUDA or HIP device and Triton 3.6)"),
     ]
     for extra, names in found["missing"].items():
         remedy = f"missing {', '.join(names)}: pip install 'lln-attention[{extra}]'"
         rows.append((f"extra {extra}", remedy if names else "installed"))
     print_wide(terminal_table((), rows, box=None))
+    for calls in found.get("calls", ()):
+        print_wide("", *show_calls(calls))
