@@ -65,3 +65,16 @@ def test_numbers_that_are_none_stay_so() -> None:
         out = lln_attention(q, k, v, 1.5, 1.5, is_causal=is_causal)
         assert out[0, :2, 5:].isnan().all()
         assert out[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("later", [1.0, 30.0, 1e3])
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_no_bit_depends_on_later_tokens(later: float, block_size: int | None) -> None:
+    q, k, v = draw(4)
+    changed = [t.clone() for t in (q, k, v)]
+    for t in changed:
+        t[:, :, 75:] *= -later
+    first, second = (
+        lln_attention(*t, 1.5, 1.5, is_causal=True, block_size=block_size)[:, :, :75] for t in ((q, k, v), changed)
+    )
+    assert torch.equal(first, second)

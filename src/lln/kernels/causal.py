@@ -38,7 +38,7 @@ from lln.kernels.common import (
 from lln.kernels.fold import exp_, fold_rows, merge
 
 CHUNK = 128
-REACH = 30.0  # its square is still a normal float32, with 1e-8 of it
+REACH = 30.0  # e^30 times all that a chunk adds up is well inside float32
 
 
 @dataclasses.dataclass
@@ -148,16 +148,14 @@ def attend_quickly(
     """(o_t of some rows, the state after them) with one reference r for all of them: with e_j = e^(x_j - r) and
     u_t = e^(alpha q_t + r - max), o_t = (tril(u e^T) v + (u e^(L_b - r)) S_b) / (the same with ones for v and S_b).
 
-    And [B, H, 1, 1] where that is not safe, so that all else of that head is worth nothing: r is the largest exponent,
-    and where what a row sees lies more than REACH below it in some channel, the row would be made of numbers that have
-    vanished."""
+    r is what the first row sees, so that no bit depends on later ones. Last, the rows [B, H, 1, n, 1] that are worth
+    nothing, nor is the state then: they see a key more than REACH above r."""
     before, mean_value = state
     x = exponents(k, beta, hidden)  # [B, H, 1, n, D]
-    past = before.to(x.dtype)
-    top = x.amax(-2)
-    unsafe = (top - torch.maximum(past, x[..., 0, :]) <= REACH).all(-1, keepdim=True).logical_not_()  # also of NaN
-    edge = torch.maximum(past, top)  # r [B, H, 1, D]; differences to it are exact, however large it is
-    e = exp_(x.sub_(edge.unsqueeze(-2)))
+    edge = torch.maximum(before.to(x.dtype), x[..., 0, :])  # r [B, H, 1, D]; differences to it are exact
+    x.sub_(edge.unsqueeze(-2))
+    unsafe = (x.amax(-1, keepdim=True).cummax(-2).values <= REACH).logical_not_()  # also where it is NaN
+    e = exp_(x)
     entering = (before - edge).to(x.dtype).exp().unsqueeze(-2)
     logits = exponents(q, alpha).add_((edge - edge.amax(-1, keepdim=True)).unsqueeze(-2))
     u = exp_(logits.sub_(logits.amax(-1, keepdim=True)))
@@ -232,11 +230,12 @@ class Causal(Function):
             mask = None if hidden is None else hidden[..., rows, :]
             if quick:
                 o, after, unsafe = attend_quickly(*parts, alpha, beta, state, mask)
-                if bool(unsafe.any()):  # head by head: what other sequences hold changes no bit
+                if bool(unsafe[..., -1, :].any()):  # row by row: what comes later, or elsewhere, changes no bit
                     others = attend_safely(*parts, alpha, beta, state, mask)
-                    o = torch.where(unsafe.unsqueeze(-1), others[0], o)
-                    log_sum = torch.where(unsafe, others[1][0], after[0])
-                    after = log_sum, torch.where(unsafe.unsqueeze(-1), others[1][1], after[1])
+                    o = torch.where(unsafe, others[0], o)
+                    ends = unsafe[..., -1, :]
+                    log_sum = torch.where(ends, others[1][0], after[0])
+                    after = log_sum, torch.where(ends.unsqueeze(-1), others[1][1], after[1])
             else:
                 o, after = attend_safely(*parts, alpha, beta, state, mask, dropout, rows.start)
             out[..., rows, :] = o if weight is None else o * weight

@@ -236,8 +236,8 @@ def read_quickly(
     total = exp_(logits).sum(-1, keepdim=True)
     torch.matmul(weights, mean_value, out=o)
     if weight is not None:
-        o.mul_(weight)
-    if out.dtype == o.dtype:
+        out.copy_(o.div_(total).mul_(weight))
+    elif out.dtype == o.dtype:
         torch.div(o, total, out=out)
     else:
         out.copy_(o.div_(total))
