@@ -57,6 +57,7 @@ bench-conversion: $(READY)
 # What the GPU kernels are judged by.
 bench-gpu: $(READY)
 	$(VENV)/bin/python benchmarks/gpu.py --out benchmarks/results/gpu
+	$(VENV)/bin/python benchmarks/models.py --out benchmarks/results/models.json
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11")'

@@ -70,7 +70,8 @@ def test_a_wrong_result_is_not_timed(folders: dict[str, Path], monkeypatch: pyte
     forward = ModelAttention.forward
 
     def wrong(self: ModelAttention, *args: Any, **options: Any) -> Any:
-        return forward(self, *args, **options) * (1.0 if self.backend == "eager" else 1.01)
+        out: Any = forward(self, *args, **options)
+        return out * (1.0 if self.backend == "eager" else 1.01)
 
     monkeypatch.setattr(ModelAttention, "forward", wrong)
     with pytest.raises(CheckFailed, match="lln: hidden states are off by"):
@@ -99,6 +100,7 @@ def test_what_does_not_work_is_a_result(folders: dict[str, Path], monkeypatch: p
     [
         ({"only": "flash"}, "must be among sdpa, lln, lln_diag"),
         ({"modes": "graph"}, "must be among eager, compiled"),
+        ({"kinds": "all"}, "must be among inference, training, prefill, token"),
         ({"heads": 4}, "concerns single calls of attention"),
         ({"batch": 2, "tokens": 64}, "already sets the batch"),
     ],

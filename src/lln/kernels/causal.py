@@ -257,7 +257,7 @@ class Causal(Function):
         dweight = zeros_like(weight)
 
         def load_rows(rows: slice, before: Tensor) -> tuple[Chunk, Tensor]:
-            parts = (t[..., rows, :] for t in (q, k, v))
+            parts = q[..., rows, :], k[..., rows, :], v[..., rows, :]
             mask = None if hidden is None else hidden[..., rows, :]
             chunk = load(before, *parts, alpha, beta, mask, ctx.dropout, rows.start)
             return chunk, pad_rows(g_out[..., rows, :].to(dtype), chunk.x.shape[-2])

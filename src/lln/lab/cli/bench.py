@@ -26,6 +26,7 @@ def bench(
     peers: str | None = None,
     model: str | None = None,
     modes: str | None = None,
+    kinds: str | None = None,
     dropout: Annotated[float, typer.Option(min=0.0, max=0.9)] = 0.0,
     repeats: common.CountOrNone = None,
     quick: bool = False,
@@ -52,6 +53,7 @@ def bench(
         model: Time a whole transformers model instead: roberta-base or llama-1b (of that size, with random weights), a
             folder or a Hub id.
         modes: Of --model: eager, compiled, on cuda graph, with commas between. [default: all]
+        kinds: Of --model: inference, training, of decoders prefill and token, with commas between. [default: all]
         dropout: Of attention weights, in what is timed.
         repeats: Measurements behind each median. [default: 5, on cuda 50]
         quick: Short lengths and fewer repeats.
@@ -89,8 +91,9 @@ def bench(
             raise typer.BadParameter(str(error)) from None
         typer.echo(f"The settings are in {path}; they take effect as src/lln/data/launch.json.")
         return
-    if model is None and modes is not None:
-        raise typer.BadParameter("goes with --model.", param_hint="--modes")
+    for option, text in (("--modes", modes), ("--kinds", kinds)):
+        if model is None and text is not None:
+            raise typer.BadParameter("goes with --model.", param_hint=option)
     options: dict[str, Any] = {
         "lengths": None if lengths is None else common.parse_lengths(lengths), "heads": heads, "dim": dim,
         "batch": batch, "tokens": tokens, "shapes": shapes, "causal": causal, "dtype": dtype, "only": only,
@@ -107,8 +110,9 @@ def bench(
             common.need("hf")
             from lln.lab.bench.model_times import measure_model, plan_model
 
+            asked = plan_model(model=model, modes=modes, kinds=kinds, **options)
             with progress_bar(None) as step:
-                result = measure_model(plan_model(model=model, modes=modes, **options), store=store, progress=step)
+                result = measure_model(asked, store=store, progress=step)
         else:
             plan = make_plan(**options)
             with progress_bar(plan.steps()) as step:
