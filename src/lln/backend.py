@@ -13,11 +13,11 @@ from lln.kernels.triton import attend as triton
 from lln.kernels.triton.support import has_kernels, refusal
 
 
-def choose(backend: str, call: Call) -> Callable[[Call], tuple[Tensor, Tensor, Tensor]]:
+def choose(backend: str, call: Call) -> Callable[[Call], tuple[Tensor, ...]]:
     """backend: "eager", "triton", or "auto" for the fastest that can run the call. ValueError where "triton" cannot."""
     if backend == "eager" or (backend == "auto" and not call.query.is_cuda):
         return eager.attend
-    reason = refusal(call.query)
+    reason = refusal(call.query) if call.read == "paper" else "the evidence read has no kernels"
     if reason is None:
         return triton.attend
     if backend == "auto":

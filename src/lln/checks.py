@@ -17,6 +17,7 @@ from torch import Tensor
 from lln.backend import block_start
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype, constant
+from lln.kernels.evidence import SIGNED, count_channels
 from lln.state import LLNState, check_state
 
 Coefficient = float | Tensor
@@ -25,9 +26,12 @@ Backend = Literal["auto", "eager", "triton"]
 CuSeqlens = Tensor | tuple[Tensor, Tensor]
 Matching = Literal["paper", "variance", "entropy"]
 Statistics = Literal["sample", "batch", "running", "fixed"]
+Read = Literal["paper", "evidence"]
+Directions = Tensor | Literal["signed"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 MATCHINGS: tuple[Matching, ...] = get_args(Matching)
 STATISTICS: tuple[Statistics, ...] = get_args(Statistics)
+READS: tuple[Read, ...] = get_args(Read)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -55,8 +59,10 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, *, key_mask: Any, cu
 def check_call(
     inputs: Inputs,
     *,
-    alpha: Coefficient = 1.0,
-    beta: Coefficient = 1.0,
+    alpha: Coefficient | None = 1.0,
+    beta: Coefficient | None = 1.0,
+    read: str = "paper",
+    directions: Directions | None = None,
     block_size: int | None = None,
     mix: Mix = 0.5,
     is_causal: bool = False,
@@ -77,11 +83,16 @@ def check_call(
         raise ValueError(f"is_causal needs query and key of one sequence; got {came}. Earlier tokens go into `state`.")
     check_block_size(block_size, is_causal, cross or length != key_length, state is not None or return_state)
     dtype = compute_dtype(query.dtype)
-    alpha = coefficient("alpha", alpha, (batch, query_heads, dim), dtype, query.device)
-    given, beta = beta, coefficient("beta", beta, (batch, key_heads, dim), dtype, query.device)
+    check_read(read, alpha, beta, directions)
+    directions = check_directions(directions, key)
+    channels = count_channels(directions, dim)
+    width = channels if isinstance(directions, Tensor) else dim
+    alpha = coefficient("alpha", 1.0 if alpha is None else alpha, (batch, query_heads, dim), dtype, query.device)
+    given, beta = beta, coefficient("beta", beta, (batch, key_heads, width), dtype, query.device)
     weights = mix_weights(mix, block_size, (batch, query_heads, value_dim), dtype, query.device)
     if state is not None:
-        check_state(state, batch, key, value, block_size, beta.detach() if isinstance(given, Tensor) else float(given))
+        used = beta.detach() if isinstance(given, Tensor) else float(given)  # type: ignore[arg-type]
+        check_state(state, batch, key, value, block_size, used, read, channels)
     scale = 1.0 / math.sqrt(dim) if scale is None else check_number("scale", scale)
     count = None if state is None else state.count
     return Call(
@@ -102,12 +113,48 @@ def check_call(
         scale=scale,
         lln_weight=weights[0],
         block_weight=weights[1],
+        read=read,
+        directions=directions,
+        mean_key=None if state is None else state.mean_key,
+        entropy=None if state is None else state.entropy,
         count=count,
         start=None if block_size is None else block_start(key, key_mask, cu_key, count, block_size),
         open_key=None if state is None else state.block_key,
         open_value=None if state is None else state.block_value,
         open_mask=None if state is None else state.block_mask,
     )
+
+
+def check_read(read: Any, alpha: Any, beta: Any, directions: Any) -> None:
+    """Which of the coefficients go with a read."""
+    check_choice("read", read, *READS)
+    if beta is None or (alpha is None and read == "paper"):
+        name = "beta" if beta is None else "alpha"
+        raise TypeError(f"{name} is missing; give a positive number or a tensor, as of lln.match_moments.")
+    if read == "evidence" and alpha is not None:
+        raise ValueError("alpha: the evidence read has none, its temperature is scale; leave alpha out.")
+    if read == "paper" and directions is not None:
+        raise ValueError(f"directions go with read='evidence'; got {describe(directions)} and read='paper'.")
+
+
+def check_directions(directions: Any, key: Tensor) -> Tensor | str | None:
+    """[key heads, channels, dim], "signed" or None."""
+    if directions is None:
+        return None
+    if isinstance(directions, str):
+        if directions != SIGNED:
+            raise ValueError(f"directions must be 'signed', a tensor or None; got {directions!r}.")
+        return directions
+    heads, dim = key.shape[1], key.shape[3]
+    check_tensor("directions", directions, (2, 3), "be [key heads, channels, dim] or [channels, dim]")
+    if directions.shape[-1] != dim or not directions.shape[-2] or (directions.ndim == 3 and len(directions) != heads):
+        raise ValueError(
+            f"directions must be [key heads, channels, dim] or [channels, dim], here with {heads} heads of {dim}; got "
+            f"{list(directions.shape)}."
+        )
+    if directions.device != key.device:
+        raise ValueError(f"directions must be on the device of key, {key.device}; got {directions.device}.")
+    return directions.expand(heads, -1, -1)
 
 
 def describe(value: Any) -> str:

@@ -8,7 +8,19 @@ import torch
 from torch import Tensor
 
 from lln.backend import choose
-from lln.checks import BACKENDS, Backend, Coefficient, CuSeqlens, Inputs, Mix, check_call, check_choice, check_inputs
+from lln.checks import (
+    BACKENDS,
+    Backend,
+    Coefficient,
+    CuSeqlens,
+    Directions,
+    Inputs,
+    Mix,
+    Read,
+    check_call,
+    check_choice,
+    check_inputs,
+)
 from lln.kernels import eager
 from lln.kernels.carry import open_block
 from lln.kernels.common import autocast_enabled
@@ -21,22 +33,22 @@ __all__ = ["Backend", "Coefficient", "CuSeqlens", "Mix", "lln_attention"]
 
 @overload
 def lln_attention(
-    query: Tensor, key: Tensor, value: Tensor, alpha: Coefficient, beta: Coefficient, *,
-    block_size: int | None = ..., mix: Mix = ..., is_causal: bool = ..., key_mask: Tensor | None = ...,
+    query: Tensor, key: Tensor, value: Tensor, alpha: Coefficient | None = ..., beta: Coefficient | None = ..., *,
+    read: Read = ..., directions: Directions | None = ..., block_size: int | None = ..., mix: Mix = ..., is_causal: bool = ..., key_mask: Tensor | None = ...,
     dropout_p: float = ..., cu_seqlens: CuSeqlens | None = ..., state: LLNState | None = ...,
     return_state: Literal[False] = ..., scale: float | None = ..., backend: Backend = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def lln_attention(
-    query: Tensor, key: Tensor, value: Tensor, alpha: Coefficient, beta: Coefficient, *,
-    block_size: int | None = ..., mix: Mix = ..., is_causal: bool = ..., key_mask: Tensor | None = ...,
+    query: Tensor, key: Tensor, value: Tensor, alpha: Coefficient | None = ..., beta: Coefficient | None = ..., *,
+    read: Read = ..., directions: Directions | None = ..., block_size: int | None = ..., mix: Mix = ..., is_causal: bool = ..., key_mask: Tensor | None = ...,
     dropout_p: float = ..., cu_seqlens: CuSeqlens | None = ..., state: LLNState | None = ...,
     return_state: Literal[True], scale: float | None = ..., backend: Backend = ...,
 ) -> tuple[Tensor, LLNState]: ...  # fmt: skip
 @overload
 def lln_attention(
-    query: Tensor, key: Tensor, value: Tensor, alpha: Coefficient, beta: Coefficient, *,
-    block_size: int | None = ..., mix: Mix = ..., is_causal: bool = ..., key_mask: Tensor | None = ...,
+    query: Tensor, key: Tensor, value: Tensor, alpha: Coefficient | None = ..., beta: Coefficient | None = ..., *,
+    read: Read = ..., directions: Directions | None = ..., block_size: int | None = ..., mix: Mix = ..., is_causal: bool = ..., key_mask: Tensor | None = ...,
     dropout_p: float = ..., cu_seqlens: CuSeqlens | None = ..., state: LLNState | None = ...,
     return_state: bool, scale: float | None = ..., backend: Backend = ...,
 ) -> Tensor | tuple[Tensor, LLNState]: ...  # fmt: skip
@@ -44,9 +56,11 @@ def lln_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    alpha: Coefficient,
-    beta: Coefficient,
+    alpha: Coefficient | None = None,
+    beta: Coefficient | None = None,
     *,
+    read: Read = "paper",
+    directions: Directions | None = None,
     block_size: int | None = None,
     mix: Mix = 0.5,
     is_causal: bool = False,
@@ -72,6 +86,15 @@ def lln_attention(
         alpha: factor of the queries: a positive number, or a tensor [heads], [batch, heads], [heads, dim] or
             [batch, heads, dim]. Tensors may require grad. Larger means more concentrated attention.
         beta: factor of the keys, likewise with key heads.
+        read: how queries read what the channels hold. "paper": by alpha q, eq. (8). "evidence": by the centres of the
+            keys in each channel, for weights that were trained with softmax attention; it is ours, not the paper's.
+
+                K_c = sum_j B_jc k_j     H_c = entropy of B_c     out_i = sum_c softmax_c(scale q_i . K_c + H_c) S_c
+
+            with B_jc = softmax_j(beta k_jc) and S_c = sum_j B_jc v_j as before. alpha is left out then.
+        directions: of the evidence read's channels. None: the keys' own coordinates. "signed": these and their
+            negatives, twice the channels. A tensor [key heads, channels, dim] or [channels, dim]: the exponents are
+            beta times the keys' products with it; beta per channel then has `channels` for dim. May require grad.
         block_size: LLN+Diag: adds softmax attention inside consecutive blocks of so many tokens, counted from each
             sequence's first valid token. None: LLN alone.
         mix: out = mix * lln + (1 - mix) * diag; a pair (r, p) gives r * lln + p * diag. Numbers, or tensors as alpha
@@ -87,7 +110,8 @@ def lln_attention(
         state: what came before, an LLNState: earlier tokens when causal, more keys and values when not.
         return_state: also return the LLNState after these keys and values (including `state`). A query of length 0
             just folds the keys; keys of length 0 just read the state.
-        scale: of the softmax in the blocks, default 1 / sqrt(dim). LLN itself has alpha and beta instead.
+        scale: of the softmax in the blocks and of the evidence read, default 1 / sqrt(dim). The paper's read has alpha
+            and beta instead.
         backend: "eager" (any device), "triton", or "auto" for the fastest that can run the call.
 
     Returns:
@@ -127,6 +151,11 @@ def lln_attention(
         >>> alone = lln_attention(q[:1, :, 30:], k[:1, :, 30:], v[:1, :, 30:], 2.0, 2.0)
         >>> torch.testing.assert_close(packed[:, :, 30:], alone)
 
+        The evidence read, for queries and keys that were trained with softmax attention:
+
+        >>> lln_attention(q, k, v, beta=2.0, read="evidence", directions="signed").shape
+        torch.Size([2, 4, 100, 16])
+
         A sequence in two pieces, with the state between them:
 
         >>> whole = lln_attention(q, k, v, 2.0, 2.0, is_causal=True)
@@ -140,11 +169,12 @@ def lln_attention(
         inputs = check_inputs(*autocast(query, key, value), key_mask=key_mask, cu_seqlens=cu_seqlens)
         return attend_checked(
             inputs, alpha, beta, state=state, return_state=return_state, backend=backend, block_size=block_size,
-            mix=mix, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
+            mix=mix, is_causal=is_causal, dropout_p=dropout_p, scale=scale, read=read, directions=directions,
         )  # fmt: skip
 
     found: Tensor | tuple[Tensor, LLNState]
-    if state is not None or return_state is not False or cu_seqlens is not None or backend == "eager":
+    special = state is not None or return_state is not False or cu_seqlens is not None or read != "paper"
+    if special or directions is not None or backend == "eager":
         found = attend()
     else:
         tensors = alpha if isinstance(alpha, Tensor) else None, beta if isinstance(beta, Tensor) else None
@@ -155,7 +185,7 @@ def lln_attention(
 
 
 def attend_checked(
-    inputs: Inputs, alpha: Coefficient, beta: Coefficient, *, state: LLNState | None = None,
+    inputs: Inputs, alpha: Coefficient | None, beta: Coefficient | None, *, state: LLNState | None = None,
     return_state: bool = False, backend: Backend = "auto", **options: Any,
 ) -> Tensor | tuple[Tensor, LLNState]:  # fmt: skip
     """`lln_attention` of tensors that `check_inputs` has seen, for modules, which look at them before the op does.
@@ -166,15 +196,16 @@ def attend_checked(
     if is_step(call) and (run is eager.attend or triton.can_step(call)):
         out, log_sum, mean_value, block = step(call) if run is eager.attend else triton.step(call)
     else:
-        out, log_sum, mean_value = run(call)
+        out, log_sum, mean_value, *more = run(call)
         block = open_block(call) if return_state and call.block_size is not None else {}
+        block |= dict(zip(("mean_key", "entropy"), more, strict=False))
     if not return_state:
         return out
     if inputs.key.shape[-2] == 0:  # no new keys, so whatever beta is now has no part in the state
         used = None if state is None else state.beta
     else:
         # A copy: a learnable beta changes in place with the next optimiser step.
-        used = call.beta.detach().clone() if isinstance(beta, Tensor) else float(beta)
+        used = call.beta.detach().clone() if isinstance(beta, Tensor) else float(beta)  # type: ignore[arg-type]
     return out, LLNState(log_sum, mean_value, used, **block)
 
 

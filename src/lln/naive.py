@@ -2,8 +2,8 @@
 
     out_i = sum_j P_ij v_j      P_ij = n_ij / sum_j' n_ij'      n_ij = sum_c exp(alpha q_ic) exp(beta k_jc)
 
-Nothing here is fast, and nothing here knows the two softmaxes, chunks or merges of the package: P is an
-explicit [B, H, Nq, Nk] matrix. Everything is differentiable by autograd.
+and beside it the evidence read, which is ours. Nothing here is fast, and nothing here knows the two softmaxes, chunks or
+merges of the package: P is an explicit [B, H, Nq, Nk] matrix. Everything is differentiable by autograd.
 
     >>> import torch, lln
     >>> from lln.naive import naive_lln
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lln.state import LLNState
 
-__all__ = ["naive_lln", "naive_lln_diag"]
+__all__ = ["naive_evidence", "naive_lln", "naive_lln_diag"]
 
 
 class Result(NamedTuple):
@@ -65,6 +65,25 @@ def naive_lln_diag(
     return naive_attention(
         query, key, value, alpha, beta, block_size=block_size, mix=mix, scale=scale, is_causal=is_causal,
         key_mask=key_mask, cu_seqlens=cu_seqlens, state=state,
+    ).out  # fmt: skip
+
+
+def naive_evidence(
+    query: Tensor, key: Tensor, value: Tensor, beta: Any, *, directions: Any = None, block_size: int | None = None,
+    mix: Any = 0.5, scale: float | None = None, is_causal: bool = False, key_mask: Tensor | None = None,
+    cu_seqlens: Any = None,
+) -> Tensor:  # fmt: skip
+    """The evidence read, which is not the paper's, with or without blocks: [B, Hq, Nq, Dv] in float64. Each query has
+    the weights of its own keys written out, [B, Hk, Nq, Nk, channels].
+
+    >>> q, k, v = torch.randn(3, 1, 1, 4, 8, generator=torch.Generator().manual_seed(0)).double()
+    >>> one = naive_evidence(q, k[:, :, :1], v[:, :, :1], 1.0)  # of one key nothing but its value can come
+    >>> bool(torch.allclose(one, v[:, :, :1].expand_as(one)))
+    True
+    """
+    return naive_attention(
+        query, key, value, 1.0, beta, block_size=block_size, mix=mix, scale=scale, is_causal=is_causal,
+        key_mask=key_mask, cu_seqlens=cu_seqlens, read="evidence", directions=directions,
     ).out  # fmt: skip
 
 
@@ -113,13 +132,16 @@ def naive_attention(
     cu_seqlens: Any = None,
     state: Any = None,
     scale: float | None = None,
+    read: str = "paper",
+    directions: Any = None,
 ) -> Result:
-    """Either of the two, and (log_sum, mean_value) of the state after it."""
+    """Any of them, and (log_sum, mean_value) of the state after it."""
     query, key, value = query.double(), key.double(), value.double()
     packs = cu_seqlens if isinstance(cu_seqlens, Sequence) else (cu_seqlens, cu_seqlens)
     batch = query.shape[0] if cu_seqlens is None else len(packs[0]) - 1
     (hq, dim), (hk, value_dim) = query.shape[1::2], value.shape[1::2]
-    alpha, beta = per_head(alpha, batch, hq, dim), per_head(beta, batch, hk, dim)
+    width = directions.shape[-2] if isinstance(directions, Tensor) else dim
+    alpha, beta = per_head(alpha, batch, hq, dim), per_head(beta, batch, hk, width)
     r, p = mix if isinstance(mix, Sequence) else (mix, 1 - mix)
     r, p = per_head(r, batch, hq, value_dim), per_head(p, batch, hq, value_dim)
     if key_mask is None:
@@ -133,15 +155,18 @@ def naive_attention(
             held = None if state is None else state.index_select(torch.tensor([s]))
             parts.append(naive_attention(
                 query[:, :, rows], key[:, :, cols], value[:, :, cols], *own[:2], mix=own[2:], block_size=block_size,
-                is_causal=is_causal, key_mask=key_mask[:, cols], state=held, scale=scale,
+                is_causal=is_causal, key_mask=key_mask[:, cols], state=held, scale=scale, read=read,
+                directions=directions,
             ))  # fmt: skip
         outs, sums, means = zip(*parts, strict=True)
         return Result(torch.cat(outs, 2), torch.cat(sums), torch.cat(means))
 
     n, m = query.shape[2], key.shape[2]
-    bk = beta[:, :, None] * key  # [B, Hk, Nk, D]
+    along = key @ directions.double().transpose(-1, -2) if isinstance(directions, Tensor) else key
+    bk = beta[:, :, None] * along  # [B, Hk, Nk, D or channels]
+    bk = torch.cat([bk, -bk], -1) if directions == "signed" else bk
     if state is None:
-        state = LLNState.empty(batch, hk, dim, value_dim, dtype=torch.float64)
+        state = LLNState.empty(batch, hk, bk.shape[-1], value_dim, dtype=torch.float64)
 
     def heads(x: Tensor) -> Tensor:  # query head h uses key head h // group
         return x.repeat_interleave(hq // hk, dim=1)
@@ -150,13 +175,17 @@ def naive_attention(
     if is_causal:
         visible = visible & torch.ones(n, m, dtype=torch.bool).tril()
 
-    # A state is D further keys that everyone sees: key c has the exponent log_sum_c in channel c, -inf in all
-    # others, and the value mean_value_c. Its log similarity to query i is therefore alpha q_ic + log_sum_c.
-    aq = alpha[:, :, None] * query  # [B, Hq, Nq, D]
-    past = heads(state.log_sum.double())[:, :, None]  # [B, Hq, 1, D]
-    score = torch.cat([aq + past, log_similarity(aq, heads(bk))], -1)  # [B, Hq, Nq, D + Nk]
-    allowed = torch.cat([past.isfinite().expand_as(aq), visible.expand(-1, hq, -1, -1)], -1)
-    out = masked_softmax(score, allowed) @ heads(torch.cat([state.mean_value.double(), value], 2))
+    scale = dim**-0.5 if scale is None else scale
+    if read == "evidence":
+        out = read_evidence(query, key, value, bk, visible, scale)
+    else:
+        # A state is D further keys that everyone sees: key c has the exponent log_sum_c in channel c, -inf in all
+        # others, and the value mean_value_c. Its log similarity to query i is therefore alpha q_ic + log_sum_c.
+        aq = alpha[:, :, None] * query  # [B, Hq, Nq, D]
+        past = heads(state.log_sum.double())[:, :, None]  # [B, Hq, 1, D]
+        score = torch.cat([aq + past, log_similarity(aq, heads(bk))], -1)  # [B, Hq, Nq, D + Nk]
+        allowed = torch.cat([past.isfinite().expand_as(aq), visible.expand(-1, hq, -1, -1)], -1)
+        out = masked_softmax(score, allowed) @ heads(torch.cat([state.mean_value.double(), value], 2))
     log_sum, mean_value = _fold(bk, value, key_mask, state)
 
     if block_size is not None:  # softmax(scale q k^T) v over each row's block, counted from the first valid key
@@ -171,9 +200,23 @@ def naive_attention(
             visible = torch.cat([is_open[:, None], visible], -1)
             key = torch.cat([state.block_key.double(), key], 2)
             value = torch.cat([state.block_value.double(), value], 2)
-        score = (dim**-0.5 if scale is None else scale) * query @ heads(key).transpose(-1, -2)
+        score = scale * query @ heads(key).transpose(-1, -2)
         out = r[:, :, None] * out + p[:, :, None] * (masked_softmax(score, visible) @ heads(value))
     return Result(out, log_sum, mean_value)
+
+
+def read_evidence(query: Tensor, key: Tensor, value: Tensor, x: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """The linear part of the evidence read by its definition: zeros where a query sees nothing. x [B, Hk, Nk, M] are
+    the channels' exponents, visible [B, 1, Nq, Nk]."""
+    seen = visible[..., None].expand(-1, -1, -1, -1, x.shape[-1])  # [B, 1, Nq, Nk, M]
+    b = masked_softmax(x[:, :, None].expand(-1, -1, query.shape[2], -1, -1), seen, dim=3)  # [B, Hk, Nq, Nk, M]
+    entropy = -(b * b.clamp_min(1e-300).log()).sum(3)  # [B, Hk, Nq, M]; 0 ln 0 = 0, also in the gradient
+    centre = torch.einsum("bhnjm,bhjd->bhnmd", b, key)
+    mean_value = torch.einsum("bhnjm,bhjd->bhnmd", b, value)
+    group = query.shape[1] // key.shape[1]
+    entropy, centre, mean_value = (t.repeat_interleave(group, dim=1) for t in (entropy, centre, mean_value))
+    a = (scale * torch.einsum("bhnd,bhnmd->bhnm", query, centre) + entropy).softmax(-1)
+    return torch.einsum("bhnm,bhnmd->bhnd", a, mean_value)
 
 
 def _fold(bk: Tensor, value: Tensor, key_mask: Tensor, state: Any) -> tuple[Tensor, Tensor]:

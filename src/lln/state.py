@@ -7,6 +7,9 @@ Per key head it is the pair (log_sum, mean_value) of D + D * E numbers, whatever
 Two states merge into the state of both sets of keys. The merge is associative and commutative, and the empty state
 (L = -inf, S = 0) is its identity, so a sequence may be cut anywhere and put together again in any grouping.
 
+With the evidence read a state has M channels (D, or more), and also the centre of the keys in each, K_c, and the entropy
+H_c of its weights (see `lln.kernels.evidence`): M (D + E + 2) numbers.
+
 With `block_size` (LLN+Diag) a state belongs to a causal sequence and also carries the block that is still open.
 """
 
@@ -19,6 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lln.kernels import evidence
 from lln.kernels.common import compute_dtype, wide_dtype
 from lln.kernels.fold import merge
 
@@ -51,6 +55,8 @@ class LLNState:
     block_key: Tensor | None = None  # [B, H, block_size, D]; the first count % block_size rows are the open block
     block_value: Tensor | None = None  # [B, H, block_size, E]
     block_mask: Tensor | None = None  # [B, block_size] bool, which of the rows hold a key that may be attended to
+    mean_key: Tensor | None = None  # [B, H, M, D] as mean_value; this and entropy only with the evidence read
+    entropy: Tensor | None = None  # [B, H, M] float64
 
     def __post_init__(self) -> None:
         log_sum, mean = self.log_sum, self.mean_value
@@ -61,6 +67,8 @@ class LLNState:
                 "LLNState: log_sum must be [batch, heads, dim] and mean_value [batch, heads, dim, value dim]; "
                 f"got {list(log_sum.shape)} and {list(mean.shape)}."
             )
+        if (self.mean_key is None) != (self.entropy is None):
+            raise ValueError("LLNState: mean_key and entropy go together; give both or neither.")
         block = [self.count, self.block_key, self.block_value, self.block_mask]
         if any(t is None for t in block) and any(t is not None for t in block):
             raise ValueError("LLNState: count, block_key, block_value and block_mask go together; give all or none.")
@@ -78,23 +86,36 @@ class LLNState:
         value_dim: int | None = None,
         *,
         block_size: int | None = None,
+        read: str = "paper",
+        channels: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> LLNState:
-        """The state of no keys at all. `heads` are key heads; `dtype` is that of the keys and values to come.
+        """The state of no keys at all. `heads` are key heads; `dtype` is that of the keys and values to come; `channels`
+        are those of the evidence read where there are more than head_dim.
 
         >>> LLNState.empty(1, 2, 8, block_size=4)
         LLNState(batch=1, heads=2, head_dim=8, value_dim=8, block_size=4, dtype=torch.float32, device=cpu)
         """
         device = torch.empty(0, device=device).device
         value_dim = head_dim if value_dim is None else value_dim
-        log_sum = torch.full((batch, heads, head_dim), -torch.inf, dtype=wide_dtype(device), device=device)
-        mean = torch.zeros(batch, heads, head_dim, value_dim, dtype=compute_dtype(dtype), device=device)
+        if read not in ("paper", "evidence"):
+            raise ValueError(f"LLNState.empty: read must be 'paper' or 'evidence'; got {read!r}.")
+        if channels is not None and read != "evidence":
+            raise ValueError(f"LLNState.empty: channels go with read='evidence'; got read={read!r}.")
+        shape, wide = (batch, heads, head_dim if channels is None else channels), compute_dtype(dtype)
+        log_sum = torch.full(shape, -torch.inf, dtype=wide_dtype(device), device=device)
+        mean = torch.zeros(*shape, value_dim, dtype=wide, device=device)
+        more: dict[str, Tensor] = {}
+        if read == "evidence":
+            more["mean_key"] = torch.zeros(*shape, head_dim, dtype=wide, device=device)
+            more["entropy"] = torch.zeros(shape, dtype=wide_dtype(device), device=device)
         if block_size is None:
-            return cls(log_sum, mean)
+            return cls(log_sum, mean, **more)
         return cls(
             log_sum,
             mean,
+            **more,
             count=torch.zeros(batch, dtype=torch.int64, device=device),
             block_key=torch.zeros(batch, heads, block_size, head_dim, dtype=dtype, device=device),
             block_value=torch.zeros(batch, heads, block_size, value_dim, dtype=dtype, device=device),
@@ -105,6 +126,15 @@ class LLNState:
     def block_size(self) -> int | None:
         """Of LLN+Diag; None for LLN alone."""
         return None if self.block_key is None else self.block_key.shape[-2]
+
+    @property
+    def read(self) -> str:
+        """ "paper" or "evidence": how queries read it.
+
+        >>> LLNState.empty(1, 2, 8, read="evidence").read
+        'evidence'
+        """
+        return "paper" if self.mean_key is None else "evidence"
 
     @property
     def nbytes(self) -> int:
@@ -129,6 +159,10 @@ class LLNState:
         """
         if not isinstance(other, LLNState):
             raise TypeError(f"LLNState.merge: other must be an LLNState; got {type(other).__name__}.")
+        if self.read != other.read:
+            raise ValueError(
+                f"LLNState.merge: one state is for read={self.read!r}, the other for {other.read!r}; make both with one."
+            )
         if self.mean_value.shape != other.mean_value.shape:
             raise ValueError(
                 "LLNState.merge: the states must have the same [batch, heads, dim, value dim]; "
@@ -153,8 +187,11 @@ class LLNState:
                 "LLNState.merge: the states were made with different beta, so their sums are not comparable; "
                 "make both with the same beta."
             )
-        merged = merge(self.log_sum, self.mean_value, other.log_sum, other.mean_value)
-        return LLNState(*merged, self.beta if self.beta is not None else other.beta)
+        beta = self.beta if self.beta is not None else other.beta
+        if self.read == "paper":
+            return LLNState(*merge(self.log_sum, self.mean_value, other.log_sum, other.mean_value), beta)
+        log_sum, mean_value, mean_key, entropy = evidence.merge(list_evidence(self), list_evidence(other))
+        return LLNState(log_sum, mean_value, beta, mean_key=mean_key, entropy=entropy)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> LLNState:
         held = [getattr(self, name) for name in FIELDS]
@@ -179,6 +216,8 @@ class LLNState:
         if dtype is None:
             return moved
         cast = {"mean_value": moved.mean_value.to(compute_dtype(dtype))}
+        if moved.mean_key is not None:
+            cast["mean_key"] = moved.mean_key.to(compute_dtype(dtype))
         if moved.block_key is not None and moved.block_value is not None:
             cast |= {"block_key": moved.block_key.to(dtype), "block_value": moved.block_value.to(dtype)}
         return dataclasses.replace(moved, **cast)
@@ -212,6 +251,9 @@ class LLNState:
     def __repr__(self) -> str:
         batch, heads, dim, value_dim = self.mean_value.shape
         block = "" if self.block_size is None else f", block_size={self.block_size}"
+        if self.mean_key is not None:
+            block += f", read='evidence', channels={dim}"
+            dim = self.mean_key.shape[-1]
         return (
             f"LLNState(batch={batch}, heads={heads}, head_dim={dim}, value_dim={value_dim}{block}, "
             f"dtype={self.mean_value.dtype}, device={self.mean_value.device})"
@@ -224,6 +266,13 @@ FIELDS = tuple(field.name for field in dataclasses.fields(LLNState))
 
 def list_tensors(state: LLNState) -> list[Tensor]:
     return [t for t in (getattr(state, name) for name in FIELDS) if isinstance(t, Tensor)]
+
+
+def list_evidence(state: LLNState) -> evidence.Held:
+    """Its tensors as the evidence read's kernels take them."""
+    assert state.mean_key is not None
+    assert state.entropy is not None
+    return evidence.Held(state.log_sum, state.mean_value, state.mean_key, state.entropy)
 
 
 def same_beta(first: float | Tensor | None, second: float | Tensor | None) -> bool:
@@ -241,12 +290,15 @@ def same_beta(first: float | Tensor | None, second: float | Tensor | None) -> bo
 
 
 def check_state(
-    state: LLNState, batch: int, key: Tensor, value: Tensor, block_size: int | None, beta: float | Tensor
-) -> None:
+    state: LLNState, batch: int, key: Tensor, value: Tensor, block_size: int | None, beta: float | Tensor, read: str,
+    channels: int,
+) -> None:  # fmt: skip
     """ValueError or TypeError where a call on these keys and values cannot go on from it. batch: of sequences."""
     if not isinstance(state, LLNState):
         raise TypeError(f"state must be an lln.LLNState; got {type(state).__name__}.")
-    expected = [batch, key.shape[1], key.shape[3], value.shape[3]]
+    if state.read != read:
+        raise ValueError(f"state was made with read={state.read!r}, this call has read={read!r}; use one for both.")
+    expected = [batch, key.shape[1], channels, value.shape[3]]
     if list(state.mean_value.shape) != expected:
         raise ValueError(
             f"state must be of [batch, key heads, dim, value dim] = {expected}; got {list(state.mean_value.shape)}."

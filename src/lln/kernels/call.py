@@ -48,6 +48,10 @@ class Call:
     is_causal: bool
     scale: float
     dropout_p: float
+    read: Annotated[str, EAGER] = "paper"  # or "evidence", with its own fields of the state and its directions
+    directions: Annotated[Tensor | str | None, EAGER] = None  # of the channels [Hk, M, D]; "signed": keys and negatives
+    mean_key: Annotated[Tensor | None, SEQUENCE, EAGER] = None  # [B, Hk, M, D] of the incoming state
+    entropy: Annotated[Tensor | None, SEQUENCE, EAGER] = None  # [B, Hk, M]
     count: Annotated[Tensor | None, SEQUENCE, EAGER] = None  # [B] int64 of the state: tokens since the first valid one
     dropout: Annotated[Dropout | None, EAGER] = None  # of the eager back end, which draws it
 

@@ -1,6 +1,7 @@
 """The eager back end: any device, plain PyTorch, the reference for every faster one.
 
-`attend` puts the pieces together: fold and read (bidirectional), the causal recurrence, softmax in blocks. Packed
+`attend` puts the pieces together: fold and read (bidirectional), the causal recurrence, the evidence read, softmax in
+blocks. Packed
 sequences are split apart and handled one by one.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lln.kernels import evidence
 from lln.kernels.blocks import Blocks
 from lln.kernels.call import Call
 from lln.kernels.causal import Causal
@@ -16,13 +18,14 @@ from lln.kernels.common import Dropout, compute_dtype, grouped, run
 from lln.kernels.fold import Fold, Read, empty, merge
 
 
-def attend(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """(out [B, Hq, N, E], log_sum [B, Hk, D], mean_value [B, Hk, D, E]) of a checked call."""
+def attend(call: Call) -> tuple[Tensor, ...]:
+    """(out [B, Hq, N, E], log_sum [B, Hk, D], mean_value [B, Hk, D, E]) of a checked call; with the evidence read also
+    (mean_key, entropy)."""
     results = [attend_unpacked(sequence) for sequence in with_dropout(call).sequences()]
     if len(results) == 1:
         return results[0]
-    outs, log_sums, mean_values = zip(*results, strict=True)
-    return torch.cat(outs, -2), torch.cat(log_sums), torch.cat(mean_values)
+    outs, *states = zip(*results, strict=True)
+    return torch.cat(outs, -2), *(torch.cat(parts) for parts in states)
 
 
 def with_dropout(call: Call) -> Call:
@@ -32,7 +35,15 @@ def with_dropout(call: Call) -> Call:
     return call.change(dropout=Dropout(call.dropout_p, int(torch.randint(2**62, (), device="cpu"))))
 
 
-def attend_unpacked(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def attend_unpacked(call: Call) -> tuple[Tensor, ...]:
+    out, *state = evidence.attend(call) if call.read == "evidence" else attend_linearly(call)
+    if call.block_size is not None and call.query.shape[-2]:
+        out = out + blocks_of(call)
+    return out.to(call.query.dtype), *state
+
+
+def attend_linearly(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """The linear part by the paper's read."""
     heads = call.key.shape[1]
     q = call.query.unflatten(1, (heads, -1))
     k, v = call.key.unsqueeze(2), call.value.unsqueeze(2)
@@ -53,8 +64,6 @@ def attend_unpacked(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         if state is not None:
             log_sum, mean = merge(*state, log_sum, mean)
         out = run(Read, q, alpha, log_sum, mean, weight, dtype, call.dropout)
-    if call.block_size is not None:
-        out = (out + attend_blocks(call, q, k, v, dtype) if q.shape[-2] else out).to(q.dtype)
     return out.flatten(1, 2), log_sum.squeeze(2), mean.squeeze(2)
 
 

@@ -20,6 +20,8 @@ def is_step(call: Call) -> bool:
     """Whether the call is one token after a state, and nobody will ask for gradients."""
     if not call.is_causal or call.query.shape[2] != 1 or call.log_sum is None or call.cu_query is not None:
         return False
+    if call.read != "paper":  # which is as short for one token as it is
+        return False
     if call.dropout_p or autocast_enabled(call.query.device.type):
         return False
     return not (torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in call.arguments()))
