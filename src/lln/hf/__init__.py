@@ -17,8 +17,9 @@ from lln.hf.distillation import distill, fine_tune
 from lln.hf.hooks import install
 from lln.hf.interface import register
 from lln.hf.options import IMPLEMENTATIONS, Options
+from lln.hf.positions import extend_positions
 
 register()
 install()
 
-__all__ = ["IMPLEMENTATIONS", "LLNCache", "Options", "convert", "distill", "fine_tune"]
+__all__ = ["IMPLEMENTATIONS", "LLNCache", "Options", "convert", "distill", "extend_positions", "fine_tune"]

@@ -103,7 +103,7 @@ def count_positions(model: Any) -> float:
     if not isinstance(places, int) or places < 1:
         return math.inf
     # RoBERTa and its kin count positions from behind the padding's.
-    first = getattr(getattr(model, "embeddings", None), "padding_idx", None)
+    first = getattr(getattr(model.base_model, "embeddings", None), "padding_idx", None)
     return places - first - 1 if isinstance(first, int) else places
 
 
