@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lln.checks import coefficient
+from lln.checks import Inputs, coefficient
 from lln.hf.find import attention_modules, check_model, configs, is_cross, list_parts, own_attention, read_sizes
 from lln.hf.options import Options, read, runs_lln, runs_ours, write
+from lln.hf.tiles import Patches, Tiles, find_patches, require_patches, tiled_attention
 from lln.matching.moments import match_moments
 from lln.nn.attention import LLNAttention
 from lln.nn.weights import check_size, check_weights, dense_weights
@@ -59,12 +60,17 @@ def first_weight(host: nn.Module) -> Tensor:
 class ModelAttention(Attached, LLNAttention):
     """LLNAttention of one attention module of a model, made from the model's options."""
 
+    patches: Patches | None = None  # of the model, where it has any and blocks are tiles of them
+
     def __init__(self, host: Any, name: str, options: Options) -> None:
         """Of `host`, the model's own attention module, on its device and in its dtype."""
         self.cross = is_cross(host, name)
         decodes = self.cross or getattr(host, "is_causal", False) or getattr(host, "is_decoder", False)
         self.kind = "decoder" if decodes else "encoder"
         self.options, self.implementation = options, options.implementation
+        self.tile = options.tile if self.implementation == "lln_diag" else None
+        if self.tile is not None and self.kind == "decoder":
+            raise ValueError(f"tile: {type(host).__name__} ({name}) does not attend within one image; use block_size.")
         statistics = options.statistics_of(self.kind)
         if self.kind == "decoder" and statistics in ("sample", "batch"):
             raise ValueError(
@@ -81,6 +87,8 @@ class ModelAttention(Attached, LLNAttention):
             "decoder": self.kind == "decoder",
             **{name: getattr(options, name) for name in taken},
         }
+        if self.tile is not None:
+            made["block_size"] = self.tile**2
         like = first_weight(host)
         with torch.device("cpu"):  # whatever device (`meta`, while a model is loaded) is the default now
             if options.coefficients is not None and fixed:  # kept among the weights, at first those of sigma = 1
@@ -101,6 +109,26 @@ class ModelAttention(Attached, LLNAttention):
     def weights(self, query: Tensor, key: Tensor, where: dict[str, Any]) -> Tensor:
         """P [B, H, N, M]"""
         return dense_weights(self, query, key, **where)
+
+    @property
+    def is_plain(self) -> bool:
+        return self.tile is None and super().is_plain
+
+    def find_tiles(self, query: Tensor) -> Tiles | None:
+        return None if self.tile is None else require_patches(self.patches).cut(query, self.tile)
+
+    def list_tiles(self, query: Tensor) -> Tensor | None:
+        return None if (tiles := self.find_tiles(query)) is None else tiles.owner
+
+    def run_op(self, inputs: Inputs, alpha: Tensor, beta: Tensor, **call: Any) -> Any:
+        # Here and not in forward, so that P (`weights`) and all who call this module have tiles, in the tokens' order.
+        if (tiles := self.find_tiles(inputs.query)) is None or self.block_size is None:
+            return super().run_op(inputs, alpha, beta, **call)
+        call |= {"block_size": self.block_size, "mix": self.mix_weights(), "scale": self.scale}
+        return tiled_attention(inputs, alpha, beta, tiles, **call, backend=self.backend)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ("" if self.tile is None else f", tile={self.tile}")
 
     @property
     def is_guess(self) -> bool:
@@ -245,6 +273,8 @@ def attach(model: PreTrainedModel, *, fresh: bool) -> None:
             options = dataclasses.replace(options, implementation="lln_diag" if isinstance(options.mix, str) else "lln")
         for name, module in hosts:
             guessed |= attach_one(module, name, options, fresh) and lln
+            if module.lln.tile is not None:
+                module.lln.patches = find_patches(model, part)
     if guessed:
         warnings.warn(
             f"{type(model).__name__} has causal or cross attention, and the spread of its queries and keys is not "
@@ -252,6 +282,14 @@ def attach(model: PreTrainedModel, *, fresh: bool) -> None:
             "batches=...) measures it; statistics='fixed' says that this is meant.",
             stacklevel=2,
         )
+
+
+def check_tiles(model: PreTrainedModel) -> None:
+    """ValueError where tiles were asked for and the model has no patches. Not while models are made: what makes patches
+    may be in a model around the one that attends."""
+    for module in model.modules():
+        if isinstance(module, ModelAttention) and module.tile is not None:
+            require_patches(module.patches)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lln.hf.attach import ModelAttention, attach, undo_refused
+from lln.hf.attach import ModelAttention, attach, check_tiles, undo_refused
 from lln.hf.find import attention_modules, check_model, list_parts
 from lln.hf.options import IMPLEMENTATIONS, KINDS, LLN, Options, read, write
 from lln.hf.watch import SoftmaxCall, show_softmax
@@ -39,6 +39,7 @@ def convert(
     beta: Coefficients | None = None,
     length: int | None = None,
     momentum: float | None = None,
+    tile: int | None = None,
     batches: Iterable[Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
@@ -69,6 +70,8 @@ def convert(
             statistics, or a dict from the name of a module (as in model.named_modules()) to them; the two go together.
         length: number of keys that "entropy" matching assumes where it cannot count them.
         momentum: weight of a new batch in "running" statistics.
+        tile: of "lln_diag" in image models: blocks are tiles of at most so many patches a side. A block_size takes
+            their place again.
         batches: inputs of the model, each a dict of arguments. The model runs on them with softmax attention, without
             gradients, and what "running" statistics and "data" matching need is measured.
         options: of another mechanism than LLN, its own: `lln.mechanisms()[implementation].options`.
@@ -99,7 +102,7 @@ def convert(
     asked = {
         "matching": matching, "statistics": statistics, "block_size": block_size, "mix": mix, "learnable": learnable,
         "feature_map": feature_map, "convolution": convolution, "overlap": overlap, "length": length,
-        "momentum": momentum,
+        "momentum": momentum, "tile": tile,
     }  # fmt: skip
     changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     if options and implementation in LLN:
@@ -131,6 +134,7 @@ def convert(
             write(part.config, new)
             part.config._attn_implementation_internal = implementation
         attach(model, fresh=True)
+        check_tiles(model)
         for name, module in modules.items():
             if alpha is not None and beta is not None and module.lln.statistics == "fixed":
                 module.lln.set_coefficients(pick("alpha", alpha, name), pick("beta", beta, name))
@@ -145,9 +149,11 @@ def complete(
     """Add to the options of LLN that were asked for what follows from them, and from those that the model held.
 
     given: alpha and beta. measured: whether there are batches."""
-    for name, usual in (("block_size", None), ("mix", 0.5), ("overlap", False)):
+    for name, usual in (("block_size", None), ("mix", 0.5), ("overlap", False), ("tile", None)):
         if implementation == "lln" and changes.get(name, usual) != usual:
             raise ValueError(f"{name} goes with implementation='lln_diag'; got {changes[name]!r}.")
+    if "block_size" in changes and changes.setdefault("tile") is not None:
+        raise ValueError(f"tile={changes['tile']!r} stands in the place of block_size; leave one of them out.")
     if (given[0] is None) != (given[1] is None):
         raise ValueError("alpha and beta go together; give both or neither.")
     matching, statistics, learnable = (changes.get(name) for name in ("matching", "statistics", "learnable"))

@@ -16,7 +16,7 @@ from transformers import EncoderDecoderCache, GenerationMixin, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from lln.files import write_text
-from lln.hf.attach import Attached, ModelAttention, attach, check_saved, undo_refused
+from lln.hf.attach import Attached, ModelAttention, attach, check_saved, check_tiles, undo_refused
 from lln.hf.cache import LLNCache
 from lln.hf.find import attention_modules, check_class, check_model, list_parts
 from lln.hf.options import IMPLEMENTATIONS, read, runs_lln, runs_ours, write
@@ -107,6 +107,7 @@ def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *arg
             if isinstance(attn_implementation, str) and concerns and id(part.config) not in known:
                 part.config._attn_implementation_internal = model.config._attn_implementation
         attach(model, fresh=False)
+        check_tiles(model)
     return result
 
 

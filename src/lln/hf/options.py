@@ -9,7 +9,7 @@ from typing import Any
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lln.checks import MATCHINGS, STATISTICS, check_choice, check_options, describe
+from lln.checks import MATCHINGS, STATISTICS, check_choice, check_count, check_options, describe
 from lln.matching.moments import LENGTH
 from lln.peers import mechanisms
 from lln.peers.registry import check_names
@@ -45,6 +45,8 @@ class Options:
             modules, or {"encoder": name, "decoder": name}, where "decoder" means causal attention and attention to
             another sequence. "auto": "sample" for encoders, "fixed" (that of sigma = 1) for decoders.
         block_size: of "lln_diag".
+        tile: of "lln_diag" in image models, in place of block_size: blocks are tiles of at most so many patches a side,
+            which class, distillation and register tokens share. None: consecutive tokens.
         mix: of "lln_diag": a number, "ratio" or "scales" (learned).
         learnable: None, "head" or "channel": alpha and beta are parameters. With "fixed" statistics.
         coefficients: None, "head" or "channel": alpha and beta are given numbers that are kept with the weights. With
@@ -80,6 +82,7 @@ class Options:
     overlap: bool = False
     length: int = LENGTH
     momentum: float = 0.1
+    tile: int | None = None
     mechanisms: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -114,6 +117,10 @@ class Options:
             learnable=self.learnable, block_size=self.block_size, mix=self.mix, feature_map=self.feature_map,
             convolution=self.convolution, overlap=self.overlap, momentum=self.momentum, length=self.length,
         )  # fmt: skip
+        if self.tile is not None:
+            check_count("lln: tile", self.tile)
+            if self.overlap:
+                raise ValueError("lln: tile and overlap are two ways to lay out blocks; leave one of them out.")
         if not isinstance(self.mechanisms, dict):
             raise TypeError(f"lln: mechanisms must be a dict from names to their options; got {self.mechanisms!r}.")
         for name, options in self.mechanisms.items():

@@ -281,14 +281,22 @@ class DiagHeads(Heads):
         super().__init__(q, k, lln.live, lln.seen, lln.is_causal)
         self.lln, self.place, self.start_at, self.size, self.r, self.p = lln, place, start, size, r, p
 
+    def reach(self, rows: Rows) -> slice:
+        """Keys among which all are that share a block with one of these rows."""
+        if isinstance(rows, slice):
+            return slice(max(rows.start - self.size + 1, 0), min(rows.stop + self.size - 1, self.keys))
+        return slice(0, self.keys)
+
+    def apart(self, rows: Rows, near: slice) -> Tensor:
+        """Which of these keys share no block with which of these rows, [G, R, keys]."""
+        inside = self.place[:, None, near] - take(self.start_at, rows).unsqueeze(-1)
+        return (inside < 0) | (inside >= self.size)
+
     def block_rows(self, rows: Rows) -> tuple[Tensor, slice]:
         """P_blocks of some rows at the keys that can share a block with one of them, and which keys these are."""
-        near = slice(0, self.keys)
-        if isinstance(rows, slice):
-            near = slice(max(rows.start - self.size + 1, 0), min(rows.stop + self.size - 1, self.keys))
+        near = self.reach(rows)
         scores = take(self.q, rows) @ self.k[:, near].transpose(1, 2)
-        inside = self.place[:, None, near] - take(self.start_at, rows).unsqueeze(-1)
-        hidden = (inside < 0) | (inside >= self.size) | ~self.seen[:, None, near]
+        hidden = self.apart(rows, near) | ~self.seen[:, None, near]
         if self.is_causal:
             hidden |= self.later(rows, near.stop)[..., near.start :]
         scores.masked_fill_(hidden, -torch.inf)
@@ -335,3 +343,15 @@ class DiagHeads(Heads):
         # Powers of P applied to A stay in the span of A and of its averages over blocks, which is soon exhausted.
         factors = self.lln.factors()
         return None if factors is None else factors[0]
+
+
+class TileHeads(DiagHeads):
+    """The same with blocks of any tokens: `place` [G, N] is the block of a token, negative where it shares all. Its
+    tokens may lie anywhere, so that what streams rows takes time that grows with the square of the length."""
+
+    def reach(self, rows: Rows) -> slice:
+        return slice(0, self.keys)
+
+    def apart(self, rows: Rows, near: slice) -> Tensor:
+        mine, theirs = take(self.place, rows).unsqueeze(-1), self.place[:, None, near]
+        return (mine != theirs) & (mine >= 0) & (theirs >= 0)

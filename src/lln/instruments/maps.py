@@ -24,9 +24,19 @@ from lln.checks import (
     check_pair,
     check_tensor,
     coefficient,
+    describe,
     mix_weights,
 )  # fmt: skip
-from lln.instruments.heads import DenseHeads, DiagHeads, Heads, KernelHeads, LLNHeads, SoftmaxHeads, span_elements
+from lln.instruments.heads import (
+    DenseHeads,
+    DiagHeads,
+    Heads,
+    KernelHeads,
+    LLNHeads,
+    SoftmaxHeads,
+    TileHeads,
+    span_elements,
+)
 from lln.kernels.common import wide_dtype
 from lln.nn.overlap import window
 
@@ -132,11 +142,11 @@ class LLNMap(AttentionMap):
 
     def __init__(
         self, q: Tensor, k: Tensor, alpha: float | Tensor, beta: float | Tensor, block_size: int | None, mix: Any,
-        overlap: bool, scale: float, *masks: Any,
+        overlap: bool, tiles: Tensor | None, scale: float, *masks: Any,
     ) -> None:  # fmt: skip
         self.is_product = block_size is None
         super().__init__(q, k, scale, *masks)
-        self.block_size = block_size
+        self.block_size, self.tiles = block_size, tiles
         (batch, heads, _, dim), key_heads, where = q.shape, k.shape[1], (self.dtype, self.device)
         self.alpha = coefficient("alpha", alpha, (batch, heads, dim), *where).detach().expand(batch, heads, -1)
         self.beta = coefficient("beta", beta, (batch, key_heads, dim), *where).detach().expand(batch, key_heads, -1)
@@ -151,12 +161,15 @@ class LLNMap(AttentionMap):
         lln = LLNHeads(q * alpha, k * beta, *masks)
         if self.block_size is None:
             return lln
+        r, p = (w[sample, head].unsqueeze(-1) for w in self.weights)
+        if self.tiles is not None:
+            place_of = self.tiles.expand(len(sample), -1)
+            return TileHeads(lln, q.mul_(self.scale), k, place_of, place_of, self.block_size, r, p)
         first = (lln.seen.cumsum(1) == 0).sum(1, keepdim=True)  # blocks count from the first valid token
         at = torch.arange(self.rows, device=self.device) - first
         rows, before = self.window
         start = at.div(rows, rounding_mode="floor").mul(rows) - before
         start = start.masked_fill(at < 0, -2 * self.block_size)  # before the first valid token no key is near
-        r, p = (w[sample, head].unsqueeze(-1) for w in self.weights)
         return DiagHeads(lln, q.mul_(self.scale), k, at, start, self.block_size, r, p)
 
 
@@ -214,6 +227,7 @@ def lln_map(
     *,
     mix: Any = 0.5,
     overlap: bool = False,
+    tiles: Tensor | None = None,
     scale: float | None = None,
     is_causal: bool = False,
     key_mask: Tensor | None = None,
@@ -228,6 +242,8 @@ def lln_map(
         mix: P = mix P_lln + (1 - mix) P_blocks; a pair (r, p) gives r P_lln + p P_blocks. Numbers, or tensors [heads]
             or [batch, heads].
         overlap: windows in place of blocks, as in `lln.LLNAttention`.
+        tiles: [length], int: the block of each token, where blocks are of at most block_size tokens but not of
+            consecutive ones; a token of a negative block shares all of them. Not causal.
         scale: of the softmax in the blocks, default 1 / sqrt(dim).
 
     Raises:
@@ -243,8 +259,9 @@ def lln_map(
     check_parts(q, k, ("q", "k"), key_mask, query_mask, is_causal)
     check_block_size(block_size, is_causal, q.shape[2] != k.shape[2], False)
     check_overlap(overlap, block_size)
+    check_tiles(tiles, q, block_size, is_causal or overlap)
     scale = q.shape[-1] ** -0.5 if scale is None else check_number("scale", scale)
-    return LLNMap(q, k, alpha, beta, block_size, mix, overlap, scale, is_causal, query_mask, key_mask)
+    return LLNMap(q, k, alpha, beta, block_size, mix, overlap, tiles, scale, is_causal, query_mask, key_mask)
 
 
 def kernel_map(
@@ -305,6 +322,15 @@ def dense_map(
 def check_parts(q: Any, k: Any, names: tuple[str, str], key_mask: Any, query_mask: Any, is_causal: bool) -> None:
     check_pair(q, k, names)
     check_masks(q, k, key_mask, query_mask, is_causal, names)
+
+
+def check_tiles(tiles: Tensor | None, q: Tensor, block_size: int | None, ordered: bool) -> None:
+    if tiles is None:
+        return
+    if not isinstance(tiles, Tensor) or tiles.is_floating_point() or tuple(tiles.shape) != (q.shape[2],):
+        raise ValueError(f"tiles must be an int tensor of shape [{q.shape[2]}], the length; got {describe(tiles)}.")
+    if block_size is None or ordered:
+        raise ValueError("tiles go with block_size, and without is_causal and overlap, which count tokens in order.")
 
 
 def check_stochastic(p: Tensor, live: Tensor) -> None:

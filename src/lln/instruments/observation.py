@@ -52,6 +52,7 @@ class Observation:
     mix: Any = 0.5
     plain: tuple[Tensor, Tensor] | None = None  # query and key as the model has them, where LLN attends with others
     overlap: bool = False
+    tiles: Tensor | None = None  # [N] the block of each token, where blocks are not consecutive ones; see `lln_map`
 
     @property
     def masks(self) -> dict[str, Any]:
@@ -77,7 +78,8 @@ class Observation:
             raise ValueError(f"{self.layer}: masks and biases of single query-key pairs cannot exist in LLN attention.")
         batch, heads, key_heads = len(self.query), self.query.shape[1], self.key.shape[1]
         alpha, beta = (c.expand(batch, h, -1) for c, h in ((alpha, heads), (beta, key_heads)))
-        options = {} if block_size is None else {"mix": mix, "scale": self.scale, "overlap": self.overlap}
+        options: dict[str, Any] = {"mix": mix, "scale": self.scale, "overlap": self.overlap, "tiles": self.tiles}
+        options = {} if block_size is None else options
         return lln_map(self.query, self.key, alpha, beta, block_size, **options, **self.masks)
 
     def unmapped(self) -> Observation:

@@ -124,6 +124,7 @@ def observe_lln(look: Look, layer: str, module: LLNAttention, args: Any, kwargs:
         default_scale(query) if module.scale is None else module.scale, is_causal, first(key_mask), first(query_mask),
         None, cross, first(alpha), first(beta), module.block_size, find_mix(module),
         None if plain is None else (first(plain[0]), first(plain[1])), module.overlap,
+        module.list_tiles(query),
     )  # fmt: skip
     if offsets is None:
         yield seen

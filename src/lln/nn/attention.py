@@ -278,6 +278,10 @@ class LLNAttention(MomentMatcher):
         op: Callable[..., Any] = overlapping_attention if self.overlap else attend_checked
         return op(inputs, alpha, beta, **call, backend=self.backend)
 
+    def list_tiles(self, query: Tensor) -> Tensor | None:
+        """The block of each token, [N], where blocks are not consecutive tokens; negative: it belongs to all."""
+        return None
+
     def extra_repr(self) -> str:
         groups = "" if self.num_key_heads == self.num_heads else f"/{self.num_key_heads}"
         block = "" if self.block_size is None else f", block_size={self.block_size}, mix={self.mix!r}"

@@ -50,15 +50,21 @@ def overlapping_attention(
             "overlap: a state keeps one open block, and overlapping windows reach further back; leave out state and "
             "return_state (in generate: cache_implementation='dynamic')."
         )
-    query, key, value, _, offsets, _, cross = inputs
-    check_block_size(block_size, is_causal, cross or query.shape[2] != key.shape[2], with_state=False)
+    query, key = inputs.query, inputs.key
+    check_block_size(block_size, is_causal, inputs.cross or query.shape[2] != key.shape[2], with_state=False)
     linear = attend_checked(inputs, alpha, beta, is_causal=is_causal, dropout_p=dropout_p, backend=backend)
     assert isinstance(linear, Tensor)
-    shape = query.shape[0] if offsets is None else offsets.numel() - 1, query.shape[1], value.shape[3]
+    near = attend_windows(inputs, block_size, scale, is_causal, dropout_p)
+    return mix_parts(inputs, linear, near, mix, block_size)
+
+
+def mix_parts(inputs: Inputs, linear: Tensor, near: Tensor, mix: Mix, block_size: int) -> Tensor:
+    """LLN attention and softmax attention among neighbours, both [B, H, N, E], as one, in the dtype of query."""
+    query, offsets = inputs.query, inputs.cu_query
+    shape = query.shape[0] if offsets is None else offsets.numel() - 1, query.shape[1], inputs.value.shape[3]
     r, p = mix_weights(mix, block_size, shape, compute_dtype(query.dtype), query.device)
     assert r is not None
     assert p is not None
-    near = attend_windows(inputs, block_size, scale, is_causal, dropout_p)
     return (linear * r.unsqueeze(-2) + near * p.unsqueeze(-2)).to(query.dtype)
 
 
@@ -66,7 +72,6 @@ def attend_windows(inputs: Inputs, size: int, scale: float | None, is_causal: bo
     """Softmax attention in the windows alone. A row whose window has no visible key is zero."""
     query, key, value, key_mask, offsets, _, _ = inputs
     batch, heads, length, _ = query.shape
-    key_heads = key.shape[1]
     if length == 0:
         return query.new_zeros(batch, heads, 0, value.shape[3])
     rows, before = window(size, is_causal)
@@ -85,26 +90,39 @@ def attend_windows(inputs: Inputs, size: int, scale: float | None, is_causal: bo
         owners = functional.pad(slots.sequence, edges, value=-1).unfold(1, size, rows)
         seen = seen & (owners == slots.sequence[:, ::rows, None])
     seen = seen.unsqueeze(2)
-    group = heads // key_heads
     if is_causal:
         column, row = torch.arange(size, device=query.device), torch.arange(rows, device=query.device)
-        seen = seen & (column <= row[:, None] + before).repeat(group, 1)  # [B or 1, n, group rows, size]
+        causal = column <= row[:, None] + before
+        seen = seen & causal.repeat(heads // key.shape[1], 1)  # [B or 1, n, group rows, size]
+    padded = (functional.pad(t, (0, 0, *edges)) for t in (key, value))
+    k, v = (t.unfold(2, size, rows).transpose(-1, -2) for t in padded)
+    out = attend_apart(query.unflatten(2, (-1, rows)), k, v, seen, slots is not None, scale, dropout_p).flatten(2, 3)
+    return out[:, :, :length] if slots is None else slots.take(out)
+
+
+def attend_apart(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, some_blind: bool, scale: float | None,
+    dropout_p: float,
+) -> Tensor:  # fmt: skip
+    """Softmax attention of n groups of queries [B, H, n, R, D], each to keys [B, key heads, n, S, D] of its own.
+
+    seen: [B or 1, n, 1 or rows of the heads that share a key head, S], or None: all. some_blind: there may be rows that
+    see nothing, which get zeros. [B, H, n, R, E]."""
+    (batch, heads, count, rows, _), key_heads = query.shape, key.shape[1]
+    group = heads // key_heads
     alive = None
-    if slots is not None:
+    if seen is not None and some_blind:
         alive = seen.any(-1, keepdim=True)
         seen = seen | ~alive  # a row without any key would be NaN in some kernels; it is zeroed below
         seen, alive = (t.repeat_interleave(key_heads, 0) for t in (seen, alive))
-
-    # [B key heads, n, queries of the group, D]: one window is one head to torch, and nothing is repeated.
-    q = query.unflatten(1, (key_heads, group)).unflatten(3, (-1, rows)).transpose(2, 3).flatten(3, 4).flatten(0, 1)
-    padded = (functional.pad(t, (0, 0, *edges)) for t in (key, value))
+    # [B key heads, n, queries of the group, D]: one group is one head to torch, and nothing is repeated.
+    q = query.unflatten(1, (key_heads, group)).transpose(2, 3).flatten(3, 4).flatten(0, 1)
     # A copy: not every attention kernel takes windows that share their memory.
-    k, v = (t.unfold(2, size, rows).transpose(-1, -2).flatten(0, 1).contiguous() for t in padded)
+    k, v = (t.flatten(0, 1).contiguous() for t in (key, value))
     out = functional.scaled_dot_product_attention(q, k, v, seen, dropout_p, scale=scale)
     if alive is not None:
         out = out.masked_fill(~alive, 0.0)
-    out = out.unflatten(0, (batch, key_heads)).unflatten(3, (group, rows)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
-    return out[:, :, :length] if slots is None else slots.take(out)
+    return out.view(batch, key_heads, count, group, rows, out.shape[-1]).transpose(2, 3).flatten(1, 2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -168,7 +168,8 @@ def check_attention(config: Config) -> None:
     check_choice("attention.name", name, *known)
     if name == "softmax" and (foreign := sorted(set(config.attention.options) - {"convolution"})):
         raise ValueError(f"attention.options: softmax takes convolution alone; got {', '.join(foreign)}.")
-    if name == "lln" and (foreign := [o for o in ("block_size", "mix", "overlap") if o in config.attention.options]):
+    of_blocks = ("block_size", "mix", "overlap", "tile")
+    if name == "lln" and (foreign := [option for option in of_blocks if option in config.attention.options]):
         raise ValueError(f"attention.options: {foreign[0]} goes with lln_diag; got it with lln.")
     held, _ = read_options(config.attention)
     if held is not None:

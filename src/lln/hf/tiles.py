@@ -1,0 +1,215 @@
+"""LLN+Diag of images: softmax attention inside tiles, patches that are neighbours in both directions.
+
+    patches      a grid of them is cut into the fewest tiles of at most `tile` a side, all as large as each other or one
+                 row or column less: 14 x 14 patches and tile = 8 give four tiles of 7 x 7
+    other tokens (class, distillation, registers) belong to no place of the image, and the class token is what a
+                 classifier reads. So every patch sees them beside its tile, and they see all tokens; there are a few,
+                 and the cost stays linear in the number of patches
+
+Consecutive tokens, the blocks of other models, would be a few rows of the image. What a tile holds is index arithmetic
+on the device. LLN attention itself does not care about the order of its tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from transformers import PreTrainedModel
+
+from lln.checks import Inputs
+from lln.functional import Backend, Coefficient, Mix, attend_checked
+from lln.hf.find import list_parts, own_modules
+from lln.kernels.common import raw_stream
+from lln.nn.overlap import attend_apart, mix_parts
+from lln.state import LLNState
+
+# Parameters that stand before the patches as tokens. Those of MASKS take the place of patches.
+TOKENS = ("cls_token", "class_token", "class_embedding", "distillation_token", "register_tokens")
+MASKS = ("mask_token",)
+REMEDY = "use block_size, which cuts tokens in their order"
+MOST_GRIDS = 64  # whose tiles are kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Where the patches of one grid go: n tiles with S slots each."""
+
+    tokens: Tensor  # [n, S]  the token in a slot, 0 where none is
+    filled: Tensor | None  # [n, S]  slots that hold one; None: all
+    slots: Tensor  # [patches]  the slot of each patch, tile by tile
+    owner: Tensor  # [tokens]  the tile of each token; -1: it belongs to all
+
+
+def cut_tiles(height: int, width: int, prefix: int, tile: int, device: torch.device) -> Tiles:
+    """Of a grid whose patches come row by row after `prefix` other tokens.
+
+    >>> cut_tiles(3, 4, 1, 2, torch.device("cpu")).owner.tolist()
+    [-1, 0, 0, 1, 1, 0, 0, 1, 1, 2, 2, 3, 3]
+    """
+
+    def cut(length: int) -> tuple[int, int, Tensor, Tensor]:
+        """(tiles, places in the largest, the tile of each place, where it is in it) along one side."""
+        count = -(-length // tile)
+        at = torch.arange(length, device=device)
+        index = (at * count).div(length, rounding_mode="floor")
+        first = (index * length + count - 1).div(count, rounding_mode="floor")
+        return count, -(-length // count), index, at - first
+
+    rows, high, row, y = cut(height)
+    columns, wide, column, x = cut(width)
+    owner = (row[:, None] * columns + column).flatten()
+    slots = owner * (high * wide) + (y[:, None] * wide + x).flatten()
+    patches, count, size = height * width, rows * columns, high * wide
+    tokens = torch.full((count * size,), -1, device=device)
+    tokens = tokens.scatter(0, slots, torch.arange(prefix, prefix + patches, device=device)).view(count, size)
+    filled = None if count * size == patches else tokens >= 0
+    others = torch.full((prefix,), -1, device=device)
+    return Tiles(tokens.clamp_min(0), filled, slots, torch.cat([others, owner]))
+
+
+@functools.lru_cache(MOST_GRIDS)
+def keep_tiles(grid: tuple[int, int], prefix: int, tile: int, device: torch.device, stream: int) -> Tiles:
+    """Made once for each grid. stream: the one that writes them, since another may read too early."""
+    with torch.inference_mode(False):  # tensors of inference mode could not be kept for a backward later
+        return cut_tiles(*grid, prefix, tile, device)
+
+
+def find_tiles(grid: tuple[int, int], prefix: int, tile: int, device: torch.device) -> Tiles:
+    # What a graph captures must be its own: kept ones are dropped when many others have come.
+    graph = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or graph:
+        return cut_tiles(*grid, prefix, tile, device)
+    return keep_tiles(grid, prefix, tile, device, raw_stream(device) if device.type == "cuda" else 0)
+
+
+@dataclasses.dataclass
+class Patches:
+    """How the tokens of one image model lie: `prefix` others first, then the patches row by row. How many rows and
+    columns there are the convolution that makes the patches says each time it runs, so any image will do."""
+
+    model: str  # its class
+    prefix: int
+    grids: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)  # by the number of patches
+
+    def note(self, convolution: nn.Module, given: Any, output: Tensor) -> None:
+        """A forward hook."""
+        height, width = (int(size) for size in output.shape[-2:])
+        if self.grids.get(height * width) != (height, width):
+            self.grids[height * width] = height, width
+
+    def cut(self, query: Tensor, tile: int) -> Tiles:
+        """The tiles of a call. ValueError where its tokens are not those of an image."""
+        length = query.shape[2]
+        grid = self.grids.get(length - self.prefix)
+        if grid is None:
+            known = ", ".join(f"{height} x {width}" for height, width in self.grids.values())
+            raise ValueError(
+                f"tile: {length} tokens of {self.model} are not {self.prefix} and the patches of an image that it was "
+                f"given ({known or 'none so far'}), so which are neighbours is not known; {REMEDY}."
+            )
+        return find_tiles(grid, self.prefix, tile, query.device)
+
+
+def find_patches(model: PreTrainedModel, part: PreTrainedModel) -> Patches | None:
+    """Of `part`, which is `model` or a model inside it: made by it, or by what is around it (Dinov2Encoder is a model
+    of its own). None where nothing there makes patches. ValueError where its tokens are no whole image in order."""
+    around = [one for one in reversed(list_parts(model)) if any(inner is part for inner in one.modules())]
+    for one in around:
+        own = [one, *(module for _, module in own_modules(one))]
+        if made := [module for module in own if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))]:
+            return read_patches(one, own, made)
+    return None
+
+
+def read_patches(model: PreTrainedModel, own: list[Any], convolutions: list[Any]) -> Patches:
+    """own: the modules of the model that belong to no model inside it."""
+    name, first = type(model).__name__, convolutions[0]
+    if len(convolutions) != 1 or not isinstance(first, nn.Conv2d):
+        raise ValueError(f"tile: {name} has other convolutions than one that cuts an image into patches; {REMEDY}.")
+    if getattr(model.config, "mask_ratio", None) is not None:  # ViTMAE
+        raise ValueError(f"tile: {name} drops patches at random and changes their order; {REMEDY}.")
+    for hook in first._forward_hooks.values():
+        if isinstance(held := getattr(hook, "__self__", None), Patches):
+            return held
+    prefix = 0
+    for holder in own:
+        for token, parameter in holder.named_parameters(recurse=False):
+            if token in TOKENS:
+                prefix += parameter.shape[-2] if parameter.ndim > 1 else 1
+            elif "token" in token and token not in MASKS:
+                raise ValueError(f"tile: where {token} of {name} stand among the patches is not known; {REMEDY}.")
+    patches = Patches(name, prefix)
+    first.register_forward_hook(patches.note)
+    return patches
+
+
+def require_patches(patches: Patches | None) -> Patches:
+    if patches is None:
+        raise ValueError(
+            f"tile: the model does not cut an image into patches by a convolution; {REMEDY}, or convert the image part "
+            "of the model alone."
+        )
+    return patches
+
+
+def tiled_attention(
+    inputs: Inputs,
+    alpha: Coefficient,
+    beta: Coefficient,
+    tiles: Tiles,
+    *,
+    block_size: int,
+    mix: Mix,
+    scale: float | None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    state: LLNState | None = None,
+    return_state: bool = False,
+    backend: Backend = "auto",
+) -> Tensor:
+    """`lln.functional.attend_checked` with tiles in place of blocks. [B, H, N, E] in the dtype of query."""
+    if is_causal or state is not None or return_state or inputs.cu_query is not None:
+        raise ValueError(
+            "tile: an image is seen as a whole, so causal attention, a state and packed sequences have no tiles; "
+            f"{REMEDY}."
+        )
+    linear = attend_checked(inputs, alpha, beta, dropout_p=dropout_p, backend=backend)
+    assert isinstance(linear, Tensor)
+    return mix_parts(inputs, linear, attend_tiles(inputs, tiles, scale, dropout_p), mix, block_size)
+
+
+def attend_tiles(inputs: Inputs, tiles: Tiles, scale: float | None, dropout_p: float) -> Tensor:
+    """The softmax part alone. A row that sees no key is zero."""
+    query, key, value, key_mask = inputs[:4]
+    count, size = tiles.tokens.shape
+    prefix = query.shape[2] - len(tiles.slots)
+    index, masked = tiles.tokens.flatten(), key_mask is not None
+
+    def fill(t: Tensor) -> Tensor:
+        """Patches of t [B, H, N, D] in their slots: [B, H, n, S, D]."""
+        return t.index_select(2, index).view(*t.shape[:2], count, size, t.shape[3])
+
+    def lead(t: Tensor) -> Tensor:
+        """The others of t [B, H, N, D] before the patches of every tile: [B, H, n, prefix + S, D]."""
+        others = t[:, :, None, :prefix].expand(-1, -1, count, -1, -1)
+        return torch.cat([others, fill(t)], 3) if prefix else fill(t)
+
+    seen = tiles.filled if tiles.filled is None else tiles.filled.unsqueeze(0)  # [B or 1, n, S]
+    if key_mask is not None:
+        shown = key_mask.index_select(1, index).unflatten(1, (count, size))
+        seen = shown if seen is None else seen & shown
+    if seen is not None:
+        front = torch.ones_like(seen[:, :, :1]) if key_mask is None else key_mask[:, None, :prefix]
+        seen = torch.cat([front.expand(-1, count, prefix), seen], 2).unsqueeze(2)
+    out = attend_apart(fill(query), lead(key), lead(value), seen, masked, scale, dropout_p)
+    out = out.flatten(2, 3).index_select(2, tiles.slots)
+    if not prefix:
+        return out
+    whole = None if key_mask is None else key_mask[:, None, None]
+    q, k, v = query[:, :, None, :prefix], key[:, :, None], value[:, :, None]
+    return torch.cat([attend_apart(q, k, v, whole, masked, scale, dropout_p).squeeze(2), out], 2)
