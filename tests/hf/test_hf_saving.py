@@ -112,7 +112,7 @@ ways = {
     concrete: lambda: getattr(tf, concrete).from_pretrained(folder),
     "auto": lambda: tf.AutoModel.from_pretrained(folder, **trust),
     "config": lambda: tf.AutoModel.from_config(tf.AutoConfig.from_pretrained(folder), **trust),
-    "pipeline": lambda: tf.pipeline("feature-extraction", folder, tokenizer=None, feature_extractor=None, **trust).model,
+    "pipeline": lambda: tf.pipeline("feature-extraction", folder, tokenizer=None, **trust).model,
 }
 if trust:
     del ways[concrete]  # has no such argument

@@ -1,6 +1,6 @@
 """What transformers does not do for an attention that has options: remember it when a model is saved, find it again
-when one is loaded, initialise what no checkpoint brought, and say when a name alone harms a trained model. Each hook runs
-the method it stands in for."""
+when one is loaded, initialise what no checkpoint brought, and say when a name alone harms a trained model. Each hook
+runs the method it stands in for."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from lln.hf.cache import LLNCache
 from lln.hf.find import attention_modules, check_class, check_model, list_parts
 from lln.hf.options import IMPLEMENTATIONS, LLN, read, runs_lln, runs_ours, write
 from lln.hf.saving import Folder, drop_marks, explain, is_mark, mark
+
 
 def install() -> None:
     """Put the hooks in place, once."""
@@ -101,8 +102,8 @@ def is_loaded(model: PreTrainedModel) -> bool:
 @functools.cache  # once a process
 def warn_of_harm() -> None:
     warnings.warn(
-        "attn_implementation puts LLN attention into a model that was loaded from a softmax checkpoint, which harms it. "
-        "`lln convert MODEL OUT --calibration TEXTS --distill 400` teaches the model LLN attention, and so do "
+        "attn_implementation puts LLN attention into a model that was loaded from a softmax checkpoint, which harms "
+        "it. `lln convert MODEL OUT --calibration TEXTS --distill 400` teaches the model LLN attention, and so do "
         "lln.hf.convert(model, ...) and then lln.hf.distill(model, batches); the former alone says that the change is "
         "meant.",
         stacklevel=2,

@@ -20,7 +20,7 @@ Folder = str | os.PathLike[str]
 # it refuses, with the name, what it does not know.
 NEEDS = ", which needs `import lln.hf` before the model is loaded"
 CODE = "modeling_lln"
-SOURCE = '''"""What transformers runs for trust_remote_code=True. `import lln.hf` before the model is loaded does the same."""
+SOURCE = '''"""What trust_remote_code=True runs. `import lln.hf` before the model is loaded does the same."""
 
 try:
     from lln.hf.saving import find_loader as __getattr__  # noqa: F401
@@ -97,8 +97,8 @@ def find_auto_classes(kind: type[PreTrainedConfig]) -> list[str]:
 
 
 class Loader:
-    """What stands for a model's class in `modeling_lln.py`. By now lln.hf is imported, so transformers' own class, which
-    `auto` finds, does the rest."""
+    """What stands for a model's class in `modeling_lln.py`. By now lln.hf is imported, so transformers' own class,
+    which `auto` finds, does the rest."""
 
     auto: Any
 
