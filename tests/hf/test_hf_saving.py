@@ -197,6 +197,15 @@ model.save_pretrained({str(tmp_path / "softmax")!r})
     assert "auto_map" not in json.loads((tmp_path / "softmax" / "config.json").read_text())
 
 
+def test_with_lln_hf_a_config_says_nothing_that_transformers_would_refuse(tmp_path: Path) -> None:
+    build_model("bert").save_pretrained(tmp_path)
+    held = tf.AutoConfig.from_pretrained(tmp_path)
+    assert held._attn_implementation is None
+    assert not hasattr(held, "auto_map")
+    with pytest.warns(UserWarning, match="config.lln names 'lln_diag', but attn_implementation='eager' was asked for"):
+        tf.AutoModel.from_pretrained(tmp_path, output_attentions=True)  # for which transformers itself asks for eager
+
+
 def test_code_that_a_model_brings_stays_its_own(tmp_path: Path) -> None:
     model = build_model("bert")
     model.config.auto_map = {"AutoModel": "mine.Mine"}
