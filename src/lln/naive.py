@@ -2,8 +2,8 @@
 
     out_i = sum_j P_ij v_j      P_ij = n_ij / sum_j' n_ij'      n_ij = sum_c exp(alpha q_ic) exp(beta k_jc)
 
-and beside it the evidence read, which is ours. Nothing here is fast, and nothing here knows the two softmaxes, chunks or
-merges of the package: P is an explicit [B, H, Nq, Nk] matrix. Everything is differentiable by autograd.
+and beside it the evidence read, which is ours. Nothing here is fast, and nothing here knows the two softmaxes, chunks
+or merges of the package: P is an explicit [B, H, Nq, Nk] matrix. Everything is differentiable by autograd.
 
     >>> import torch, lln
     >>> from lln.naive import naive_lln

@@ -7,8 +7,8 @@ Per key head it is the pair (log_sum, mean_value) of D + D * E numbers, whatever
 Two states merge into the state of both sets of keys. The merge is associative and commutative, and the empty state
 (L = -inf, S = 0) is its identity, so a sequence may be cut anywhere and put together again in any grouping.
 
-With the evidence read a state has M channels (D, or more), and also the centre of the keys in each, K_c, and the entropy
-H_c of its weights (see `lln.kernels.evidence`): M (D + E + 2) numbers.
+With the evidence read a state has M channels (D, or more), and also the centre of the keys in each, K_c, and the
+entropy H_c of its weights (see `lln.kernels.evidence`): M (D + E + 2) numbers.
 
 With `block_size` (LLN+Diag) a state belongs to a causal sequence and also carries the block that is still open.
 """
@@ -91,8 +91,8 @@ class LLNState:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> LLNState:
-        """The state of no keys at all. `heads` are key heads; `dtype` is that of the keys and values to come; `channels`
-        are those of the evidence read where there are more than head_dim.
+        """The state of no keys at all. `heads` are key heads; `dtype` is that of the keys and values to come;
+        `channels` are those of the evidence read where there are more than head_dim.
 
         >>> LLNState.empty(1, 2, 8, block_size=4)
         LLNState(batch=1, heads=2, head_dim=8, value_dim=8, block_size=4, dtype=torch.float32, device=cpu)

@@ -66,6 +66,13 @@ def guesses() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def harms() -> Iterator[None]:
+    """A softmax checkpoint that is given LLN attention by its name is harmed, and that is said; here it is expected."""
+    with pytest.warns(UserWarning, match="loaded from a softmax checkpoint, which harms it"):
+        yield
+
+
 def build_model(
     kind: str, implementation: str = "lln_diag", head: Any = None, *, spread: float = 8.0, **changes: Any
 ) -> Any:

@@ -3,6 +3,7 @@ nothing of the first."""
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -101,17 +102,123 @@ def test_a_plain_reload_runs_the_same_attention(kind: str, tmp_path: Path) -> No
     assert again.config._attn_implementation == "lln"
 
 
-def test_without_lln_hf_transformers_runs_softmax_and_the_card_says_what_is_needed(tmp_path: Path) -> None:
-    model, given = trained("bert", statistics="running"), make_batch("bert")
-    model.save_pretrained(tmp_path / "a" / "bert")
-    torch.save(("BertModel", given), tmp_path / "a" / "bert" / "inputs.pt")
-    places = [str(tmp_path / name) for name in "ab"]
-    subprocess.run([sys.executable, "-c", ROUND.replace(", lln.hf", ""), *places], check=True, capture_output=True)
+# In a process of its own: what each way to load a folder without lln.hf gives, one line each.
+ALONE = """
+import sys, torch, transformers as tf
+folder, concrete, trust = sys.argv[1], sys.argv[2], {"trust_remote_code": True} if sys.argv[3:] else {}
+torch.set_num_threads(1)
+given, want = torch.load(folder + "/inputs.pt")
+ways = {
+    concrete: lambda: getattr(tf, concrete).from_pretrained(folder),
+    "auto": lambda: tf.AutoModel.from_pretrained(folder, **trust),
+    "config": lambda: tf.AutoModel.from_config(tf.AutoConfig.from_pretrained(folder), **trust),
+    "pipeline": lambda: tf.pipeline("feature-extraction", folder, tokenizer=None, **trust).model,
+}
+if trust:
+    del ways[concrete]  # has no such argument
+assert "lln" not in sys.modules
+for name, load in ways.items():
+    try:
+        model = load().eval()
+    except ValueError as problem:
+        told = "needs `import lln.hf` before the model is loaded" in str(problem)
+        print(name, "refused" if told else "failed")
+    else:
+        same = model.config._attn_implementation == "lln_diag" and torch.equal(model(**given)[0], want)
+        fresh = name == "config" and model.config._attn_implementation == "lln_diag"
+        print(name, "runs" if same or fresh else "differs")
+"""
+
+
+def load_alone(folder: Path, *arguments: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(folder), *arguments], check=True, capture_output=True, text=True,
+        env={**os.environ, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    return set(done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("kind", ["bert", "bart"])
+def test_without_lln_hf_no_class_runs_softmax_in_the_place_of_what_was_saved(kind: str, tmp_path: Path) -> None:
+    model, given = trained(kind, statistics=CASES["bart"]["statistics"], mix="ratio"), make_batch(kind)
+    model.save_pretrained(tmp_path)
+    torch.save((given, output(model, **given)), tmp_path / "inputs.pt")
+    concrete = type(model).__name__
+    assert load_alone(tmp_path, concrete) == {f"{way} refused" for way in (concrete, "auto", "config", "pipeline")}
+    assert load_alone(tmp_path, concrete, "trust") == {f"{way} runs" for way in ("auto", "config", "pipeline")}
+
+
+def test_a_part_that_can_be_loaded_alone_is_refused_alone(tmp_path: Path) -> None:
+    parts = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**parts, "image_size": 8, "patch_size": 4}
+    model = tf.CLIPModel(tf.CLIPConfig(text_config={**parts, "vocab_size": 9}, vision_config=vision))
+    lln.hf.convert(model.vision_model, "lln")
+    model.save_pretrained(tmp_path)
+    code = """
+import sys, transformers as tf
+for kind in sys.argv[2:]:
+    try:
+        print(kind, getattr(tf, kind).from_pretrained(sys.argv[1]).config._attn_implementation)
+    except ValueError as problem:
+        print(kind, "lln, which needs `import lln.hf`" in str(problem))
+"""
+    kinds = ["CLIPModel", "CLIPVisionModel", "CLIPTextModel"]
+    done = subprocess.run([sys.executable, "-c", code, tmp_path, *kinds], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["CLIPModel True", "CLIPVisionModel True", "CLIPTextModel sdpa"]
+    again = tf.CLIPModel.from_pretrained(tmp_path)
+    ran = [part.config._attn_implementation for part in (again, again.vision_model, again.text_model)]
+    assert ran == ["sdpa", "lln", "sdpa"]
+
+
+def test_a_model_that_runs_softmax_again_is_saved_as_any_other(tmp_path: Path) -> None:
+    build_model("bert").save_pretrained(tmp_path / "ours")
+    model = tf.AutoModel.from_pretrained(tmp_path / "ours")
     model.set_attn_implementation("sdpa")
-    assert relative_error(torch.load(tmp_path / "b" / "bert" / "output.pt"), output(model, **given)) < 1e-12
-    card = (tmp_path / "a" / "bert" / "README.md").read_text()
-    assert "import lln.hf" in card
-    assert "lln-attention[hf]" in card
+    model.save_pretrained(tmp_path / "softmax")
+    ours, softmax = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "softmax"))
+    assert {"attn_implementation", "auto_map"} <= set(ours)
+    assert not {"attn_implementation", "auto_map"} & set(softmax)
+    assert not (tmp_path / "softmax" / "modeling_lln.py").exists()
+
+
+def test_a_config_that_was_read_before_the_import_serves_after_it(tmp_path: Path) -> None:
+    build_model("bert").save_pretrained(tmp_path)
+    code = f"""
+import transformers
+config = transformers.AutoConfig.from_pretrained({str(tmp_path)!r})
+import lln.hf
+model = transformers.AutoModel.from_pretrained({str(tmp_path)!r}, config=config)
+print(model.config._attn_implementation)
+model.set_attn_implementation("sdpa")
+model.save_pretrained({str(tmp_path / "softmax")!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["lln_diag"]
+    assert "auto_map" not in json.loads((tmp_path / "softmax" / "config.json").read_text())
+
+
+def test_with_lln_hf_a_config_says_nothing_that_transformers_would_refuse(tmp_path: Path) -> None:
+    build_model("bert").save_pretrained(tmp_path)
+    held = tf.AutoConfig.from_pretrained(tmp_path)
+    assert held._attn_implementation is None
+    assert not hasattr(held, "auto_map")
+    with pytest.warns(UserWarning, match="config.lln names 'lln_diag', but attn_implementation='eager' was asked for"):
+        tf.AutoModel.from_pretrained(tmp_path, output_attentions=True)  # for which transformers itself asks for eager
+
+
+def test_code_that_a_model_brings_stays_its_own(tmp_path: Path) -> None:
+    model = build_model("bert")
+    model.config.auto_map = {"AutoModel": "mine.Mine"}
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["auto_map"] == {"AutoModel": "mine.Mine"}
+    assert saved["attn_implementation"].startswith("lln_diag, which needs")
+
+
+def test_the_card_says_what_is_needed(tmp_path: Path) -> None:
+    build_model("bert").save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert all(said in card for said in ("import lln.hf", "lln-attention[hf]", "trust_remote_code=True"))
 
 
 def test_a_card_that_is_there_is_kept(tmp_path: Path) -> None:
@@ -210,7 +317,7 @@ def test_models_made_before_the_import_switch_unless_something_was_lost(tmp_path
     trained("bert", statistics="running").save_pretrained(tmp_path)
     code = f"""
 import torch, transformers
-model = transformers.AutoModel.from_pretrained({str(tmp_path)!r})
+model = transformers.AutoModel.from_pretrained({str(tmp_path)!r}, attn_implementation="sdpa")
 plain = transformers.BertModel(transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
 x = torch.arange(20)[None]
 before = plain.eval()(x)[0]

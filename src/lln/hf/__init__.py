@@ -1,7 +1,8 @@
 """Hugging Face transformers with LLN attention: `import lln.hf`, then attn_implementation="lln" or "lln_diag".
 
 The import registers both names with transformers and lets models keep their options: `config.lln` is saved with a model
-and read when it is loaded, so a saved model runs LLN again wherever lln.hf is imported before it is loaded.
+and read when it is loaded, so a saved model runs LLN again wherever lln.hf is imported before it is loaded; elsewhere
+transformers refuses it.
 """
 
 from __future__ import annotations

@@ -1,64 +1,39 @@
 """What transformers does not do for an attention that has options: remember it when a model is saved, find it again
-when one is loaded, and initialise what no checkpoint brought. Each hook runs the method it stands in for."""
+when one is loaded, initialise what no checkpoint brought, and say when a name alone harms a trained model. Each hook
+runs the method it stands in for."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import EncoderDecoderCache, GenerationMixin, PreTrainedModel
+from transformers import EncoderDecoderCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
-from lln.files import write_text
 from lln.hf.attach import Attached, ModelAttention, attach, check_saved, check_tiles, undo_refused
 from lln.hf.cache import LLNCache
 from lln.hf.find import attention_modules, check_class, check_model, list_parts
-from lln.hf.options import IMPLEMENTATIONS, read, runs_lln, runs_ours, write
-
-Folder = str | os.PathLike[str]
-# What a folder with a saved model says about how to load it.
-HEADER = """---
-library_name: transformers
-tags:
-- lln-attention
----
-
-# A transformers model with attention from lln-attention
-"""
-SECTION = """
-## How to load this model
-
-Its attention is the one that `lln` in `config.json` names, which transformers does not know by itself:
-
-    pip install 'lln-attention[hf]'
-
-```python
-import lln.hf  # before the model is loaded; without it transformers runs softmax attention
-from transformers import AutoModel
-
-model = AutoModel.from_pretrained("this folder")
-```
-"""
+from lln.hf.options import IMPLEMENTATIONS, LLN, read, runs_lln, runs_ours, write
+from lln.hf.saving import Folder, drop_marks, explain, is_mark, mark
 
 
 def install() -> None:
     """Put the hooks in place, once."""
-    for name, hook in HOOKS.items():
-        place = GenerationMixin if hook is give_cache else PreTrainedModel
-        original = getattr(place, name)
-        if not getattr(original, "is_lln_hook", False):
-            setattr(place, name, around(hook, original))
+    for place, hooks in HOOKS.items():
+        for name, hook in hooks.items():
+            original = getattr(place, name)
+            if not getattr(original, "is_lln_hook", False):
+                setattr(place, name, around(hook, original))
 
 
 def around(hook: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def hooked(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
         return hook(original, self, *args, **kwargs)
 
     hooked.is_lln_hook = True  # type: ignore[attr-defined]
@@ -68,6 +43,10 @@ def around(hook: Callable[..., Any], original: Callable[..., Any]) -> Callable[.
 def choose(original: Any, model: PreTrainedModel, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
     """Where nobody names an implementation, the one in config.lln runs."""
     held = read(model.config)
+    if is_mark(attn_implementation):  # the config was read before lln.hf was imported
+        attn_implementation = None
+    if kwargs.get("is_init_check"):
+        model.lln_by_name = held is None and attn_implementation in LLN
     if held is not None and held.implementation in IMPLEMENTATIONS:
         if attn_implementation is None:
             attn_implementation = held.implementation
@@ -96,6 +75,8 @@ def after_init(original: Any, model: PreTrainedModel, *args: Any, **kwargs: Any)
 
 def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
     """A model that cannot switch to ours is left as it was: transformers itself would warn and go on with softmax."""
+    named = attn_implementation.values() if isinstance(attn_implementation, dict) else [attn_implementation]
+    by_name = any(name in LLN for name in named) and all(read(part.config) is None for part in list_parts(model))
     if attn_implementation in IMPLEMENTATIONS:
         for part in list_parts(model):
             check_model(part, attn_implementation)
@@ -108,7 +89,26 @@ def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *arg
                 part.config._attn_implementation_internal = model.config._attn_implementation
         attach(model, fresh=False)
         check_tiles(model)
+    if by_name and is_loaded(model):
+        warn_of_harm()
     return result
+
+
+def is_loaded(model: PreTrainedModel) -> bool:
+    """Whether any weight came from a checkpoint: transformers leaves its mark on those, not on what it has drawn. A
+    config's name_or_path would not tell, since a new model can be made from the config of a trained one."""
+    return any(getattr(parameter, "_is_hf_initialized", False) for parameter in model.parameters())
+
+
+@functools.cache  # once a process
+def warn_of_harm() -> None:
+    warnings.warn(
+        "attn_implementation puts LLN attention into a model that was loaded from a softmax checkpoint, which harms "
+        "it. `lln convert MODEL OUT --calibration TEXTS --distill 400` teaches the model LLN attention, and so do "
+        "lln.hf.convert(model, ...) and then lln.hf.distill(model, batches); the former alone says that the change is "
+        "meant.",
+        stacklevel=2,
+    )
 
 
 def list_configs(config: Any) -> Iterator[Any]:
@@ -123,6 +123,8 @@ def initialise(original: Any, model: PreTrainedModel, module: nn.Module, *args: 
     """Runs for every module when a checkpoint has been loaded, and when a model is built around others."""
     if runs_ours(model.config):
         align(module)
+    if module is model and getattr(model, "lln_by_name", False) and is_loaded(model):
+        warn_of_harm()
     if not isinstance(module, Attached):
         return original(model, module, *args, **kwargs)
     if not module._is_hf_initialized:
@@ -146,19 +148,21 @@ def save(original: Any, model: PreTrainedModel, save_directory: Folder, *args: A
     return result
 
 
+def read_config(original: Any, config: PreTrainedConfig, **attributes: Any) -> Any:
+    """What is refused without lln.hf is not with it: config.lln alone says what runs."""
+    return original(config, **drop_marks(attributes))
+
+
+def write_config(original: Any, config: PreTrainedConfig, json_file_path: Folder, *args: Any, **kwargs: Any) -> Any:
+    result = original(config, json_file_path, *args, **kwargs)
+    mark(config, Path(json_file_path))
+    return result
+
+
 def upload(original: Any, model: PreTrainedModel, working_dir: Folder, *args: Any, **kwargs: Any) -> Any:
     """To the Hub. transformers has just put a README.md of its own in the place of ours."""
     explain(model, working_dir)
     return original(model, working_dir, *args, **kwargs)
-
-
-def explain(model: PreTrainedModel, folder: Folder) -> None:
-    """A README.md that says how to load the model, or that section at the end of the one that is there."""
-    if os.path.isdir(folder) and any(runs_ours(part.config) for part in list_parts(model)):
-        path = Path(folder) / "README.md"
-        text = path.read_text(encoding="utf-8") if path.exists() else HEADER
-        if "lln.hf" not in text:
-            write_text(path, text.rstrip("\n") + "\n" + SECTION)
 
 
 def give_cache(original: Any, model: Any, generation_config: Any, model_kwargs: Any, mode: Any, *more: Any) -> Any:
@@ -194,12 +198,15 @@ def decodes_with_lln(model: PreTrainedModel) -> bool:
     return bool(mine) and len(mine) == len(found) and set(kinds) == {"full_attention"}
 
 
-HOOKS: dict[str, Callable[..., Any]] = {
-    "_check_and_adjust_attn_implementation": choose,
-    "post_init": after_init,
-    "set_attn_implementation": switch,
-    "_initialize_weights": initialise,
-    "save_pretrained": save,
-    "_upload_modified_files": upload,
-    "_prepare_cache_for_generation": give_cache,
+HOOKS: dict[type, dict[str, Callable[..., Any]]] = {
+    PreTrainedModel: {
+        "_check_and_adjust_attn_implementation": choose,
+        "post_init": after_init,
+        "set_attn_implementation": switch,
+        "_initialize_weights": initialise,
+        "save_pretrained": save,
+        "_upload_modified_files": upload,
+    },
+    PreTrainedConfig: {"__post_init__": read_config, "to_json_file": write_config},
+    GenerationMixin: {"_prepare_cache_for_generation": give_cache},
 }

@@ -119,10 +119,8 @@ def build_model(plan: ModelPlan, attention: str) -> Any:
     model = model.to(plan.device, plan.dtype).eval()
     if attention == TORCH:
         model.set_attn_implementation(TORCH)
-    elif model.can_generate():  # the spread of its queries and keys does not change what a call costs
-        lln.hf.convert(model, attention, statistics="fixed")
-    else:
-        model.set_attn_implementation(attention)
+    else:  # the spread of a decoder's queries and keys does not change what a call costs
+        lln.hf.convert(model, attention, statistics="fixed" if model.can_generate() else None)
     return model
 
 
