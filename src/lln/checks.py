@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -19,6 +19,7 @@ from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype, constant
 from lln.kernels.evidence import SIGNED, count_channels
 from lln.state import LLNState, check_state
+from lln.values import check_choice, check_count, check_flag, check_fraction, check_number, check_positive, describe
 
 Coefficient = float | Tensor
 Mix = Coefficient | tuple[Coefficient, Coefficient]
@@ -84,9 +85,9 @@ def check_call(
     check_block_size(block_size, is_causal, cross or length != key_length, state is not None or return_state)
     dtype = compute_dtype(query.dtype)
     check_read(read, alpha, beta, directions)
-    directions = check_directions(directions, key)
-    channels = count_channels(directions, dim)
-    width = channels if isinstance(directions, Tensor) else dim
+    channelled = check_directions(directions, key)
+    channels = count_channels(channelled, dim)
+    width = channels if isinstance(channelled, Tensor) else dim
     alpha = coefficient("alpha", 1.0 if alpha is None else alpha, (batch, query_heads, dim), dtype, query.device)
     given, beta = beta, coefficient("beta", beta, (batch, key_heads, width), dtype, query.device)
     weights = mix_weights(mix, block_size, (batch, query_heads, value_dim), dtype, query.device)
@@ -114,7 +115,7 @@ def check_call(
         lln_weight=weights[0],
         block_weight=weights[1],
         read=read,
-        directions=directions,
+        directions=channelled,
         mean_key=None if state is None else state.mean_key,
         entropy=None if state is None else state.entropy,
         count=count,
@@ -154,14 +155,8 @@ def check_directions(directions: Any, key: Tensor) -> Tensor | str | None:
         )
     if directions.device != key.device:
         raise ValueError(f"directions must be on the device of key, {key.device}; got {directions.device}.")
-    return directions.expand(heads, -1, -1)
-
-
-def describe(value: Any) -> str:
-    """What came, for the end of an error message."""
-    if isinstance(value, Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
-    return f"{value!r} ({type(value).__name__})"
+    every: Tensor = directions.expand(heads, -1, -1)
+    return every
 
 
 def describe_shapes(names: tuple[str, str], *tensors: Tensor) -> str:
@@ -300,47 +295,6 @@ def check_block_size(block_size: int | None, is_causal: bool, cross: bool, with_
         )
 
 
-def check_number(name: str, value: Any, or_tensor: str = "") -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, Real)):
-        raise TypeError(f"{name} must be a number{or_tensor}; got {describe(value)}.")
-    # A compiler that treats numbers as symbols cannot look at them; they were looked at when it was not compiling.
-    if not torch.compiler.is_compiling() and not math.isfinite(value):
-        raise ValueError(f"{name} must be finite; got {value}.")
-    return float(value)
-
-
-def check_fraction(name: str, value: Any, remedy: str = "") -> float:
-    number = check_number(name, value)
-    if not 0.0 <= number <= 1.0:
-        raise ValueError(f"{name} must lie between 0 and 1; got {value}.{remedy}")
-    return number
-
-
-def check_positive(name: str, value: Any, unit: str = "") -> float:
-    number = check_number(name, value)
-    if number <= 0.0:
-        raise ValueError(f"{name} must be positive{unit}; got {value}.")
-    return number
-
-
-def check_count(name: str, value: Any, least: int = 1) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        allowed = "a positive int" if least == 1 else f"an int of at least {least}"
-        raise ValueError(f"{name} must be {allowed}; got {value!r}.")
-    return value
-
-
-def check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False; got {describe(value)}.")
-
-
-def check_choice(name: str, value: Any, *allowed: Any) -> None:
-    if value not in allowed:
-        *first, last = map(repr, allowed)
-        raise ValueError(f"{name} must be {', '.join(first)} or {last}; got {value!r}.")
-
-
 def coefficient(
     name: str, value: Any, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, positive: bool = True
 ) -> Tensor:
@@ -410,6 +364,8 @@ def check_options(
     learnable: str | None = None,
     block_size: int | None = None,
     mix: float | str = 0.5,
+    read: str = "paper",
+    directions: int | str | None = None,
     feature_map: str | None = None,
     convolution: int | None = None,
     overlap: bool = False,
@@ -438,6 +394,18 @@ def check_options(
     if block_size is None and mix != 0.5:
         raise ValueError(f"mix weighs LLN against the blocks and needs block_size; got mix={mix!r}.")
     check_choice("feature_map", feature_map, None, "linear")
+    check_read(read, None if read == "evidence" else 1.0, 1.0, directions)
+    if read == "evidence" and alpha is not None:
+        raise ValueError(f"alpha: the evidence read has none, its temperature is scale; got {describe(alpha)}.")
+    if isinstance(directions, int):
+        check_count("directions", directions)
+        if statistics != "fixed" or beta is not None or learnable is not None:
+            raise ValueError(
+                f"directions={directions}: learned directions hold beta themselves; use statistics='fixed' and leave "
+                "out beta and learnable."
+            )
+    else:
+        check_choice("directions", directions, None, SIGNED)
     if feature_map is not None and statistics != "fixed":
         raise ValueError(f"feature_map goes with statistics='fixed'; got statistics={statistics!r}.")
     check_convolution(convolution)

@@ -18,7 +18,6 @@ from lln.checks import (
     Mix,
     Read,
     check_call,
-    check_choice,
     check_inputs,
 )
 from lln.kernels import eager
@@ -27,6 +26,7 @@ from lln.kernels.common import autocast_enabled
 from lln.kernels.step import is_step, step
 from lln.kernels.triton import attend as triton
 from lln.state import LLNState
+from lln.values import check_choice
 
 __all__ = ["Backend", "Coefficient", "CuSeqlens", "Mix", "lln_attention"]
 

@@ -161,7 +161,7 @@ class LLNState:
             raise TypeError(f"LLNState.merge: other must be an LLNState; got {type(other).__name__}.")
         if self.read != other.read:
             raise ValueError(
-                f"LLNState.merge: one state is for read={self.read!r}, the other for {other.read!r}; make both with one."
+                f"LLNState.merge: one state is for read={self.read!r}, the other for {other.read!r}; use one for both."
             )
         if self.mean_value.shape != other.mean_value.shape:
             raise ValueError(

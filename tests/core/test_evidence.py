@@ -9,7 +9,8 @@ from torch import Tensor
 
 from helpers.tensors import assert_close, make_inputs, normal, relative_error
 from helpers.untyped import lln_attention
-from lln import LLNState
+from lln import LLNAttention, LLNState, MultiheadAttention
+from lln.instruments import entropy, lln_map, record
 from lln.naive import naive_evidence
 
 DIRECTIONS: dict[str, Any] = {
@@ -125,7 +126,7 @@ def test_of_one_key_or_equal_keys_attention_is_exact(is_causal: bool) -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_vector_that_all_keys_share_changes_nothing(is_causal: bool, dtype: torch.dtype) -> None:
-    """H derived from L and K would lose 1.6e-3 in float32 with keys around 50. The shift is one that the dtype holds."""
+    """H derived from L and K would lose 1.6e-3 in float32 with keys around 50. The dtype holds the shifted keys."""
     q, k, v = (t.bfloat16().double() for t in make_inputs(2, 2, 2, 200, 8))
     k = (k * 4).round() / 4  # multiples of 1/4: with 48 added bfloat16 still holds them
     wanted = attend(q, k, v, is_causal=is_causal)
@@ -256,3 +257,64 @@ def test_states_of_different_reads_do_not_mix() -> None:
         attend(q, k, v, state=ours, directions="signed")
     moved = ours.to(torch.bfloat16).clone().detach().index_select(torch.tensor([0, 0]))
     assert (moved.read, moved.mean_key.dtype, moved.entropy.shape) == ("evidence", torch.float32, (2, 2, 8))
+
+
+@pytest.mark.parametrize("directions", list(DIRECTIONS))
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("block_size", [None, 8])
+def test_the_map_is_what_values_are_multiplied_by(directions: str, is_causal: bool, block_size: int | None) -> None:
+    q, k, _ = make_inputs(2, 4, 2, 30, 8)
+    options: dict[str, Any] = {"directions": DIRECTIONS[directions], "is_causal": is_causal, "block_size": block_size}
+    options["key_mask"] = hide(30)
+    p = lln_map(q, k, None, 1.3, read="evidence", **options)
+    found = p.dense()[p.live[:, None].expand(-1, 4, -1)]
+    assert_close(found, show_rows(q, k, **options)[p.live[:, None].expand(-1, 4, -1)], 1e-11)
+    assert entropy(p).isfinite().all()
+
+
+@pytest.mark.parametrize("options", [{}, {"directions": "signed"}, {"directions": 20, "statistics": "fixed"}])
+def test_modules_run_the_op_with_their_beta_and_directions(options: dict[str, Any]) -> None:
+    q, k, v = make_inputs(2, 4, 2, 30, 8, dtype=torch.float32)
+    module = LLNAttention(4, 8, num_key_heads=2, block_size=8, mix="scales", read="evidence", **options)
+    assert not [name for name, _ in module.named_parameters() if "alpha" in name]
+    alpha, beta = module.coefficients(q, k)
+    assert alpha is None
+    held: Any = module.channel_directions if "statistics" in options else options.get("directions")
+    out = attend(q, k, v, beta=beta, directions=held, block_size=8)
+    assert_close(module(q, k, v), out, 1e-6)
+    module(q, k, v).square().sum().backward()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.any(), name
+    again = LLNAttention(4, 8, num_key_heads=2, block_size=8, mix="scales", read="evidence", **options)
+    again.load_state_dict(module.state_dict())
+    assert torch.equal(again(q, k, v), module(q, k, v))
+    with record(module) as seen:
+        module(q, k, v)
+    assert seen.table()["entropy"].notna().all()
+
+
+def test_multihead_attention_has_the_read_and_its_weights() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 20, 32)
+    module = MultiheadAttention(32, 4, batch_first=True, read="evidence", directions="signed", block_size=8)
+    out, weights = module(x, x, x)
+    assert weights is not None
+    assert_close(weights.sum(-1), torch.ones(2, 20), 1e-5)
+    assert not torch.allclose(out, MultiheadAttention(32, 4, batch_first=True, block_size=8)(x, x, x)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alpha": 1.0, "statistics": "fixed"}, "alpha: the evidence read has none"),
+        ({"directions": 20}, "learned directions hold beta"),
+        ({"directions": 20, "statistics": "fixed", "learnable": "head"}, "learned directions hold beta"),
+        ({"directions": 0, "statistics": "fixed"}, "directions must be a positive int"),
+        ({"directions": "both"}, "directions must be None or 'signed'"),
+        ({"read": "paper", "directions": "signed"}, "directions go with read='evidence'"),
+    ],
+)
+def test_modules_refuse_what_does_not_go_together(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLNAttention(2, 8, **({"read": "evidence"} | options))

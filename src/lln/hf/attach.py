@@ -78,7 +78,8 @@ class ModelAttention(Attached, LLNAttention):
                 "would depend on later ones; use 'running' or 'fixed', or {'encoder': ..., 'decoder': ...}."
             )
         fixed = statistics == "fixed"
-        taken = ["length", "momentum", *(("learnable", "feature_map") if fixed else ())]
+        taken = ["length", "momentum", "read", *(("learnable", "feature_map") if fixed else ())]
+        taken += ["directions"] if fixed or not isinstance(options.directions, int) else []
         if not self.cross:
             taken += ["convolution", *(("block_size", "mix", "overlap") if self.implementation == "lln_diag" else ())]
         made = read_sizes(host) | {
@@ -96,7 +97,8 @@ class ModelAttention(Attached, LLNAttention):
                     1.0, 1.0, made["head_dim"], made["matching"], made["scale"], length=made["length"]
                 )
                 width = [made["head_dim"]] if options.coefficients == "channel" else []
-                for name, heads, value in zip(("alpha", "beta"), ("num_heads", "num_key_heads"), usual, strict=True):
+                pairs = zip(("alpha", "beta"), ("num_heads", "num_key_heads"), usual, strict=True)
+                for name, heads, value in list(pairs)[options.read == "evidence" :]:
                     made[name] = torch.full([made[heads], *width], value, dtype=torch.float64)
             super().__init__(**made, dtype=like.dtype)
         self.build = functools.partial(LLNAttention, **made)
@@ -120,11 +122,12 @@ class ModelAttention(Attached, LLNAttention):
     def list_tiles(self, query: Tensor) -> Tensor | None:
         return None if (tiles := self.find_tiles(query)) is None else tiles.owner
 
-    def run_op(self, inputs: Inputs, alpha: Tensor, beta: Tensor, **call: Any) -> Any:
+    def run_op(self, inputs: Inputs, alpha: Tensor | None, beta: Tensor, **call: Any) -> Any:
         # Here and not in forward, so that P (`weights`) and all who call this module have tiles, in the tokens' order.
         if (tiles := self.find_tiles(inputs.query)) is None or self.block_size is None:
             return super().run_op(inputs, alpha, beta, **call)
-        call |= {"block_size": self.block_size, "mix": self.mix_weights(), "scale": self.scale}
+        call = {"block_size": self.block_size, "mix": self.mix_weights(), "scale": self.scale} | call
+        call = self.read_options() | call
         return tiled_attention(inputs, alpha, beta, tiles, **call, backend=self.backend)
 
     def extra_repr(self) -> str:
@@ -148,26 +151,31 @@ class ModelAttention(Attached, LLNAttention):
         # What was given or found may become what is learned, and one number a head one a channel.
         pairs = list(zip(self.stored, other.stored, strict=False))
         moved = self.learns != other.learns or any(mine.shape != theirs.shape for mine, theirs in pairs)
-        if pairs and moved and all(theirs.shape[1] in (1, mine.shape[1]) for mine, theirs in pairs):
-            self.set_coefficients(*(theirs.exp() if other.learns else theirs for _, theirs in pairs))
+        same = self.read == other.read
+        if pairs and same and moved and all(theirs.shape[1] in (1, mine.shape[1]) for mine, theirs in pairs):
+            held = [theirs.exp() if other.learns else theirs for _, theirs in pairs]
+            self.set_coefficients(held[0], held[-1])
 
     @property
     def learns(self) -> bool:
         """Whether alpha and beta are parameters."""
-        return "log_alpha" in self._parameters
+        return "log_beta" in self._parameters
 
     @property
     def stored(self) -> list[Tensor]:
         """What keeps alpha and beta among the weights, [heads, 1 or dim] each: their logarithms where they are learned;
-        nothing where they are not kept."""
+        nothing where they are not kept, and of the evidence read beta alone."""
         if self.learns:
-            return [self.get_parameter(name).detach() for name in ("log_alpha", "log_beta")]
+            found = (self._parameters.get(name) for name in ("log_alpha", "log_beta"))
+            return [parameter.detach() for parameter in found if parameter is not None]
         return [kept[0] for name in ("alpha", "beta") if (kept := self._buffers.get(f"fixed_{name}")) is not None]
 
     @torch.no_grad()
     def set_coefficients(self, alpha: Any, beta: Any) -> None:
-        """alpha and beta, numbers or tensors [heads] or [heads, dim], into the buffers or parameters that keep them."""
-        for name, given, target in zip(("alpha", "beta"), (alpha, beta), self.stored, strict=True):
+        """alpha and beta, numbers or tensors [heads] or [heads, dim], into the buffers or parameters that keep them; of
+        the evidence read beta alone."""
+        both = (("alpha", alpha), ("beta", beta))[self.read == "evidence" :]
+        for (name, given), target in zip(both, self.stored, strict=True):
             if isinstance(given, Tensor):
                 given = given.to(target.device, torch.float64)
                 given = given.squeeze(1) if given.shape[1:] == (1,) else given  # one number a head

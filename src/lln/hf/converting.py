@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from lln.hf.attach import ModelAttention, attach, check_tiles, undo_refused
 from lln.hf.find import attention_modules, check_model, list_parts
-from lln.hf.options import IMPLEMENTATIONS, KINDS, LLN, Options, read, write
+from lln.hf.options import IMPLEMENTATIONS, KINDS, LLN, Options, write
+from lln.hf.options import read as read_config
 from lln.hf.watch import SoftmaxCall, show_softmax
 from lln.matching.data import match_data
 from lln.matching.moments import both_moments
@@ -32,6 +33,8 @@ def convert(
     block_size: int | None = None,
     mix: float | str | None = None,
     learnable: str | None = None,
+    read: str | None = None,
+    directions: int | str | None = None,
     feature_map: str | None = None,
     convolution: int | None = None,
     overlap: bool | None = None,
@@ -60,6 +63,10 @@ def convert(
         block_size, mix: of "lln_diag". mix: a number, "ratio" or "scales". Of another kernel mechanism: adds blocks to
             it, as in `lln.attention` (mix: a number).
         learnable: "head" or "channel": alpha and beta become parameters.
+        read: "paper", or "evidence": queries read channels by the keys they hold, for weights that were trained with
+            softmax attention (see `lln.lln_attention`). There is no alpha then.
+        directions: of the evidence read: "signed", or the number of channels whose directions are learned (see
+            `lln.LLNAttention`), which `lln.hf.fit` finds without gradients and `lln.hf.distill` trains.
         feature_map: "linear": each head learns a linear map of its queries and keys (see `lln.LLNAttention`), which
             starts at the identity; what `lln.hf.distill` can train.
         convolution: an odd width: each head learns a convolution over the tokens of its queries, keys and values (see
@@ -94,14 +101,15 @@ def convert(
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a transformers model; got {type(model).__name__}.")
     parts = list_parts(model)
-    held = next((one for part in parts if (one := read(part.config)) is not None), None)
+    held = next((one for part in parts if (one := read_config(part.config)) is not None), None)
     if implementation is None:
         implementation = held.implementation if held and held.implementation in IMPLEMENTATIONS else "lln_diag"
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}; got {implementation!r}.")
     asked = {
         "matching": matching, "statistics": statistics, "block_size": block_size, "mix": mix, "learnable": learnable,
-        "feature_map": feature_map, "convolution": convolution, "overlap": overlap, "length": length,
+        "read": read, "directions": directions, "feature_map": feature_map, "convolution": convolution,
+        "overlap": overlap, "length": length,
         "momentum": momentum, "tile": tile,
     }  # fmt: skip
     changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
@@ -119,8 +127,8 @@ def convert(
     for part in parts:
         check_model(part, implementation)
     changes["implementation"] = implementation
-    chosen = [dataclasses.replace(read(part.config) or Options(), **changes) for part in parts]
-    data = matching == "data" and alpha is None
+    chosen = [dataclasses.replace(read_config(part.config) or Options(), **changes) for part in parts]
+    data = matching == "data" and beta is None
     if batches is not None and not data and not any("running" in map(o.statistics_of, KINDS) for o in chosen):
         raise ValueError("batches: there is nothing to measure; it goes with statistics='running' or matching='data'.")
     modules = dict(attention_modules(model))
@@ -136,8 +144,8 @@ def convert(
         attach(model, fresh=True)
         check_tiles(model)
         for name, module in modules.items():
-            if alpha is not None and beta is not None and module.lln.statistics == "fixed":
-                module.lln.set_coefficients(pick("alpha", alpha, name), pick("beta", beta, name))
+            if beta is not None and module.lln.statistics == "fixed":
+                module.lln.set_coefficients(*(pick(*given, name) for given in (("alpha", alpha), ("beta", beta))))
             if name in found:
                 found[name].give(module.lln)
     return model
@@ -154,13 +162,19 @@ def complete(
             raise ValueError(f"{name} goes with implementation='lln_diag'; got {changes[name]!r}.")
     if "block_size" in changes and changes.setdefault("tile") is not None:
         raise ValueError(f"tile={changes['tile']!r} stands in the place of block_size; leave one of them out.")
-    if (given[0] is None) != (given[1] is None):
+    evidence = changes.get("read", held.read) == "evidence"
+    if not evidence:
+        changes.setdefault("directions", None)
+    if evidence and given[0] is not None:
+        raise ValueError("alpha: the evidence read has none; give beta alone.")
+    if (given[0] is None) != (given[1] is None) and not evidence:
         raise ValueError("alpha and beta go together; give both or neither.")
     matching, statistics, learnable = (changes.get(name) for name in ("matching", "statistics", "learnable"))
-    if matching == "data" and given[0] is None and not measured:
+    if matching == "data" and given[1] is None and not measured:
         raise ValueError("matching='data' needs batches to find alpha and beta on, or alpha and beta themselves.")
-    kept = given[0] is not None or matching == "data"
-    if statistics is None and (kept or learnable is not None or "feature_map" in changes):
+    directed = isinstance(changes.get("directions", held.directions), int)
+    kept = (given[1] is not None or matching == "data") and not directed
+    if statistics is None and (kept or directed or learnable is not None or "feature_map" in changes):
         changes["statistics"] = "fixed"
     if kept:
         values = [value for one in given for value in (one.values() if isinstance(one, Mapping) else [one])]
@@ -177,7 +191,7 @@ def complete(
             changes["matching"] = "paper"
 
 
-def pick(what: str, given: Coefficients, name: str) -> float | Tensor:
+def pick(what: str, given: Coefficients | None, name: str) -> float | Tensor | None:
     if not isinstance(given, Mapping):
         return given
     if name not in given:
@@ -221,7 +235,7 @@ class Seen:
             attention.pending.copy_(self.moments)
             attention.running_count.zero_()  # what is brought in first replaces what was there
             attention.commit()
-        if self.data and attention.statistics == "fixed":
+        if self.data and attention.stored:
             attention.set_coefficients(*(torch.as_tensor(log / self.samples).exp() for log in self.logs))
 
 

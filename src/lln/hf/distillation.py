@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lln.checks import check_count
 from lln.hf.find import attention_modules
 from lln.hf.options import runs_lln
 from lln.hf.watch import SoftmaxCall, evaluating, on_device, show_softmax
+from lln.values import check_count
 
 Batch = Mapping[str, Any]
 Progress = Callable[[int, float], None]  # steps done, loss

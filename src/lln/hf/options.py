@@ -9,10 +9,11 @@ from typing import Any
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lln.checks import MATCHINGS, STATISTICS, check_choice, check_count, check_options, describe
+from lln.checks import MATCHINGS, STATISTICS, check_options
 from lln.matching.moments import LENGTH
 from lln.peers import mechanisms
 from lln.peers.registry import check_names
+from lln.values import check_choice, check_count, describe
 
 LLN = ("lln", "lln_diag")
 
@@ -51,6 +52,9 @@ class Options:
         learnable: None, "head" or "channel": alpha and beta are parameters. With "fixed" statistics.
         coefficients: None, "head" or "channel": alpha and beta are given numbers that are kept with the weights. With
             "fixed" statistics.
+        read: "paper", or "evidence" for weights that were trained with softmax, see `lln.lln_attention`.
+        directions: of the evidence read's channels: None, "signed" or the number of learned ones, see
+            `lln.LLNAttention`. Learned ones with "fixed" statistics.
         feature_map: None, or "linear": a learned map of queries and keys, see `lln.LLNAttention`. With "fixed"
             statistics.
         convolution: None, or the odd width of a learned convolution over the tokens of queries, keys and values, see
@@ -77,6 +81,8 @@ class Options:
     mix: float | str = 0.5
     learnable: str | None = None
     coefficients: str | None = None
+    read: str = "paper"
+    directions: int | str | None = None
     feature_map: str | None = None
     convolution: int | None = None
     overlap: bool = False
@@ -106,6 +112,7 @@ class Options:
             )
         asked = {"matching='data'": self.matching == "data"}
         asked |= {name: getattr(self, name) is not None for name in ("learnable", "coefficients", "feature_map")}
+        asked["directions"] = isinstance(self.directions, int)
         for what, wanted in asked.items():
             if wanted and "fixed" not in map(self.statistics_of, KINDS):
                 raise ValueError(f"lln: {what} goes with statistics='fixed'; got statistics={self.statistics!r}.")
@@ -114,7 +121,8 @@ class Options:
                 "lln: matching='data' needs alpha and beta; use lln.hf.convert(model, matching='data', ...)."
             )
         check_options(
-            learnable=self.learnable, block_size=self.block_size, mix=self.mix, feature_map=self.feature_map,
+            learnable=self.learnable, block_size=self.block_size, mix=self.mix, read=self.read,
+            directions=self.directions, feature_map=self.feature_map,
             convolution=self.convolution, overlap=self.overlap, momentum=self.momentum, length=self.length,
         )  # fmt: skip
         if self.tile is not None:
@@ -136,7 +144,8 @@ class Options:
     @property
     def keeps_values(self) -> bool:
         """Whether anything of it lives among the weights."""
-        learned = (self.learnable, self.coefficients, self.feature_map, self.convolution)
+        learned = [self.learnable, self.coefficients, self.feature_map, self.convolution]
+        learned += [self.directions] if isinstance(self.directions, int) else []
         mixes = isinstance(self.mix, str) and self.implementation != "lln"
         return mixes or "running" in map(self.statistics_of, KINDS) or any(one is not None for one in learned)
 

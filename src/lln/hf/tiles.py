@@ -159,7 +159,7 @@ def require_patches(patches: Patches | None) -> Patches:
 
 def tiled_attention(
     inputs: Inputs,
-    alpha: Coefficient,
+    alpha: Coefficient | None,
     beta: Coefficient,
     tiles: Tiles,
     *,
@@ -171,6 +171,7 @@ def tiled_attention(
     state: LLNState | None = None,
     return_state: bool = False,
     backend: Backend = "auto",
+    **read: Any,
 ) -> Tensor:
     """`lln.functional.attend_checked` with tiles in place of blocks. [B, H, N, E] in the dtype of query."""
     if is_causal or state is not None or return_state or inputs.cu_query is not None:
@@ -178,7 +179,7 @@ def tiled_attention(
             "tile: an image is seen as a whole, so causal attention, a state and packed sequences have no tiles; "
             f"{REMEDY}."
         )
-    linear = attend_checked(inputs, alpha, beta, dropout_p=dropout_p, backend=backend)
+    linear = attend_checked(inputs, alpha, beta, dropout_p=dropout_p, backend=backend, scale=scale, **read)
     assert isinstance(linear, Tensor)
     return mix_parts(inputs, linear, attend_tiles(inputs, tiles, scale, dropout_p), mix, block_size)
 

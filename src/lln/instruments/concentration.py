@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from lln.checks import check_count, check_number, check_positive
 from lln.instruments.heads import Heads, Rows, SoftmaxHeads, span_elements, take
 from lln.instruments.maps import AttentionMap, LLNMap, SoftmaxMap, lln_map, softmax_map
 from lln.kernels.common import PAPER_A, PAPER_B
+from lln.values import check_count, check_number, check_positive
 
 PILOT_PAIRS, PILOT_ROWS = 4096, 64  # draws that tell how many draws a width takes
 LEAST = 1e-12  # of a uniform number: at 0 it would choose a channel or key of weight 0

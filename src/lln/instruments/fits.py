@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lln.checks import check_count
 from lln.instruments.concentration import draw_rows
 from lln.instruments.heads import Heads, span_elements
 from lln.instruments.maps import AttentionMap, check_parts
 from lln.kernels.common import wide_dtype
+from lln.values import check_count
 
 ROWS = 2048  # that a sample of entries is spread over
 INDEPENDENT = 512  # entries, one a row and column, that a p-value is made from

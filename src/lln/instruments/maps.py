@@ -17,16 +17,19 @@ import torch
 from torch import Tensor
 
 from lln.checks import (
+    Coefficient,
+    Directions,
+    Read,
     check_block_size,
+    check_directions,
     check_masks,
-    check_number,
     check_overlap,
     check_pair,
+    check_read,
     check_tensor,
     coefficient,
-    describe,
     mix_weights,
-)  # fmt: skip
+)
 from lln.instruments.heads import (
     DenseHeads,
     DiagHeads,
@@ -37,8 +40,10 @@ from lln.instruments.heads import (
     TileHeads,
     span_elements,
 )
-from lln.kernels.common import wide_dtype
+from lln.kernels.common import finite, wide_dtype
+from lln.kernels.evidence import channel_exponents, list_logits
 from lln.nn.overlap import window
+from lln.values import check_number, describe
 
 Place = tuple[Tensor, Tensor, Tensor]  # of heads: sample, head and key head, [G] each
 
@@ -141,15 +146,18 @@ class LLNMap(AttentionMap):
     """P_ij of eq. (9), and with blocks r P + p P_blocks."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, alpha: float | Tensor, beta: float | Tensor, block_size: int | None, mix: Any,
-        overlap: bool, tiles: Tensor | None, scale: float, *masks: Any,
+        self, q: Tensor, k: Tensor, alpha: Coefficient | None, beta: Coefficient, block_size: int | None, mix: Any,
+        overlap: bool, tiles: Tensor | None, read: str, directions: Tensor | str | None, scale: float, *masks: Any,
     ) -> None:  # fmt: skip
         self.is_product = block_size is None
         super().__init__(q, k, scale, *masks)
-        self.block_size, self.tiles = block_size, tiles
+        self.block_size, self.tiles, self.read = block_size, tiles, read
+        self.directions = directions.detach() if isinstance(directions, Tensor) else directions
         (batch, heads, _, dim), key_heads, where = q.shape, k.shape[1], (self.dtype, self.device)
-        self.alpha = coefficient("alpha", alpha, (batch, heads, dim), *where).detach().expand(batch, heads, -1)
-        self.beta = coefficient("beta", beta, (batch, key_heads, dim), *where).detach().expand(batch, key_heads, -1)
+        width = directions.shape[-2] if isinstance(directions, Tensor) else dim
+        one = 1.0 if alpha is None else alpha
+        self.alpha = coefficient("alpha", one, (batch, heads, dim), *where).detach().expand(batch, heads, -1)
+        self.beta = coefficient("beta", beta, (batch, key_heads, width), *where).detach().expand(batch, key_heads, -1)
         weights = mix_weights(mix, block_size, (batch, heads, 1), *where)
         # (tokens that share their keys, how far these begin before them)
         self.window = window(block_size, self.is_causal) if overlap and block_size else (block_size or 0, 0)
@@ -158,7 +166,10 @@ class LLNMap(AttentionMap):
     def pick(self, place: Place, q: Tensor, k: Tensor, *masks: Any) -> Heads:
         sample, head, key_head = place
         alpha, beta = self.alpha[sample, head].unsqueeze(1), self.beta[sample, key_head].unsqueeze(1)
-        lln = LLNHeads(q * alpha, k * beta, *masks)
+        if self.read == "evidence":
+            lln = LLNHeads(*self.read_evidence(q, k, beta, key_head, *masks), *masks)
+        else:
+            lln = LLNHeads(q * alpha, k * beta, *masks)
         if self.block_size is None:
             return lln
         r, p = (w[sample, head].unsqueeze(-1) for w in self.weights)
@@ -171,6 +182,22 @@ class LLNMap(AttentionMap):
         start = at.div(rows, rounding_mode="floor").mul(rows) - before
         start = start.masked_fill(at < 0, -2 * self.block_size)  # before the first valid token no key is near
         return DiagHeads(lln, q.mul_(self.scale), k, at, start, self.block_size, r, p)
+
+    def read_evidence(
+        self, q: Tensor, k: Tensor, beta: Tensor, key_head: Tensor, live: Tensor, seen: Tensor, is_causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(a, x) by which the evidence read is a map of LLN attention: softmax_c(a + L) are its weights if a is a
+        channel's logit less its L."""
+        directions = self.directions
+        if isinstance(directions, Tensor):
+            directions = directions.to(self.dtype)[key_head][:, None, None]
+        shape = (..., None, None, slice(None), slice(None))  # every head of this group is a sample of its own
+        hidden = ~seen[:, None, None, :, None] if self.padded else None
+        x = channel_exponents(k[shape], beta[shape], directions, hidden)
+        logits = list_logits(q[shape], k[shape], x, self.scale, is_causal)
+        x, logits = x[:, 0, 0], logits[:, 0, 0]
+        sums = x.logcumsumexp(1) if is_causal else x.logsumexp(1, keepdim=True)
+        return logits - finite(sums), x
 
 
 class KernelMap(AttentionMap):
@@ -221,13 +248,15 @@ def softmax_map(
 def lln_map(
     q: Tensor,
     k: Tensor,
-    alpha: float | Tensor,
+    alpha: float | Tensor | None,
     beta: float | Tensor,
     block_size: int | None = None,
     *,
     mix: Any = 0.5,
     overlap: bool = False,
     tiles: Tensor | None = None,
+    read: Read = "paper",
+    directions: Directions | None = None,
     scale: float | None = None,
     is_causal: bool = False,
     key_mask: Tensor | None = None,
@@ -244,7 +273,8 @@ def lln_map(
         overlap: windows in place of blocks, as in `lln.LLNAttention`.
         tiles: [length], int: the block of each token, where blocks are of at most block_size tokens but not of
             consecutive ones; a token of a negative block shares all of them. Not causal.
-        scale: of the softmax in the blocks, default 1 / sqrt(dim).
+        read, directions: "evidence" and the directions of its channels, as in `lln.lln_attention`; alpha is None then.
+        scale: of the softmax in the blocks and of the evidence read, default 1 / sqrt(dim).
 
     Raises:
         ValueError or TypeError: it names the argument.
@@ -261,7 +291,9 @@ def lln_map(
     check_overlap(overlap, block_size)
     check_tiles(tiles, q, block_size, is_causal or overlap)
     scale = q.shape[-1] ** -0.5 if scale is None else check_number("scale", scale)
-    return LLNMap(q, k, alpha, beta, block_size, mix, overlap, tiles, scale, is_causal, query_mask, key_mask)
+    check_read(read, alpha, beta, directions)
+    options = block_size, mix, overlap, tiles, read, check_directions(directions, k)
+    return LLNMap(q, k, alpha, beta, *options, scale, is_causal, query_mask, key_mask)
 
 
 def kernel_map(

@@ -52,6 +52,8 @@ class Observation:
     mix: Any = 0.5
     plain: tuple[Tensor, Tensor] | None = None  # query and key as the model has them, where LLN attends with others
     overlap: bool = False
+    read: str = "paper"  # or "evidence", which has no alpha, with its directions: see `lln.lln_attention`
+    directions: Any = None
     tiles: Tensor | None = None  # [N] the block of each token, where blocks are not consecutive ones; see `lln_map`
 
     @property
@@ -60,7 +62,7 @@ class Observation:
 
     def map(self) -> AttentionMap:
         """P of the attention that ran."""
-        if self.alpha is None or self.beta is None:
+        if self.beta is None:
             return self.softmax_map()
         return self.lln_map(self.alpha, self.beta, self.block_size, mix=self.mix)
 
@@ -72,14 +74,19 @@ class Observation:
         p = self.scores().softmax(-1).nan_to_num(0.0)  # NaN: a row that sees nothing, which does not count
         return dense_map(p, key_mask=self.key_mask, query_mask=self.query_mask)
 
-    def lln_map(self, alpha: Tensor, beta: Tensor, block_size: int | None = None, mix: Any = 0.5) -> AttentionMap:
+    def lln_map(
+        self, alpha: Tensor | None, beta: Tensor, block_size: int | None = None, mix: Any = 0.5
+    ) -> AttentionMap:
         """P of LLN attention on these queries and keys. ValueError where single pairs are masked or biased."""
         if self.bias is not None:
             raise ValueError(f"{self.layer}: masks and biases of single query-key pairs cannot exist in LLN attention.")
         batch, heads, key_heads = len(self.query), self.query.shape[1], self.key.shape[1]
-        alpha, beta = (c.expand(batch, h, -1) for c, h in ((alpha, heads), (beta, key_heads)))
-        options: dict[str, Any] = {"mix": mix, "scale": self.scale, "overlap": self.overlap, "tiles": self.tiles}
-        options = {} if block_size is None else options
+        alpha, beta = None if alpha is None else alpha.expand(batch, heads, -1), beta.expand(batch, key_heads, -1)
+        options: dict[str, Any] = {"scale": self.scale}
+        if block_size is not None:
+            options |= {"mix": mix, "overlap": self.overlap, "tiles": self.tiles}
+        if alpha is None:
+            options |= {"read": self.read, "directions": self.directions}
         return lln_map(self.query, self.key, alpha, beta, block_size, **options, **self.masks)
 
     def unmapped(self) -> Observation:
@@ -145,9 +152,9 @@ def measure_all(seen: Observation, wanted: tuple[str, ...]) -> dict[str, Tensor]
         for name, way in ways.items()
         if name.removeprefix("max_") in wanted
     }
-    if seen.alpha is not None and seen.beta is not None:
-        alpha, beta = (values.to(p.dtype).mean(-1) for values in (seen.alpha, seen.beta))
-        found["alpha"] = alpha.expand(p.batch, heads)
+    if seen.beta is not None:
+        beta = seen.beta.to(p.dtype).mean(-1)
+        found["alpha"] = nothing if seen.alpha is None else seen.alpha.to(p.dtype).mean(-1).expand(p.batch, heads)
         found["beta"] = beta.expand(p.batch, seen.key.shape[1]).repeat_interleave(each, 1)
     return found
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lln.checks import check_count
 from lln.instruments.observation import MEASURED, Observation, measure
 from lln.instruments.watchers import Look, Remove, replace_forward, watch_linear, watch_lln, watch_multihead
 from lln.nn.statistics import in_backward
+from lln.values import check_count
 
 if TYPE_CHECKING:
     import pandas

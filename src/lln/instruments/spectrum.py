@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lln.checks import check_positive
 from lln.instruments.heads import Heads
 from lln.instruments.maps import AttentionMap
+from lln.values import check_positive
 
 DENSE = 256  # up to so many tokens all eigenvalues at once are cheaper than the products of an iteration
 GRAM_ERROR = 1e-11  # relative, of sigma_1^2

@@ -112,7 +112,9 @@ def observe_lln(look: Look, layer: str, module: LLNAttention, args: Any, kwargs:
         found = module.coefficients(query, key, **where)
         plain = (query, key) if module.moves else None
         query, key = module.features(query, key, **where)
-    alpha, beta = (c if c.ndim else c.view(1, 1, 1) for c in found)  # "batch" statistics give one number for all
+    # "batch" statistics give one number for all; the evidence read has no alpha
+    alpha, beta = (c if c is None or c.ndim else c.view(1, 1, 1) for c in found)
+    read = module.read_options()
     apart = query_mask is not None and (key_mask is None or not torch.equal(query_mask, key_mask))
     cross = getattr(module, "cross", False) or query.shape[2] != key.shape[2] or (apart and not is_causal)
 
@@ -124,14 +126,14 @@ def observe_lln(look: Look, layer: str, module: LLNAttention, args: Any, kwargs:
         default_scale(query) if module.scale is None else module.scale, is_causal, first(key_mask), first(query_mask),
         None, cross, first(alpha), first(beta), module.block_size, find_mix(module),
         None if plain is None else (first(plain[0]), first(plain[1])), module.overlap,
-        module.list_tiles(query),
+        read.get("read", "paper"), read.get("directions"), module.list_tiles(query),
     )  # fmt: skip
     if offsets is None:
         yield seen
         return
     unmapped = [] if plain is None else list(split_sequences(*plain, offsets, look.samples))
     for index, (q, k) in enumerate(split_sequences(query, key, offsets, look.samples)):
-        own: list[Any] = [c[index : index + 1] if len(c) > 1 else c for c in (alpha, beta)]
+        own: list[Any] = [c[index : index + 1] if c is not None and len(c) > 1 else c for c in (alpha, beta)]
         own.append(unmapped[index] if unmapped else None)
         changes = dict(zip(("alpha", "beta", "plain"), own, strict=True))
         yield dataclasses.replace(seen, query=q, key=k, cross=cross or q.shape[2] != k.shape[2], **changes)

@@ -67,7 +67,8 @@ def attend(call: Call) -> tuple[Tensor, ...]:
     q = call.query.unflatten(1, (heads, -1)).to(dtype)
     k, v = call.key.unsqueeze(2).to(dtype), call.value.unsqueeze(2).to(dtype)
     hidden = None if call.key_mask is None else ~call.key_mask[:, None, None, :, None]
-    x = channel_exponents(k, call.beta[:, :, None, None], call.directions, hidden)
+    directions = call.directions.unsqueeze(1) if isinstance(call.directions, Tensor) else call.directions
+    x = channel_exponents(k, call.beta[:, :, None, None], directions, hidden)
     given = call.log_sum, call.mean_value, call.mean_key, call.entropy
     state = Held(*(t.unsqueeze(2) for t in given if t is not None)) if call.log_sum is not None else None
     if call.is_causal and q.shape[-2] > 1:
@@ -82,9 +83,9 @@ def attend(call: Call) -> tuple[Tensor, ...]:
 
 
 def channel_exponents(k: Tensor, beta: Tensor, directions: Tensor | str | None, hidden: Tensor | None) -> Tensor:
-    """x [B, H, 1, N, M] of keys [B, H, 1, N, D]: beta times the keys along the channels' directions."""
+    """x [B, H, 1, N, M] of keys [B, H, 1, N, D]: beta times the keys along the channels' directions [H, 1, M, D]."""
     if isinstance(directions, Tensor):
-        along: Tensor = k @ directions.to(k.dtype).unsqueeze(1).transpose(-1, -2)  # [H, 1, M, D]
+        along: Tensor = k @ directions.to(k.dtype).transpose(-1, -2)
         return exponents(along, beta, hidden)
     x = exponents(k, beta)
     x = torch.cat([x, -x], -1) if directions == SIGNED else x
@@ -94,8 +95,8 @@ def channel_exponents(k: Tensor, beta: Tensor, directions: Tensor | str | None, 
 def empty(x: Tensor, k: Tensor, v: Tensor) -> Held:
     """The state of no keys at all, the identity of `merge`."""
     shape, wide = (*x.shape[:3], x.shape[-1]), wide_dtype(x.device)
-    means = [t.new_zeros((*shape, t.shape[-1])) for t in (v, k)]
-    return Held(x.new_full(shape, -torch.inf, dtype=wide), *means, x.new_zeros(shape, dtype=wide))
+    value, key = (t.new_zeros((*shape, t.shape[-1])) for t in (v, k))
+    return Held(x.new_full(shape, -torch.inf, dtype=wide), value, key, x.new_zeros(shape, dtype=wide))
 
 
 def join_entropies(sum_1: Tensor, entropy_1: Tensor, sum_2: Tensor, entropy_2: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,15 +166,19 @@ def attend_causally(
     q: Tensor, k: Tensor, v: Tensor, x: Tensor, state: Held, scale: float, dropout: Dropout | None
 ) -> tuple[Tensor, Held]:
     """Every row sees the state, the rows before it and itself; chunk by chunk, as in `causal`."""
-    # The same for all rows, so that it changes no output; what the first row sees, so that no row sees a later one.
-    centre = torch.where((state.log_sum > -torch.inf).unsqueeze(-1), state.mean_key, k[..., :1, :])
-    centre = centre.detach().mean(-2, keepdim=True)
+    centre = find_centre(k, state)
     outs = [q.new_zeros((*q.shape[:-2], 0, v.shape[-1]))]
     for rows in chunks(q.shape[-2]):
         parts = q[..., rows, :], k[..., rows, :], v[..., rows, :], x[..., rows, :]
         out, state = call_again(attend_chunk, *parts, *state, centre, scale, dropout, rows.start)
         outs.append(out)
     return torch.cat(outs, -2), Held(*state)
+
+
+def find_centre(k: Tensor, state: Held) -> Tensor:
+    """A vector that may be taken from all keys, as in `read`: what the first row sees, so that none sees later ones."""
+    centre = torch.where((state.log_sum > -torch.inf).unsqueeze(-1), state.mean_key, k[..., :1, :])
+    return centre.detach().mean(-2, keepdim=True)
 
 
 def call_again(function: Any, *args: Any) -> Any:
@@ -188,21 +193,38 @@ def attend_chunk(
     centre: Tensor, scale: float, dropout: Dropout | None, first: int,
 ) -> tuple[Tensor, Held]:  # fmt: skip
     """(o of the chunk's rows, the state after them)"""
-    length, dtype = q.shape[-2], q.dtype
     state = Held(log_sum, mean_value, mean_key, entropy)
-    after = merge(state, fold_rows(x, k, v))
-    count = 1 << (length - 1).bit_length()
-    q, v, keys = pad_rows(scale * q, count), pad_rows(v, count), pad_rows(k - centre, count)
-    x = pad_rows(x, count, -torch.inf).to(log_sum.dtype)
-    before, held = log_sum.unsqueeze(-2), entropy.unsqueeze(-2)
+    logits, chunk = weigh_chunk(q, k, x, state, centre, scale)
+    a = softmax_or_zero(logits.masked_fill(chunk.log_sums == -torch.inf, -torch.inf))
+    dropped, mask = drop(a, dropout, first)
+    rows = Chunk(chunk.x, pad_rows(v, chunk.x.shape[-2]), chunk.before, chunk.log_sums, a, dropped, mask)
+    return outputs(rows, mean_value)[..., : q.shape[-2], :], merge(state, fold_rows(x, k, v))
+
+
+def weigh_chunk(q: Tensor, k: Tensor, x: Tensor, state: Held, centre: Tensor, scale: float) -> tuple[Tensor, Chunk]:
+    """The logits of the chunk's rows, filled up to a power of two, and the chunk with its keys for values."""
+    count = 1 << (q.shape[-2] - 1).bit_length()
+    x = pad_rows(x, count, -torch.inf).to(state.log_sum.dtype)
+    before, held = state.log_sum.unsqueeze(-2), state.entropy.unsqueeze(-2)
     log_sums, entropies = join_entropies(before, held, *prefix_entropies(x))
     none = q.new_zeros(())
-    chunk = Chunk(x, keys, before, log_sums, none, none, None)
-    logits = value_products(chunk, mean_key - centre, q) + entropies.to(dtype)
-    a = softmax_or_zero(logits.masked_fill(log_sums == -torch.inf, -torch.inf))
-    dropped, mask = drop(a, dropout, first)
-    out = outputs(Chunk(x, v, before, log_sums, a, dropped, mask), mean_value)
-    return out[..., :length, :], after
+    chunk = Chunk(x, pad_rows(k - centre, count), before, log_sums, none, none, None)
+    products = value_products(chunk, state.mean_key - centre, pad_rows(scale * q, count))
+    return products + entropies.to(q.dtype), chunk
+
+
+def list_logits(q: Tensor, k: Tensor, x: Tensor, scale: float, is_causal: bool) -> Tensor:
+    """What the queries read each channel by, [B, H, G, N, M], but for a number a row."""
+    state = empty(x, k, k[..., :0])
+    if not is_causal:
+        state = fold(x, k, k[..., :0])
+        return scale * q @ state.mean_key.transpose(-1, -2) + state.entropy.to(q.dtype).unsqueeze(-2)
+    centre, found = find_centre(k, state), [q.new_zeros((*q.shape[:-2], 0, x.shape[-1]))]
+    for rows in chunks(q.shape[-2]):
+        parts = q[..., rows, :], k[..., rows, :], x[..., rows, :]
+        found.append(weigh_chunk(*parts, state, centre, scale)[0][..., : rows.stop - rows.start, :])
+        state = merge(state, fold_rows(parts[2], parts[1], parts[1][..., :0]))
+    return torch.cat(found, -2)
 
 
 def prefix_entropies(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lln.checks import check_choice, check_count, check_masks, check_tensors
+from lln.checks import check_masks, check_tensors
 from lln.kernels.common import PAPER_A, PAPER_B, SIGMA_FLOOR, wide_dtype
 from lln.matching.moments import both_moments, score_factor, sigma
+from lln.values import check_choice, check_count
 
 MAX_SCORES = 2**20  # that are looked at together
 

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.checks import MATCHINGS, Matching, check_choice, check_count
+from lln.checks import MATCHINGS, Matching
 from lln.kernels.carry import owners
 from lln.kernels.common import PAPER_A, PAPER_B, SIGMA_FLOOR, spans, wide_dtype
 from lln.kernels.triton import support
 from lln.kernels.triton.support import refusal
 from lln.matching.curves import s2_for_entropy, s2_for_variance
+from lln.values import check_choice, check_count
 
 # query, key, number of key heads, mask of the queries, of the keys, offsets of packed queries, of packed keys
 Data = tuple[Tensor, Tensor, int, Tensor | None, Tensor | None, Tensor | None, Tensor | None]

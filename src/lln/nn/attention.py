@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lln.checks import Inputs, Matching, Statistics, check_inputs, check_key_mask, check_options
+from lln.checks import Inputs, Matching, Read, Statistics, check_inputs, check_key_mask, check_options
 from lln.functional import Backend, Coefficient, CuSeqlens, Mix, attend_checked, autocast
 from lln.kernels.triton.attend import attend_known
-from lln.matching.moments import LENGTH
+from lln.matching.moments import LENGTH, match_moments
 from lln.nn.convolution import check_sequence, check_value, convolve
 from lln.nn.feature_map import map_features
 from lln.nn.overlap import overlapping_attention
@@ -40,6 +40,11 @@ class LLNAttention(MomentMatcher):
         block_size: LLN+Diag with blocks of so many tokens; None: LLN alone.
         mix: of the linear part and the blocks: a number; "ratio" learns one number a head; "scales" learns two factors
             (r, p) a head and value channel. All start at the average of the two.
+        read: "paper", or "evidence" for weights that were trained with softmax (see `lln.lln_attention`). It has no
+            alpha; beta is found as before, and says how much the keys of a channel differ from those of others.
+        directions: of the evidence read's channels: None, the keys' own coordinates; "signed", these and their
+            negatives; or, with "fixed", a number of channels whose directions are learned, with beta in them. They
+            start as the signed coordinates at the usual beta, and `lln.hf.convert` finds better ones on data.
         feature_map: with "fixed": "linear" learns a linear map of the queries of each head and of the keys of each key
             head (see `lln.nn.feature_map`). It starts at the identity.
         convolution: an odd width: each channel of each head's queries, keys and values learns a convolution over that
@@ -84,6 +89,7 @@ class LLNAttention(MomentMatcher):
     """
 
     mix_logit: nn.Parameter
+    channel_directions: nn.Parameter
     lln_scale: nn.Parameter
     block_scale: nn.Parameter
     map_q: nn.Parameter
@@ -107,6 +113,8 @@ class LLNAttention(MomentMatcher):
         learnable: Literal["head", "channel"] | None = None,
         block_size: int | None = None,
         mix: float | Literal["ratio", "scales"] = 0.5,
+        read: Read = "paper",
+        directions: int | Literal["signed"] | None = None,
         feature_map: Literal["linear"] | None = None,
         convolution: int | None = None,
         overlap: bool = False,
@@ -122,13 +130,16 @@ class LLNAttention(MomentMatcher):
         check_options(
             num_heads=num_heads, head_dim=head_dim, num_key_heads=num_key_heads, matching=matching,
             statistics=statistics, alpha=alpha, beta=beta, learnable=learnable, block_size=block_size, mix=mix,
-            feature_map=feature_map, convolution=convolution, overlap=overlap, dropout=dropout, scale=scale,
+            read=read, directions=directions, feature_map=feature_map, convolution=convolution, overlap=overlap,
+            dropout=dropout, scale=scale,
             length=length, momentum=momentum, backend=backend,
         )  # fmt: skip
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.read, self.directions = read, directions
         super().__init__(
             num_heads, head_dim, num_key_heads, matching, statistics, alpha=alpha, beta=beta, learnable=learnable,
-            scale=scale, decoder=decoder, length=length, momentum=momentum, backend=backend, factory=factory,
+            scale=scale, decoder=decoder, length=length, momentum=momentum, backend=backend, factory=factory, read=read,
+            directed=isinstance(directions, int),
         )  # fmt: skip
         self.value_dim, self.block_size, self.mix, self.overlap = value_dim or head_dim, block_size, mix, overlap
         self.feature_map, self.convolution, self.dropout = feature_map, convolution, dropout
@@ -153,6 +164,13 @@ class LLNAttention(MomentMatcher):
             for name, shape in shapes.items() if wanted else ():
                 self.register_parameter(name, nn.Parameter(torch.full(shape, start, **factory)))
 
+        if isinstance(directions, int):
+            axes = torch.eye(head_dim, **factory) * match_moments(1.0, 1.0, head_dim, matching, scale, length=length)[1]
+            # Beyond the signed coordinates, some of them again with half and a quarter of the weight, and so on.
+            rounds = -(-directions // (2 * head_dim))
+            started = torch.cat([sign * axes / 2**i for i in range(rounds) for sign in (1, -1)])[:directions]
+            self.channel_directions = nn.Parameter(started.repeat(key_heads, 1, 1))
+
     def mix_weights(self) -> Mix:
         """The `mix` of the op as it stands now."""
         if self.mix == "ratio":
@@ -175,9 +193,9 @@ class LLNAttention(MomentMatcher):
         """The queries and keys that the op is given. where: the fields of `Where`."""
         return self._map(*self.convolve(query, key, Where(**where)))
 
-    def coefficients(self, query: Tensor, key: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
-        """(alpha, beta) that forward would use now, in a shape that lln_attention takes. Changes nothing. where: the
-        fields of `Where`."""
+    def coefficients(self, query: Tensor, key: Tensor, **where: Any) -> tuple[Tensor | None, Tensor]:
+        """(alpha, beta) that forward would use now, in a shape that lln_attention takes; the evidence read has no
+        alpha. Changes nothing. where: the fields of `Where`."""
         here = Where(**where)
         return self.match(*self.convolve(query, key, here), here)
 
@@ -231,7 +249,7 @@ class LLNAttention(MomentMatcher):
     def is_plain(self) -> bool:
         """Whether a call does no more than kernels do: nothing is learned but alpha and beta, nothing is kept."""
         learned = self.convolution is not None or self.feature_map is not None or isinstance(self.mix, str)
-        return not (learned or self.overlap or (self.statistics == "running" and self.training))
+        return not (learned or self.read != "paper" or self.overlap or (self.statistics == "running" and self.training))
 
     @functools.cached_property
     def settings(self) -> tuple[Any, ...] | None:
@@ -271,12 +289,22 @@ class LLNAttention(MomentMatcher):
             self.pending.copy_(new)  # only now: a call that failed has not been seen
         return result
 
-    def run_op(self, inputs: Inputs, alpha: Tensor, beta: Tensor, **call: Any) -> Any:
-        """The op with this module's blocks, on `features` and with `coefficients`. call: further arguments of it."""
+    def run_op(self, inputs: Inputs, alpha: Tensor | None, beta: Tensor, **call: Any) -> Any:
+        """The op with this module's blocks, on `features` and with `coefficients`. call: further arguments of it,
+        or others in the place of the module's own."""
+        call = self.read_options() | call
         if self.block_size is not None:
-            call |= {"block_size": self.block_size, "mix": self.mix_weights(), "scale": self.scale}
+            call = {"block_size": self.block_size, "mix": self.mix_weights(), "scale": self.scale} | call
         op: Callable[..., Any] = overlapping_attention if self.overlap else attend_checked
         return op(inputs, alpha, beta, **call, backend=self.backend)
+
+    def read_options(self) -> dict[str, Any]:
+        """The arguments of the op that say how channels are read; the usual ones are left out."""
+        if self.read == "paper":
+            return {}
+        learned = isinstance(self.directions, int)
+        directions = self.channel_directions if learned else self.directions
+        return {"read": self.read, "directions": directions, "scale": self.scale}
 
     def list_tiles(self, query: Tensor) -> Tensor | None:
         """The block of each token, [N], where blocks are not consecutive tokens; negative: it belongs to all."""
@@ -288,5 +316,6 @@ class LLNAttention(MomentMatcher):
         block += ", overlap=True" if self.overlap else ""
         how = f"matching={self.matching!r}, statistics={self.statistics!r}"
         features = "" if self.feature_map is None else f", feature_map={self.feature_map!r}"
+        features += "" if self.read == "paper" else f", read={self.read!r}, directions={self.directions!r}"
         features += "" if self.convolution is None else f", convolution={self.convolution}"
         return f"heads={self.num_heads}{groups}, head_dim={self.head_dim}, {how}{block}{features}"

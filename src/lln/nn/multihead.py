@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lln.checks import Matching, Statistics, describe
+from lln.checks import Matching, Read, Statistics
 from lln.functional import Backend, Coefficient
 from lln.matching.moments import LENGTH
 from lln.nn.attention import LLNAttention
 from lln.nn.weights import check_weights, dense_weights
+from lln.values import describe
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
@@ -39,6 +40,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         block_size: LLN+Diag: adds softmax attention inside consecutive blocks of so many tokens. None: LLN alone.
         mix: of the linear part and the blocks: a number (0 to 1, the share of the linear part); "ratio" learns one
             number a head; "scales" learns two factors a head and value channel. Needs block_size.
+        read: "paper", or "evidence" for weights that were trained with softmax; see `lln.LLNAttention`.
+        directions: of the evidence read's channels; see `lln.LLNAttention`.
         alpha: with "fixed": factor of the queries, a positive number or a tensor [num_heads] or [num_heads, head_dim].
             Larger means more concentrated attention.
         beta: with "fixed": factor of the keys, likewise.
@@ -93,6 +96,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         statistics: Statistics = "sample",
         block_size: int | None = None,
         mix: float | Literal["ratio", "scales"] = 0.5,
+        read: Read = "paper",
+        directions: int | Literal["signed"] | None = None,
         alpha: Coefficient | None = None,
         beta: Coefficient | None = None,
         learnable: Literal["head", "channel"] | None = None,
@@ -114,7 +119,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         )
         self.attention = LLNAttention(
             num_heads, self.head_dim, matching=matching, statistics=statistics, alpha=alpha, beta=beta,
-            learnable=learnable, block_size=block_size, mix=mix, dropout=dropout, decoder=decoder, length=length,
+            learnable=learnable, block_size=block_size, mix=mix, read=read, directions=directions, dropout=dropout,
+            decoder=decoder, length=length,
             momentum=momentum, backend=backend, device=device, dtype=dtype,
         )  # fmt: skip
 

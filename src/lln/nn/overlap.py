@@ -11,6 +11,7 @@ is index arithmetic on the device. Memory is linear in the length.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ def window(block_size: int, is_causal: bool) -> tuple[int, int]:
 
 def overlapping_attention(
     inputs: Inputs,
-    alpha: Coefficient,
+    alpha: Coefficient | None,
     beta: Coefficient,
     *,
     block_size: int,
@@ -42,9 +43,10 @@ def overlapping_attention(
     state: LLNState | None = None,
     return_state: bool = False,
     backend: Backend = "auto",
+    **read: Any,
 ) -> Tensor:
     """`lln.functional.attend_checked` with overlapping blocks, and without states. [B, H, N, E] in the dtype of
-    query."""
+    query. read: how channels are read, as there."""
     if state is not None or return_state:
         raise ValueError(
             "overlap: a state keeps one open block, and overlapping windows reach further back; leave out state and "
@@ -52,7 +54,9 @@ def overlapping_attention(
         )
     query, key = inputs.query, inputs.key
     check_block_size(block_size, is_causal, inputs.cross or query.shape[2] != key.shape[2], with_state=False)
-    linear = attend_checked(inputs, alpha, beta, is_causal=is_causal, dropout_p=dropout_p, backend=backend)
+    linear = attend_checked(
+        inputs, alpha, beta, is_causal=is_causal, dropout_p=dropout_p, backend=backend, scale=scale, **read
+    )
     assert isinstance(linear, Tensor)
     near = attend_windows(inputs, block_size, scale, is_causal, dropout_p)
     return mix_parts(inputs, linear, near, mix, block_size)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from lln.checks import Matching, Statistics, coefficient
+from lln.checks import Matching, Read, Statistics, coefficient
 from lln.functional import Backend, Coefficient, CuSeqlens
 from lln.kernels.common import SIGMA_FLOOR, compute_dtype, constant, wide_dtype
 from lln.matching.moments import Data, both_moments, find_kernel, has_kernels, match_moments, score_factor, sigma
@@ -33,8 +33,10 @@ class MomentMatcher(nn.Module):
     def __init__(
         self, num_heads: int, head_dim: int, num_key_heads: int | None, matching: Matching, statistics: Statistics, *,
         alpha: Coefficient | None, beta: Coefficient | None, learnable: str | None, scale: float | None, decoder: bool,
-        length: int, momentum: float, backend: Backend, factory: dict[str, Any],
+        length: int, momentum: float, backend: Backend, factory: dict[str, Any], read: Read = "paper",
+        directed: bool = False,
     ) -> None:  # fmt: skip
+        """directed: learned directions of the evidence read hold beta, so that here it is 1."""
         super().__init__()
         self.num_heads, self.head_dim, self.num_key_heads = num_heads, head_dim, num_key_heads or num_heads
         self.matching, self.statistics = matching, statistics
@@ -51,6 +53,9 @@ class MomentMatcher(nn.Module):
             self.register_buffer("running_count", torch.zeros((), dtype=torch.int64, device=device))
             for name in ("running_variance_q", "running_variance_k"):
                 self.register_buffer(name, torch.ones(self.num_key_heads, dtype=torch.float32, device=device))
+        self.read = read
+        if directed:
+            beta = 1.0
         if statistics == "fixed":
             self._make_coefficients(alpha, beta, learnable, factory)
 
@@ -63,7 +68,7 @@ class MomentMatcher(nn.Module):
         for name, given, heads, value in (
             ("alpha", alpha, self.num_heads, usual[0]),
             ("beta", beta, self.num_key_heads, usual[1]),
-        ):
+        )[self.read == "evidence" :]:  # which has no alpha
             chosen = value if given is None else given
             if isinstance(chosen, Tensor):
                 chosen = chosen.detach().to(device)
@@ -80,8 +85,13 @@ class MomentMatcher(nn.Module):
             else:
                 self.numbers[name] = float(chosen)
 
-    def match(self, query: Tensor, key: Tensor, where: Where) -> tuple[Tensor, Tensor]:
-        """(alpha, beta) of queries and keys as they are attended with, but for a feature map. Changes nothing."""
+    def match(self, query: Tensor, key: Tensor, where: Where) -> tuple[Tensor | None, Tensor]:
+        """(alpha, beta) of queries and keys as they are attended with, but for a feature map; the evidence read has no
+        alpha. Changes nothing."""
+        alpha, beta = self._find_both(query, key, where)
+        return None if self.read == "evidence" else alpha, beta
+
+    def _find_both(self, query: Tensor, key: Tensor, where: Where) -> tuple[Tensor | None, Tensor]:
         if (where.is_causal or self.decoder) and self.statistics in ("sample", "batch"):
             raise ValueError(
                 f"statistics={self.statistics!r} looks at all tokens, so a causal output would depend on later ones; "
@@ -121,23 +131,27 @@ class MomentMatcher(nn.Module):
             alpha, beta = alpha.unsqueeze(-1), beta.unsqueeze(-1)
         return alpha, beta
 
-    def _read_fixed(self, query: Tensor) -> tuple[Tensor, Tensor]:
+    def _read_fixed(self, query: Tensor) -> tuple[Tensor | None, Tensor]:
         dtype, kept = compute_dtype(query.dtype), self.sources
-        learned = "log_alpha" in self._parameters
-        if kept and not torch.compiler.is_compiling() and not (torch.is_grad_enabled() and kept[0].requires_grad):
+        learned = "log_beta" in self._parameters
+        if (
+            len(kept) == 2
+            and not torch.compiler.is_compiling()
+            and not (torch.is_grad_enabled() and kept[0].requires_grad)
+        ):
             plain = all(t.is_contiguous() and t.device == query.device for t in kept)
             if plain and has_kernels(query, query, self.backend):
                 alpha, beta = find_kernel("settle")(*kept, learned)
                 return alpha, beta
-        alpha, beta = (
+        *alphas, beta = (
             getattr(self, f"log_{name}").to(dtype).exp().unsqueeze(0)
             if learned
             else getattr(self, f"fixed_{name}").to(dtype)
             if f"fixed_{name}" in self._buffers
             else constant(self.numbers[name], dtype, query.device)
-            for name in ("alpha", "beta")
+            for name in ("alpha", "beta")[self.read == "evidence" :]
         )
-        return alpha, beta
+        return alphas[0] if alphas else None, beta
 
     @property
     def sources(self) -> tuple[Tensor, ...]:
@@ -146,8 +160,8 @@ class MomentMatcher(nn.Module):
             return self.running_variance_q, self.running_variance_k
         if self.statistics != "fixed" or self.numbers:
             return ()
-        held, prefix = (self._parameters, "log_") if "log_alpha" in self._parameters else (self._buffers, "fixed_")
-        found = held[f"{prefix}alpha"], held[f"{prefix}beta"]
+        held, prefix = (self._parameters, "log_") if "log_beta" in self._parameters else (self._buffers, "fixed_")
+        found = tuple(held[f"{prefix}{name}"] for name in ("alpha", "beta") if f"{prefix}{name}" in held)
         return found  # type: ignore[return-value]
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -8,12 +8,12 @@ import functools
 import torch
 from torch import Tensor
 
-from lln.checks import check_count, describe
 from lln.kernels.blocks import gather_rows
 from lln.kernels.call import Call
 from lln.peers.pieces import average, group_heads, scores
 from lln.peers.registry import register
 from lln.peers.windows import align, cut_blocks, joint_attention, neighbours, visible_blocks, whole_blocks
+from lln.values import check_count, describe
 
 
 @register("bigbird")

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lln.checks import check_count
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype
 from lln.peers.pieces import feature_attention, positions
 from lln.peers.registry import register
+from lln.values import check_count
 
 
 @register("cosformer")

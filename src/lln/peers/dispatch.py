@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.checks import check_call, check_inputs, describe
+from lln.checks import check_call, check_inputs
 from lln.functional import CuSeqlens, Mix, autocast
 from lln.kernels.call import Call
 from lln.kernels.common import autocast_enabled
 from lln.kernels.eager import blocks_of, with_dropout
 from lln.nn.statistics import check_heads
 from lln.peers.registry import REGISTRY, Mechanism, check_names, find
+from lln.values import describe
 
 Attend = Callable[[Call], Tensor]  # [B, Hq, N, E] of a call, in any dtype
 

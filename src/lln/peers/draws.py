@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.checks import check_count
 from lln.kernels.common import kept, traced_as_constant
 from lln.nn.statistics import in_backward
 from lln.peers.modules import AttentionModule
+from lln.values import check_count
 
 # What was drawn, where it is needed: a copy from the host would make each call wait, and cannot be captured in a CUDA
 # graph.

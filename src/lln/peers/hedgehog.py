@@ -7,12 +7,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lln.checks import check_choice
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype
 from lln.peers.modules import AttentionModule
 from lln.peers.pieces import exponential_attention
 from lln.peers.registry import register
+from lln.values import check_choice
 
 
 @register("hedgehog")

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lln.checks import check_count
 from lln.kernels.call import Call
 from lln.peers.modules import AttentionModule
 from lln.peers.pieces import average, group_heads, positions, scores
 from lln.peers.registry import register
+from lln.values import check_count
 
 
 @register("linformer")

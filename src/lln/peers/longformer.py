@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lln.checks import check_count, check_key_mask
+from lln.checks import check_key_mask
 from lln.kernels.blocks import gather_rows
 from lln.kernels.call import Call
 from lln.peers.pieces import average, find_valid, group_heads, scores
 from lln.peers.registry import register
 from lln.peers.windows import cut_blocks, joint_attention, neighbours, visible_blocks
+from lln.values import check_count
 
 
 @register("longformer")

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lln.checks import check_count
 from lln.kernels.call import Call
 from lln.kernels.common import drop, softmax_or_zero
 from lln.peers.modules import AttentionModule
 from lln.peers.pieces import average, find_valid, group_heads, iterative_inverse, scores
 from lln.peers.registry import register
+from lln.values import check_count
 
 
 def segment_means(t: Tensor, mask: Tensor, count: int) -> tuple[Tensor, Tensor]:

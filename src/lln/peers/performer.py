@@ -6,12 +6,12 @@ import math
 
 from torch import Tensor
 
-from lln.checks import check_count
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype
 from lln.peers.draws import RandomFeatures, gaussian
 from lln.peers.pieces import exponential_attention
 from lln.peers.registry import register
+from lln.values import check_count
 
 
 def default_features(head_dim: int) -> int:

@@ -6,13 +6,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lln.checks import check_count, describe
 from lln.kernels.call import Call
 from lln.kernels.common import drop, finite, softmax_or_zero
 from lln.peers.draws import gaussian
 from lln.peers.pieces import find_valid, group_heads
 from lln.peers.registry import register
 from lln.peers.windows import cut_blocks, whole_blocks
+from lln.values import check_count, describe
 
 SELF = -1e5  # a token attends to itself only where there is nobody else
 

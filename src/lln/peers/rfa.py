@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lln.checks import check_count, check_positive, describe
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype
 from lln.peers.draws import RandomFeatures, gaussian
 from lln.peers.pieces import feature_attention
 from lln.peers.registry import register
+from lln.values import check_count, check_positive, describe
 
 
 def rfa(

@@ -9,12 +9,12 @@ import math
 import torch
 from torch import Tensor
 
-from lln.checks import check_count, check_positive
 from lln.kernels.call import Call
 from lln.kernels.common import drop
 from lln.peers.draws import uniform
 from lln.peers.pieces import find_valid, group_heads, hidden_keys, iterative_inverse, positions
 from lln.peers.registry import register
+from lln.values import check_count, check_positive
 
 
 def gaussian_kernel(x: Tensor, y: Tensor) -> Tensor:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lln.checks import check_count, check_number
 from lln.kernels.call import Call
 from lln.kernels.common import compute_dtype, drop
 from lln.peers.modules import Mixer, apply_linear
 from lln.peers.registry import register
 from lln.peers.transnormer import rms_norm
+from lln.values import check_count, check_number
 
 
 @register("tnn")

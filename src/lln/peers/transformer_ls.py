@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lln.checks import check_count
 from lln.kernels.call import Call
 from lln.kernels.common import softmax_or_zero
 from lln.peers.modules import AttentionModule
 from lln.peers.pieces import group_heads, scores
 from lln.peers.registry import register
 from lln.peers.windows import align, cut_blocks, joint_attention, neighbours, visible_blocks
+from lln.values import check_count
 
 
 @register("transformer_ls")

@@ -15,7 +15,6 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import functional
 
-from lln.checks import check_choice, check_count
 from lln.kernels.call import Call
 from lln.kernels.carry import block_start
 from lln.kernels.common import drop
@@ -25,6 +24,7 @@ from lln.peers.pieces import feature_attention, group_heads
 from lln.peers.registry import register
 from lln.peers.simple_kernels import elu_plus_one
 from lln.peers.windows import align, cut_blocks, visible_blocks
+from lln.values import check_choice, check_count
 
 Part = Literal["norm", "diag"]
 

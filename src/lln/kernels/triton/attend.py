@@ -15,7 +15,7 @@ from lln.kernels.triton import plan
 from lln.kernels.triton.support import OLDEST_TRITON, TRITON
 
 
-def attend(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def attend(call: Call) -> tuple[Tensor, ...]:
     """(out [B, Hq, N, E], log_sum [B, Hk, D], mean_value [B, Hk, D, E]) of a checked call."""
     dim, width, dtype = call.query.shape[-1], call.value.shape[-1], call.query.dtype
     size = call.block_size

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lln.checks import MATCHINGS, check_choice, check_count, check_positive
+from lln.checks import MATCHINGS
 from lln.files import write_text
 from lln.hf.converting import convert
 from lln.hf.distillation import FINE_RATE, RATE, Learner, distill, distillation, fine_tune, fine_tuning
@@ -25,6 +25,7 @@ from lln.lab.convert.workplace import LEARNING, MODEL, Workplace
 from lln.lab.core.errors import Refused, first_line
 from lln.lab.core.pretrained import load, quiet, shorten_name
 from lln.lab.inspect.inspection import count_positions, label_layers
+from lln.values import check_choice, check_count, check_positive
 
 MATCHED = 32  # passages that matching looks at
 REPORTED = 4  # passages that the report is measured on

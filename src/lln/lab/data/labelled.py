@@ -10,13 +10,13 @@ from typing import Unpack
 
 import numpy as np
 
-from lln.checks import check_choice, check_count
 from lln.lab.data import embedded
 from lln.lab.data.examples import Sequences, choose_id_type, cut_evenly, flatten
 from lln.lab.data.images import CIFAR10, load_images, to_grey
 from lln.lab.data.made_once import build_arrays
 from lln.lab.data.sources import KNOWN, Selection, read
 from lln.lab.data.tokenizer import TextTokenizer
+from lln.values import check_choice, check_count
 
 GLUE, IMDB = "nyu-mll/glue", "stanfordnlp/imdb"
 BYTE_VOCAB = 257  # a byte b is the token b + 1: 0 is padding

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from lln.checks import check_count
 from lln.lab.core.errors import DataError
 from lln.lab.core.seeds import generator
 from lln.lab.data.examples import Sequences, flatten
 from lln.lab.data.made_once import Place, choose_split, generate
+from lln.values import check_count
 
 TOKENS = ("<pad>", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
 FIRST_DIGIT, FIRST_OPERATOR, CLOSE = 1, 11, 15

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from lln.checks import check_choice, check_count
 from lln.files import write_json
 from lln.lab.core.errors import need
 from lln.lab.core.progress import track
 from lln.lab.core.seeds import fingerprint
+from lln.values import check_choice, check_count
 
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation", "test")

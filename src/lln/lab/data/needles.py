@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lln.checks import check_count
 from lln.lab.core.errors import DataError
 from lln.lab.core.seeds import draws, pick, stream_key
 from lln.lab.data.examples import IGNORE, Examples
 from lln.lab.data.sources import Selection, read
 from lln.lab.data.text import tokenise
 from lln.lab.data.tokenizer import TextTokenizer
+from lln.values import check_count
 
 EDGES = tuple(4**power for power in range(3, 12))  # of bands of distances: 64, 256, 1024, ...
 

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from lln.checks import check_count
 from lln.lab.core.errors import DataError
 from lln.lab.core.seeds import generator
 from lln.lab.data.examples import Sequences, cut_evenly
 from lln.lab.data.made_once import Place, generate
+from lln.values import check_count
 
 Point = tuple[int, int]  # (y, x)
 TURN = 0.25  # how strongly a path bends from step to step, in radians

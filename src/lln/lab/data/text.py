@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lln.checks import check_count, check_fraction
 from lln.lab.core.errors import DataError
 from lln.lab.core.progress import track
 from lln.lab.core.seeds import UNIT, draws, pick, stream_key, to_unit
@@ -16,6 +15,7 @@ from lln.lab.data.examples import IGNORE, Examples, choose_id_type
 from lln.lab.data.made_once import build_arrays
 from lln.lab.data.sources import Rows, Selection, read
 from lln.lab.data.tokenizer import CHUNK, TextTokenizer
+from lln.values import check_count, check_fraction
 
 HIGHEST = 2**63 - 1
 

@@ -158,7 +158,10 @@ def match(seen: Observation, matching: str) -> tuple[Tensor, Tensor]:
         pair = match_data(seen.query, seen.key, is_causal=seen.is_causal, scale=seen.scale, rows=ROWS, **masks)
         return pair[0].unsqueeze(-1), pair[1].unsqueeze(-1)
     options: dict[str, Any] = {"num_key_heads": seen.key.shape[1], "matching": matching, "scale": seen.scale}
-    return LLNAttention(seen.query.shape[1], seen.query.shape[3], **options).coefficients(seen.query, seen.key, **masks)
+    module = LLNAttention(seen.query.shape[1], seen.query.shape[3], **options)
+    alpha, beta = module.coefficients(seen.query, seen.key, **masks)
+    assert alpha is not None
+    return alpha, beta
 
 
 def mean(values: Tensor) -> list[float | None]:

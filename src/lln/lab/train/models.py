@@ -15,9 +15,9 @@ from transformers import BertConfig, PreTrainedModel, masking_utils
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import lln.hf  # registers the attentions
-from lln.checks import check_choice
 from lln.files import read_json
 from lln.lab.train.config import LEARNED, NONE, Attention, Config
+from lln.values import check_choice
 
 SOFTMAX, CONVOLVED = "sdpa", "convolved_softmax"
 SLOWEST = 10_000.0  # the longest wave of sinusoidal positions, over 2 pi
