@@ -15,6 +15,7 @@ if importlib.util.find_spec("transformers") is None:
 from lln.hf.cache import LLNCache
 from lln.hf.converting import convert
 from lln.hf.distillation import distill, fine_tune
+from lln.hf.fitting import fit
 from lln.hf.hooks import install
 from lln.hf.interface import register
 from lln.hf.options import IMPLEMENTATIONS, Options
@@ -23,4 +24,4 @@ from lln.hf.positions import extend_positions
 register()
 install()
 
-__all__ = ["IMPLEMENTATIONS", "LLNCache", "Options", "convert", "distill", "extend_positions", "fine_tune"]
+__all__ = ["IMPLEMENTATIONS", "LLNCache", "Options", "convert", "distill", "extend_positions", "fine_tune", "fit"]

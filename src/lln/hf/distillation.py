@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from lln.hf.find import attention_modules
 from lln.hf.options import runs_lln
-from lln.hf.watch import SoftmaxCall, evaluating, on_device, show_softmax
+from lln.hf.watch import SoftmaxCall, check_pattern, evaluating, on_device, show_softmax
 from lln.values import check_count
 
 Batch = Mapping[str, Any]
@@ -103,21 +103,6 @@ def relative_error(student: Tensor, teacher: Tensor, rows: Tensor | None, dims: 
         shape = [*rows.shape, *[1] * (teacher.ndim - 2)]
         error, size = (torch.where(rows.view(shape), t, 0.0) for t in (error, size))
     return (error.sum(dims) / size.sum(dims).clamp_min(torch.finfo(size.dtype).tiny)).mean()
-
-
-def check_pattern(call: SoftmaxCall) -> None:
-    """ValueError where the model hides single pairs, which LLN attention cannot."""
-    if call.mask is None or call.mask.shape[2] != call.query.shape[2]:
-        return
-    is_causal, key_mask, query_mask = (call.where[name] for name in ("is_causal", "key_mask", "query_mask"))
-    seen = torch.ones_like(call.mask) if key_mask is None else key_mask[:, None, None].expand_as(call.mask)
-    seen = seen.tril() if is_causal else seen
-    counts = True if query_mask is None else query_mask[:, None, :, None]
-    if bool(((seen != call.mask) & counts).any()):
-        raise ValueError(
-            f"batches: {call.layer} hides other keys from each query (packed sequences, a window), and LLN attention "
-            "would not; give each sequence a row of its own."
-        )
 
 
 def distillation(model: PreTrainedModel, steps: int, rate: float = RATE) -> Learner:

@@ -154,6 +154,21 @@ def read_softmax(call: Call, out: Tensor) -> SoftmaxCall:
     return SoftmaxCall(**given, out=out, scale=scale, where=where)
 
 
+def check_pattern(call: SoftmaxCall) -> None:
+    """ValueError where the model hides single pairs, which LLN attention cannot."""
+    if call.mask is None or call.mask.shape[2] != call.query.shape[2]:
+        return
+    is_causal, key_mask, query_mask = (call.where[name] for name in ("is_causal", "key_mask", "query_mask"))
+    seen = torch.ones_like(call.mask) if key_mask is None else key_mask[:, None, None].expand_as(call.mask)
+    seen = seen.tril() if is_causal else seen
+    counts = True if query_mask is None else query_mask[:, None, :, None]
+    if bool(((seen != call.mask) & counts).any()):
+        raise ValueError(
+            f"batches: {call.layer} hides other keys from each query (packed sequences, a window), and LLN attention "
+            "would not; give each sequence a row of its own."
+        )
+
+
 def on_device(batch: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any]:
     return {k: v.to(model.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
 

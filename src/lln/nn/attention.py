@@ -193,7 +193,7 @@ class LLNAttention(MomentMatcher):
         """The queries and keys that the op is given. where: the fields of `Where`."""
         return self._map(*self.convolve(query, key, Where(**where)))
 
-    def coefficients(self, query: Tensor, key: Tensor, **where: Any) -> tuple[Tensor | None, Tensor]:
+    def coefficients(self, query: Tensor, key: Tensor, **where: Any) -> tuple[Any, Tensor]:
         """(alpha, beta) that forward would use now, in a shape that lln_attention takes; the evidence read has no
         alpha. Changes nothing. where: the fields of `Where`."""
         here = Where(**where)
