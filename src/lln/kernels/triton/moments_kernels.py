@@ -169,16 +169,23 @@ def store_sums(OUT, cell, cells, count, mean, squares):
 
 
 @triton.jit
-def store_match(ALPHA, BETA, cell, variance_q, variance_k, FACTOR: tl.constexpr, G: tl.constexpr):
-    """alpha of G query heads and beta by eq. (10). Constants in float64 by tl.full: bare ones would be float32."""
+def match_variances(variance_q, variance_k, FACTOR: tl.constexpr):
+    """(alpha, beta) by eq. (10), in float32. Constants in float64 by tl.full: bare ones would be float32."""
     floor = tl.full((), FLOOR, tl.float64)
     q = tl.sqrt(tl.where(variance_q < floor, floor, variance_q))  # not tl.maximum: a NaN is to be seen
     k = tl.sqrt(tl.where(variance_k < floor, floor, variance_k))
     t = tl.full((), FACTOR, tl.float64) * ((q * k) * (q * k))
     half = tl.sqrt((t - tl.full((), OFFSET, tl.float64)) / tl.full((), TWICE_A, tl.float64))
+    return (half / q).to(tl.float32), (half / k).to(tl.float32)
+
+
+@triton.jit
+def store_match(ALPHA, BETA, cell, variance_q, variance_k, FACTOR: tl.constexpr, G: tl.constexpr):
+    """alpha of G query heads, and beta."""
+    alpha, beta = match_variances(variance_q, variance_k, FACTOR)
     for g in range(G):
-        tl.store(ALPHA + cell * G + g, (half / q).to(tl.float32))
-    tl.store(BETA + cell, (half / k).to(tl.float32))
+        tl.store(ALPHA + cell * G + g, alpha)
+    tl.store(BETA + cell, beta)
 
 
 @triton.jit
