@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lln.kernels.triton import plan
-from lln.kernels.triton.forward import steps
+from lln.kernels.triton.forward import read_factor_strides
 from lln.kernels.triton.library import define
 from lln.kernels.triton.moments_kernels import match_variances
-from lln.kernels.triton.tape import Recording, replayed, signature
+from lln.kernels.triton.tape import Recording, replay, signature
 
 LIMIT = tl.constexpr(float(torch.finfo(torch.float32).max) / 8)  # of exponents, as in `common.exponents`
 GIVEN, LOGARITHM, VARIANCE = 0, 1, 2  # what alpha and beta are made from
@@ -212,7 +212,7 @@ MUTATED = dict(zip(Step._fields[8:], "abcdef", strict=True))
 
 def can_step(query: Tensor, value: Tensor, block_size: int | None) -> bool:
     """Whether one program can hold what it needs."""
-    dim, width = plan.padded(query.shape[-1]), plan.padded(value.shape[-1])
+    dim, width = plan.pad_dim(query.shape[-1]), plan.pad_dim(value.shape[-1])
     rows = 0 if block_size is None else triton.next_power_of_2(block_size)
     return dim <= 256 and width <= 256 and rows * max(dim, min(width, 64)) <= LARGEST
 
@@ -224,11 +224,11 @@ def take_step(given: Step, scale: float, kind: int = GIVEN, factor: float = 1.0)
 
     def launches(recording: Recording | None) -> Sequence[Tensor]:
         new = [None if t is None else torch.empty_like(t, memory_format=torch.contiguous_format) for t in state]
-        out = empty_out(given)
+        out = allocate_out(given)
         launch(given, out, new, None, None, scale, kind, factor, recording)
         return [out, *(t for t in new if t is not None)]
 
-    return tuple(replayed(key, given, launches))
+    return tuple(replay(key, given, launches))
 
 
 def take_step_in_place(
@@ -238,18 +238,19 @@ def take_step_in_place(
     which there is one more afterwards."""
 
     def launches(recording: Recording | None) -> Sequence[Tensor]:
-        out = empty_out(given)
+        out = allocate_out(given)
         launch(given, out, given[8:], ticket, length, scale, kind, factor, recording)
         return (out,)
 
-    return replayed(in_place_key(given, length, scale, kind, factor), (*given, ticket, length), launches)[0]
+    return replay(in_place_key(given, length, scale, kind, factor), (*given, ticket, length), launches)[0]
 
 
 def in_place_key(given: Step, length: Tensor | None, scale: float, kind: int, factor: float) -> Hashable:
     return "step in place", given.query.device, length is None, scale, kind, factor, signature(given)
 
 
-def empty_out(given: Step) -> Tensor:
+def allocate_out(given: Step) -> Tensor:
+    """Room for the output, [B, Hq, 1, E]."""
     batch, heads = given.query.shape[:2]
     return given.query.new_empty(batch, heads, 1, given.value.shape[-1])
 
@@ -262,11 +263,11 @@ def launch(
     width, group = given.value.shape[3], given.query.shape[1] // heads
     block = 0 if given.block_key is None else given.block_key.shape[2]
     strides = [t.stride(i) for t in (given.query, given.key, given.value) for i in (0, 1, 3)]
-    factors = [0] * 6 if kind == VARIANCE else [*steps(given.alpha), *steps(given.beta)]
-    weights = *steps(given.lln_weight), *steps(given.block_weight)
-    padded = plan.padded(dim)
+    factors = [0] * 6 if kind == VARIANCE else [*read_factor_strides(given.alpha), *read_factor_strides(given.beta)]
+    weights = *read_factor_strides(given.lln_weight), *read_factor_strides(given.block_weight)
+    padded = plan.pad_dim(dim)
     constants = (
-        group, dim, width, max(triton.next_power_of_2(group), 16), padded, min(plan.padded(width), 64), block,
+        group, dim, width, max(triton.next_power_of_2(group), 16), padded, min(plan.pad_dim(width), 64), block,
         triton.next_power_of_2(block) if block >= 16 else 16, given.key_mask is not None, kind, factor,
         ticket is not None,
     )  # fmt: skip
@@ -290,7 +291,7 @@ def step_in_place(*args: Any) -> Tensor:
 
 
 def fake_step_in_place(*args: Any) -> Tensor:
-    return empty_out(Step(*args[:14]))
+    return allocate_out(Step(*args[:14]))
 
 
 SCHEMA = TENSORS

@@ -41,7 +41,7 @@ def ask_device(name: str) -> dict[str, Any]:
     from lln.kernels.triton.survey import survey
 
     device = torch.device(name)
-    card = plan.card(device)
+    card = plan.find_card(device)
     return {
         "device": name,
         "card": None if card is None else card.name,
