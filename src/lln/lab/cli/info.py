@@ -71,7 +71,7 @@ def show_calls(asked: dict[str, Any]) -> list[Any]:
     said = [f"Calls with backend='auto' on {where}, training:", table]
     for reason, kinds in reasons.items():
         which = "" if len(kinds) == len(asked["kinds"]) else f" ({'; '.join(kinds)})"
-        said.append(f"Not by the kernels{which}: {reason}.")
+        said.append(f"Not by the Triton back end{which}: {reason}.")
     return said
 
 
