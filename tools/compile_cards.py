@@ -122,8 +122,8 @@ def pretend(target: str, registers: bool) -> list[dict[str, Any]]:
     rehearsals.launch = launch
     cards: Any = plan
     cards.HIP = target.startswith("gfx")
-    cards.card = lambda device: CARDS[target]
-    cards.multiprocessors = lambda device: 108
+    cards.find_card = lambda device: CARDS[target]
+    cards.count_multiprocessors = lambda device: 108
     fits: Any = fit
     fits.compile_and_look = look
     return found

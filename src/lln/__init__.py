@@ -57,7 +57,8 @@ if not TYPE_CHECKING:  # a type checker would take every name for one of lln's
         return found
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__, *_ROOMS})
+        loaded = {n for n, x in globals().items() if getattr(x, "__name__", "") == f"lln.{n}"}  # rooms like lln.hf
+        return sorted({*__all__, *_ROOMS, *loaded, *(n for n in globals() if n.startswith("__"))} - {"_moved"})
 
 
 _moved.install()

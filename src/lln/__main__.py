@@ -11,7 +11,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        sys.exit(f"The command line needs {error.name}; install it with: pip install 'lln-attention[cli]'")
+        sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
     run()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.call_options import draw_coefficient, draw_state, mask_keys
 from helpers.tensors import State, make_inputs, normal, relative_error
 from helpers.untyped import lln_attention, naive_attention
 from lln import LLNState
@@ -44,18 +45,7 @@ def check(qkv: tuple[Tensor, ...], alpha: Any = 1.25, beta: Any = 1.75, **option
 
 
 def key_masks(kind: str, batch: int, length: int) -> Tensor:
-    mask = torch.ones(batch, length, dtype=torch.bool)
-    position = torch.arange(length)
-    if kind == "holes":
-        mask = normal(7, batch, length) > -0.3
-        mask[:, length // 2] = True
-    elif kind == "left":
-        mask[1:] = position >= length // 3
-    elif kind == "right":
-        mask[1:] = position < length - length // 3
-    elif kind == "dead sample":
-        mask[0] = False
-    return mask
+    return mask_keys(kind, [length] * batch).view(batch, length)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -120,7 +110,7 @@ def test_packed_cross_attention_reads_its_own_source_only() -> None:
 @pytest.mark.parametrize(("nq", "nk"), [(5, 70), (70, 5), (1, 65), (65, 1), (0, 9), (9, 0), (0, 0)])
 def test_cross_attention_at_every_pair_of_lengths(nq: int, nk: int) -> None:
     check(exact_inputs(2, 4, 2, nq, key_length=nk))
-    check(exact_inputs(2, 4, 2, nq, key_length=nk), state=past_state(2, 2, 8, 8))
+    check(exact_inputs(2, 4, 2, nq, key_length=nk), state=draw_state(2, 2, 8, 8))
 
 
 @pytest.mark.parametrize("block_size", [None, 4])
@@ -140,16 +130,11 @@ def test_memory_layout_is_invisible(is_causal: bool, block_size: int | None) -> 
 SHAPES = ["[]", "[H]", "[B, H]", "[H, D]", "[B, H, D]"]
 
 
-def shaped(kind: str, seed: int, batch: int, heads: int, width: int) -> Tensor:
-    sizes = {"B": batch, "H": heads, "D": width}
-    return 1.5 + normal(seed, *(sizes[s] for s in kind.strip("[]").split(", ") if s)).clamp(-2, 2) / 2
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kind", SHAPES)
 def test_alpha_and_beta_scale_their_own_sample_head_and_channel(kind: str, is_causal: bool, packed: bool) -> None:
-    alpha, beta = shaped(kind, 3, 3, 4, 5), shaped(kind, 4, 3, 2, 5)
+    alpha, beta = draw_coefficient(kind, 3, 3, 4, 5), draw_coefficient(kind, 4, 3, 2, 5)
     cu_seqlens = torch.tensor([0, 20, 66, 70], dtype=torch.int32) if packed else None
     check(exact_inputs(1 if packed else 3, 4, 2, dim=5), alpha, beta, is_causal=is_causal, cu_seqlens=cu_seqlens)
     check(exact_inputs(1 if packed else 3, 4, 2, dim=5), 0.5, beta, is_causal=is_causal, cu_seqlens=cu_seqlens)
@@ -159,31 +144,23 @@ def test_alpha_and_beta_scale_their_own_sample_head_and_channel(kind: str, is_ca
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kind", SHAPES)
 def test_mix_weighs_both_parts_per_sample_head_and_channel(kind: str, is_causal: bool, packed: bool) -> None:
-    r, p = shaped(kind, 5, 3, 4, 6), shaped(kind, 6, 3, 4, 6)
+    r, p = draw_coefficient(kind, 5, 3, 4, 6), draw_coefficient(kind, 6, 3, 4, 6)
     cu_seqlens = torch.tensor([0, 20, 66, 70], dtype=torch.int32) if packed else None
     for mix in (r, (r, p), (0.25, p), 0.75, (1.0, 0.0), (0.0, 1.0)):
         qkv = exact_inputs(1 if packed else 3, 4, 2, dim=5, value_dim=6)
         check(qkv, block_size=8, mix=mix, is_causal=is_causal, cu_seqlens=cu_seqlens)
 
 
-def past_state(batch: int, heads: int, dim: int, dv: int) -> State:
-    """A state nobody computed; in one channel of one head and in the last sample nothing came before."""
-    log_sum, mean_value = 2 * normal(8, batch, heads, dim), normal(9, batch, heads, dim, dv)
-    log_sum[-1], mean_value[-1] = -torch.inf, 0
-    log_sum[0, 0, 0], mean_value[0, 0, 0] = -torch.inf, 0
-    return State(log_sum, mean_value)
-
-
 @pytest.mark.parametrize("kind", ["none", "holes", "left", "dead sample"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_state_is_everything_that_came_before(is_causal: bool, kind: str) -> None:
-    check(exact_inputs(2, 4, 2), state=past_state(2, 2, 8, 8), is_causal=is_causal, key_mask=key_masks(kind, 2, 70))
+    check(exact_inputs(2, 4, 2), state=draw_state(2, 2, 8, 8), is_causal=is_causal, key_mask=key_masks(kind, 2, 70))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_packed_sequences_each_have_their_state(is_causal: bool) -> None:
     cu_seqlens = torch.tensor([0, 3, 3, 70], dtype=torch.int32)
-    check(exact_inputs(1, 4, 2), state=past_state(3, 2, 8, 8), is_causal=is_causal, cu_seqlens=cu_seqlens)
+    check(exact_inputs(1, 4, 2), state=draw_state(3, 2, 8, 8), is_causal=is_causal, cu_seqlens=cu_seqlens)
 
 
 def test_an_empty_state_is_no_state() -> None:

@@ -1,7 +1,6 @@
 """The convolution of queries, keys and values is its formula written out, wherever it is used."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,17 +13,16 @@ from torch.nn import functional
 import lln
 import lln.hf
 from helpers.hf_models import build_model, guesses, make_batch, output, tokens
+from helpers.recorded import assert_instruments_see_p
 from helpers.runs import Stop, stop_at
 from helpers.tensors import make_inputs, relative_error
 from helpers.untyped import attention, mechanism, naive_attention
-from lln.instruments import entropy, record
 from lln.lab.paper.jobs import configure
 from lln.lab.recipes import recipe
 from lln.lab.train.config import change
 from lln.lab.train.loop import find_decaying
 from lln.lab.train.run import train
 from lln.nn.convolution import convolve
-from lln.nn.weights import dense_weights
 
 WIDE = torch.float64
 OFFSETS = torch.tensor([0, 5, 5, 12, 13], dtype=torch.int32)
@@ -245,21 +243,9 @@ def test_p_and_the_instruments_are_those_of_the_convolved() -> None:
     q, k, v = make_inputs(2, 4, 2, 12, 8)
     module = moved(4, 2, 8, 5, block_size=4)
     mask = torch.arange(12) < torch.tensor([[12], [9]])
-    p, out = dense_weights(module, q, k, key_mask=mask), module(q, k, v, key_mask=mask)
+    p, out = assert_instruments_see_p(module, q, k, v, mask)
     values = written_out(v, module.conv_v.detach(), False, mask).repeat_interleave(2, 1)
     assert relative_error(p @ values, out) < 1e-12
-    with record(module, samples=None) as rec:
-        assert torch.equal(module(q, k, v, key_mask=mask), out)
-    rows = torch.special.entr(p).sum(-1) / math.log(2)
-    want = torch.stack([rows[0].mean(-1), rows[1, :, :9].mean(-1)]).mean(0)
-    found = torch.tensor([row["entropy"] for row in rec.rows()], dtype=WIDE)
-    assert relative_error(found, want) < 1e-9
-    with record(module, samples=1, keep=True, instruments=()) as rec:
-        module(q, k, v)
-    ((_, _, seen),) = rec.observations
-    plain = torch.softmax(q[:1] @ k[:1].repeat_interleave(2, 1).mT / 8**0.5, -1)  # what LLN is compared with
-    want = torch.special.entr(plain).sum(-1).mean(-1) / math.log(2)
-    assert relative_error(entropy(seen.softmax_map()), want) < 1e-9
 
 
 @pytest.mark.parametrize("wrong", [4, 1, 0, -3, True, 5.0, "5"])

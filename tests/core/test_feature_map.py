@@ -1,6 +1,5 @@
 """The feature map is what its formula says, in everything that attends with it."""
 
-import math
 from typing import Any
 
 import pytest
@@ -8,11 +7,10 @@ import torch
 from torch import Tensor
 
 import lln
+from helpers.recorded import assert_instruments_see_p
 from helpers.tensors import make_inputs, relative_error
 from helpers.untyped import lln_attention
-from lln.instruments import entropy, record
 from lln.nn.feature_map import map_features
-from lln.nn.weights import dense_weights
 
 WIDE = torch.float64
 
@@ -89,20 +87,8 @@ def test_a_split_sequence_is_the_whole_one_and_a_batch_mate_is_invisible() -> No
 def test_p_and_the_instruments_are_those_of_the_mapped_queries_and_keys() -> None:
     q, k, v = make_inputs(2, 4, 2, 12, 8)
     module = moved(4, 2, 8, block_size=4)
-    p = dense_weights(module, q, k)
-    out = module(q, k, v)
+    p, out = assert_instruments_see_p(module, q, k, v)
     assert relative_error(p @ v.repeat_interleave(2, 1), out) < 1e-12
-    with record(module, samples=None) as rec:
-        assert torch.equal(module(q, k, v), out)
-    want = torch.special.entr(p).sum(-1).mean((0, 2)) / math.log(2)
-    found = torch.tensor([row["entropy"] for row in rec.rows()], dtype=WIDE)
-    assert relative_error(found, want) < 1e-9
-    with record(module, samples=1, keep=True, instruments=()) as rec:
-        module(q, k, v)
-    ((_, _, seen),) = rec.observations
-    plain = torch.softmax(q[:1] @ k[:1].repeat_interleave(2, 1).mT / 8**0.5, -1)  # what LLN is compared with
-    want = torch.special.entr(plain).sum(-1).mean(-1) / math.log(2)
-    assert relative_error(entropy(seen.softmax_map()), want) < 1e-9
 
 
 @pytest.mark.parametrize(

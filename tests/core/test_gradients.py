@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from helpers.tensors import State, normal, relative_error
+from helpers.call_options import draw_coefficient, draw_mix, draw_state, make_offsets, mask_keys
+from helpers.tensors import normal, relative_error
 from helpers.untyped import lln_attention, naive_attention
 from lln import LLNState
 from lln.kernels.common import softmax_or_zero
@@ -70,55 +71,6 @@ LENGTHS = [66, 0, 7]  # of packed sequences; otherwise BATCH times 70: several o
 pytestmark = pytest.mark.usefixtures("short_chunks")
 
 
-def key_mask_of(kind: str, lengths: list[int]) -> Tensor:
-    """All sequences' masks, concatenated."""
-    masks = [torch.ones(n, dtype=torch.bool) for n in lengths]
-    for s, mask in enumerate(masks):
-        n = len(mask)
-        if kind == "holes":
-            mask &= normal(20 + s, n) > 0
-        elif kind == "left":
-            mask[: n // (s + 2)] = False
-        elif kind == "right":
-            mask[n - n // (s + 2) :] = False
-        elif kind == "dead sample" and s == 0:
-            mask[:] = False
-    return torch.cat(masks)
-
-
-def shaped(kind: str, seed: int, heads: int, width: int) -> Any:
-    if kind == "number":
-        return 1.25
-    sizes = {"B": BATCH, "H": heads, "D": width}
-    return 1.2 + normal(seed, *(sizes[s] for s in kind.strip("[]").split(", ") if s)).clamp(-2, 2) / 4
-
-
-def mix_of(kind: str, heads: int, width: int) -> Any:
-    if kind == "default":
-        return 0.5
-    if kind == "half pair":  # one of the two is a number
-        return 0.75, shaped("[B, H]", 6, heads, width)
-    if kind.endswith("pair"):
-        shapes = ("[H, D]", "[B, H, D]") if kind == "wide pair" else ("[H]", "[]")
-        return shaped(shapes[0], 5, heads, width), shaped(shapes[1], 6, heads, width)
-    return shaped(kind, 5, heads, width) / 2
-
-
-def state_of(case: Case) -> State:
-    """A free state: one sample without any past, and with a block size open blocks of different fill."""
-    dv, size = case["value_dim"], case["block_size"]
-    log_sum, mean_value = normal(8, BATCH, KEY_HEADS, DIM), normal(9, BATCH, KEY_HEADS, DIM, dv)
-    log_sum[-1], mean_value[-1] = -torch.inf, 0
-    if size is None:
-        return State(log_sum, mean_value)
-    count = torch.tensor([10, 6, 0])
-    block_mask = torch.arange(size) < (count % size)[:, None]
-    if size > 3:
-        block_mask[0, 2] = False  # a masked key inside the open block
-    keys, values = normal(10, BATCH, KEY_HEADS, size, DIM), normal(11, BATCH, KEY_HEADS, size, dv)
-    return State(log_sum, mean_value, count, keys, values, block_mask)
-
-
 def build(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     """(everything that may carry a gradient, everything else)"""
     heads, dv = KEY_HEADS * case["group"], case["value_dim"]
@@ -128,19 +80,19 @@ def build(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
         "query": normal(0, rows, heads, n, DIM),
         "key": normal(1, rows, KEY_HEADS, n, DIM),
         "value": normal(2, rows, KEY_HEADS, n, dv),
-        "alpha": shaped(case["alpha"], 3, heads, DIM),
-        "beta": shaped(case["beta"], 4, KEY_HEADS, DIM),
+        "alpha": draw_coefficient(case["alpha"], 3, BATCH, heads, DIM),
+        "beta": draw_coefficient(case["beta"], 4, BATCH, KEY_HEADS, DIM),
     }
     options: dict[str, Any] = {"is_causal": case["is_causal"], "block_size": case["block_size"]}
     if case["mask"] != "none":
-        options["key_mask"] = key_mask_of(case["mask"], lengths).reshape(rows, n)
+        options["key_mask"] = mask_keys(case["mask"], lengths).reshape(rows, n)
     if case["packed"]:
-        options["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        options["cu_seqlens"] = make_offsets(lengths)
     if case["block_size"] is not None:
         options["scale"] = case["scale"]
-        inputs["mix"] = mix_of(case["mix"], heads, dv)
+        inputs["mix"] = 0.5 if case["mix"] == "default" else draw_mix(case["mix"], BATCH, heads, dv)
     if case["state"]:
-        inputs["state"] = state_of(case)
+        inputs["state"] = draw_state(BATCH, KEY_HEADS, DIM, dv, case["block_size"])
     return inputs, options
 
 

@@ -16,7 +16,7 @@ from helpers.tensors import normal
 from helpers.untyped import lln_attention, match_moments
 from lln import match_data
 from lln.kernels.common import PAPER_A, PAPER_B
-from lln.lab.calibration import CurvePlan, entropy_curve, lln_entropy, measure, softmax_entropy, within_row_variance
+from lln.lab.calibration import CurvePlan, invert_entropy, lln_entropy, measure, softmax_entropy, within_row_variance
 from lln.lab.core.seeds import number_key
 from lln.matching.curves import interpolate, pchip, read_curves
 from lln.matching.moments import moments, sigma
@@ -109,7 +109,7 @@ def test_the_shipped_curves_are_what_calibrate_measures(dim: int) -> None:
     assert ((values.mean(0) - torch.tensor(curve["value"][8:40:8])).abs() < 5 * error).all()
     plan = CurvePlan(entropy_seeds=24, t=tuple(read_curves()["t"][6:30:6]))
     again, shipped = (
-        entropy_curve(plan, dim, 256, 77, CPU, lambda text: None),
+        invert_entropy(plan, dim, 256, 77, CPU, lambda text: None),
         read_curves()["entropy"][str(dim)]["256"],
     )
     for i, place in enumerate(range(6, 30, 6)):

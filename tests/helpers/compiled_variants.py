@@ -42,8 +42,8 @@ def main() -> None:
     driver.set_active(Absent())
     knobs.runtime.jit_cache_hook = note
     cards: Any = plan
-    cards.card = lambda device: Card("", 227 * 1024, 228 * 1024, 2**16, 2048, measured=True)
-    cards.multiprocessors = lambda device: 132
+    cards.find_card = lambda device: Card("", 227 * 1024, 228 * 1024, 2**16, 2048, measured=True)
+    cards.count_multiprocessors = lambda device: 132
 
     def run(length: int) -> None:
         nonlocal kind

@@ -5,7 +5,6 @@ the kernels run in Triton's interpreter, slowly: few heads and short sequences t
 """
 
 import dataclasses
-import itertools
 import os
 import types
 from collections.abc import Callable
@@ -15,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.tensors import normal, relative_error
+from helpers.call_options import draw_coefficient, draw_mix, draw_state, make_offsets, mask_keys
+from helpers.tensors import State, normal, relative_error
 from helpers.untyped import lln_attention
 from lln import LLNState
 
@@ -71,10 +71,6 @@ def attend(*args: Any, **options: Any) -> Any:
     return lln_attention(*args, **options, backend=BACKEND)
 
 
-def cu_seqlens(lengths: tuple[int, ...], device: str = "cpu") -> Tensor:
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One call in words. `lengths` are those of the sequences: a batch of equal ones, or packed end to end."""
@@ -105,52 +101,16 @@ class Case:
         return " ".join(f"{name}={x}" for name, x in changed).replace(", ", ",")
 
 
-def key_mask(kind: str, lengths: tuple[int, ...]) -> Tensor:
-    """The masks of all sequences, end to end."""
-    masks = [torch.ones(n, dtype=torch.bool) for n in lengths]
-    for s, mask in enumerate(masks):
-        n = len(mask)
-        if kind == "holes":
-            mask &= normal(20 + s, n) > 0
-        elif kind == "left":
-            mask[: n // (s + 2)] = False
-        elif kind == "right":
-            mask[n - n // (s + 2) :] = False
-        elif kind == "dead sample" and s == 0:
-            mask[:] = False
-    return torch.cat(masks)
+def name_mix(mix: Any) -> dict[str, Any]:
+    return dict(zip(("mix r", "mix p"), mix, strict=True)) if isinstance(mix, tuple) else {"mix": mix}
 
 
-def shaped(kind: str, seed: int, batch: int, heads: int, width: int) -> Any:
-    """A coefficient near 1.2 of the shape that `kind` names."""
-    sizes = {"B": batch, "H": heads, "D": width}
-    shape = () if kind == "number" else tuple(sizes[s] for s in kind.strip("[]").split(", ") if s)
-    x = 1.2 + normal(seed, *shape).clamp(-2, 2) / 4
-    return x.item() if kind == "number" else x.float()
-
-
-def mixed(kind: str, *sizes: int) -> dict[str, Any]:
-    if kind.endswith("pair"):
-        kinds = {"pair": ("[H]", "[]"), "wide pair": ("[H, D]", "[B, H, D]"), "half pair": ("number", "[B, H]")}[kind]
-        return {f"mix {side}": shaped(k, 5 + i, *sizes) for i, (side, k) in enumerate(zip("rp", kinds, strict=True))}
-    return {"mix": shaped(kind, 5, *sizes) / 2}
-
-
-def free_state(case: Case, batch: int, dim: int, dv: int) -> dict[str, Tensor]:
-    """A state nobody computed: the last sample and one channel have no past, open blocks are filled differently."""
-    heads, size = case.key_heads, case.block_size
-    log_sum, mean_value = normal(8, batch, heads, dim), normal(9, batch, heads, dim, dv).float()
-    for empty in (slice(batch - 1, None), (0, 0, 0)):
-        log_sum[empty], mean_value[empty] = -torch.inf, 0
-    fields = {"log_sum": log_sum, "mean_value": mean_value}
-    if size is not None:
-        count = torch.tensor([2 * size + 5, size, 3, 7])[:batch]
-        count[batch - 1] = 0
-        block_mask = torch.arange(size) < (count % size)[:, None]
-        block_mask[0, 2] = False  # a masked key inside the open block
-        rows = {"block_key": normal(10, batch, heads, size, dim), "block_value": normal(11, batch, heads, size, dv)}
-        fields |= {"count": count, "block_mask": block_mask}
-        fields |= {name: (x * block_mask[:, None, :, None]).to(case.dtype) for name, x in rows.items()}
+def name_state(state: State, dtype: torch.dtype) -> dict[str, Tensor]:
+    """As the kernels keep it: rows that are hidden are zero."""
+    fields = {name: x for name, x in state._asdict().items() if x is not None}
+    fields["mean_value"] = fields["mean_value"].float()
+    for name in fields.keys() & {"block_key", "block_value"}:
+        fields[name] = (fields[name] * fields["block_mask"][:, None, :, None]).to(dtype)
     return {f"state {name}": x for name, x in fields.items()}
 
 
@@ -164,21 +124,21 @@ def build_arguments(case: Case) -> dict[str, Any]:
         "query": (case.size * normal(0, rows, heads, nq, dim)).to(case.dtype),
         "key": (case.size * normal(1, rows, case.key_heads, nk, dim)).to(case.dtype),
         "value": normal(2, rows, case.key_heads, nk, dv).to(case.dtype),
-        "alpha": shaped(case.alpha, 3, batch, heads, dim),
-        "beta": shaped(case.beta, 4, batch, case.key_heads, dim),
+        "alpha": draw_coefficient(case.alpha, 3, batch, heads, dim, torch.float32),
+        "beta": draw_coefficient(case.beta, 4, batch, case.key_heads, dim, torch.float32),
         "is_causal": case.is_causal,
         "block_size": case.block_size,
         "scale": case.scale,
     }
     if case.mask != "none":
-        given["key_mask"] = key_mask(case.mask, key_lengths).reshape(rows, nk)
+        given["key_mask"] = mask_keys(case.mask, key_lengths).reshape(rows, nk)
     if case.packed:
-        offsets = cu_seqlens(case.lengths), cu_seqlens(key_lengths)
+        offsets = make_offsets(case.lengths), make_offsets(key_lengths)
         given["cu_seqlens"] = offsets[0] if case.key_lengths is None else offsets
     if case.block_size is not None:
-        given |= mixed(case.mix, batch, heads, dv)
+        given |= name_mix(draw_mix(case.mix, batch, heads, dv, torch.float32))
     if case.state:
-        given |= free_state(case, batch, dim, dv)
+        given |= name_state(draw_state(batch, case.key_heads, dim, dv, case.block_size), case.dtype)
     return given
 
 
@@ -284,5 +244,5 @@ def gradients(out: Tensor, leaves: list[Tensor]) -> tuple[Tensor, ...]:
 def extras(mode: str, length: int) -> dict[str, Any]:
     """The tensors among the options, which change from call to call."""
     if mode == "packed":
-        return {"cu_seqlens": cu_seqlens((length // 3, 0, length - length // 3), DEVICE)}
+        return {"cu_seqlens": make_offsets((length // 3, 0, length - length // 3), DEVICE)}
     return {"key_mask": torch.arange(length, device=DEVICE)[None] >= length // 4} if mode == "padded" else {}

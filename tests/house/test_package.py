@@ -1,7 +1,7 @@
 """What a user gets: a light import, types, a command line that answers in sentences, a page that stands alone."""
 
+import importlib.metadata
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,6 +15,7 @@ import lln
 from helpers.command import run_command, run_python
 from helpers.pages import Page, make_times
 from lln.lab.cli.app import app
+from lln.lab.cli.common import EXTRAS
 from lln.lab.core.tables import show_timing
 
 ROOT = Path(__file__).parents[2]
@@ -46,18 +47,49 @@ def test_importing_lln_alone_waits_for_nothing() -> None:
     assert set(lln.__all__) <= set(dir(lln))
 
 
+def test_dir_shows_what_lln_offers_and_nothing_that_it_is_made_of() -> None:
+    code = "import lln, lln.hf; print(*[n for n in dir(lln) if n not in lln.__all__ and not n.startswith('__')])"
+    rooms = set(run_python(code).split())
+    assert {"hf", "kernels", "peers"} <= rooms
+    assert not rooms - {path.stem for path in SOURCE.iterdir()}
+    assert "_moved" not in rooms
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in (SOURCE / "lab" / "cli").glob("[a-z]*.py")))
 def test_a_file_of_the_command_line_waits_for_nothing_but_typer(name: str) -> None:
     new = list_new_modules(f"import lln.lab.cli.{name}", "typer")
     assert [module for module in new if module.split(".")[0] not in {"lln", "typer"} | sys.stdlib_module_names] == []
 
 
-def test_the_command_line_names_its_extra_where_it_is_missing(tmp_path: Path) -> None:
-    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError('none', name='typer')")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    found = subprocess.run([sys.executable, "-m", "lln"], env=environment, capture_output=True, text=True)
-    assert found.returncode == 1
-    assert found.stderr == "The command line needs typer; install it with: pip install 'lln-attention[cli]'\n"
+@pytest.mark.parametrize("name", ["typer", "rich"])
+def test_the_command_line_names_its_extra_where_it_is_missing(name: str) -> None:
+    sentence = f"The command line needs {name}; install it with: pip install 'lln-attention[cli]'"
+    code = f"import sys; sys.modules[{name!r}] = None; import lln.__main__; lln.__main__.main()"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (1, f"{sentence}\n")
+    code = f"import sys; sys.modules[{name!r}] = None; import lln.lab.cli.app"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert found.stderr.splitlines()[-1] == f"ModuleNotFoundError: {sentence}"
+
+
+def test_the_modules_of_each_extra_are_what_it_installs() -> None:
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    modules: dict[str, set[str]] = {}
+    for module, packages in importlib.metadata.packages_distributions().items():
+        for package in packages:
+            modules.setdefault(package.lower().replace("_", "-"), set()).add(module)
+
+    def list_packages(extra: str) -> set[str]:
+        found: set[str] = set()
+        for need in asked[extra]:
+            name, inner = re.match(r"([\w-]+)(?:\[(.*?)\])?", need).groups()  # type: ignore[union-attr]
+            found |= {name} if name != "lln-attention" else set().union(*map(list_packages, inner.split(",")))
+        return found
+
+    for extra, names in EXTRAS.items():
+        wanted = list_packages(extra)
+        assert len(names) == len(wanted), extra
+        assert all(modules[package] & set(names) for package in wanted if package in modules), extra
 
 
 def test_the_package_is_typed_and_names_its_version_once() -> None:
@@ -118,7 +150,7 @@ def test_version_and_info_answer() -> None:
     assert run_command("--version") == (0, f"lln-attention {lln.__version__}\n", "")
     told = json.loads(run_command("info", "--json").stdout)
     assert told["torch"] == torch.__version__
-    assert set(told["missing"]) == {"report", "instruments", "hf", "train"}
+    assert set(told["missing"]) == {"cli", "report", "instruments", "hf", "train"}
     answer = run_command("info")
     assert answer.exit_code == 0
     for line in ("lln-attention", "python", "torch", "devices", "back ends", "extra report"):
@@ -127,7 +159,7 @@ def test_version_and_info_answer() -> None:
     assert len(asked["kinds"]) == 24
     if not torch.cuda.is_available():
         assert {kind["runs"] for kind in asked["kinds"]} == {"eager"}
-        assert "Not by the kernels: " in answer.output
+        assert "Not by the Triton back end: " in answer.output
     assert "calls" not in json.loads(run_command("info", "--quick", "--json").stdout)
 
 

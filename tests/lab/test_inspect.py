@@ -20,7 +20,7 @@ from helpers.hf_models import BERT, VOCABULARY, build_model, find_minilm, guesse
 from helpers.pages import Page
 from lln.instruments import entropy, lln_map, spectral_gap
 from lln.lab.inspect.heatmap import show_value
-from lln.lab.inspect.inspect_page import layer_table, write
+from lln.lab.inspect.inspect_page import tabulate_layers, write
 from lln.lab.inspect.inspection import COMPARED, TEXTS, count_positions, inspect, label_layers
 
 MINILM = find_minilm()
@@ -200,7 +200,7 @@ def test_other_architectures(kind: str, tmp_path: Path) -> None:
         assert (row["spectral_gap"] is None) == ("encoder_attn" in row["layer"] or "EncDec" in row["layer"])
     page = (tmp_path / "out" / "index.html").read_text()
     assert ("could not stand in" in page) == (kind == "mpnet")
-    layer_table(result)
+    tabulate_layers(result)
 
 
 @pytest.mark.parametrize(

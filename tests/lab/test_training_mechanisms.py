@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import lln.hf
+from helpers.command import run_command
 from helpers.runs import Stop, stop_at
 from lln.lab.recipes import recipe
 from lln.lab.train.config import change
@@ -105,3 +106,12 @@ def test_wrong_attentions_are_refused_and_leave_nothing(
     with pytest.raises((ValueError, TypeError), match=message):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("attention", ["perfomer", "tnn"])
+def test_a_dry_run_refuses_an_attention_as_a_run_does(attention: str, tmp_path: Path) -> None:
+    asked = ("train", "mlm", "--attention", attention, "--out", tmp_path / "run")
+    run, dry = run_command(*asked), run_command(*asked, "--dry-run")
+    assert (run.exit_code, dry.exit_code) == (2, 2)
+    assert dry.stderr.splitlines()[-1] == run.stderr.splitlines()[-1]
+    assert dry.stderr.startswith("attention.name")

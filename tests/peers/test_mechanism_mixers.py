@@ -141,6 +141,8 @@ def test_modules_copy_pickle_drop_and_run_narrow(name: str) -> None:
 @pytest.mark.parametrize("name", MIXERS)
 def test_wrong_input_is_named(name: str) -> None:
     module = make(name)
+    with pytest.raises(TypeError, match=r"takes one tensor, hidden \[batch, length, 8\]; got 3: give it what would be"):
+        module(*[normal(8, 2, 13, 8)] * 3)
     with pytest.raises(ValueError, match=r"hidden must be \[batch, length, 8\]"):
         module(normal(8, 2, 13, 7))
     with pytest.raises(TypeError, match="key_mask must be bool"):

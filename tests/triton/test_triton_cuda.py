@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.call_options import make_offsets
 from helpers.tensors import relative_error
-from helpers.triton_cases import GPU, MODES, attend, cu_seqlens
+from helpers.triton_cases import GPU, MODES, attend
 from helpers.untyped import lln_attention
 from lln import LLNState
 from lln.kernels.triton import tape
@@ -23,8 +24,8 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": dict,
     "causal": lambda: {"is_causal": True},
     "causal blocks": lambda: {"is_causal": True, "block_size": 48},
-    "packed": lambda: {"cu_seqlens": cu_seqlens((100, 0, 200), "cuda"), "block_size": 64},
-    "packed causal": lambda: {"cu_seqlens": cu_seqlens((100, 0, 200), "cuda"), "block_size": 64, "is_causal": True},
+    "packed": lambda: {"cu_seqlens": make_offsets((100, 0, 200), "cuda"), "block_size": 64},
+    "packed causal": lambda: {"cu_seqlens": make_offsets((100, 0, 200), "cuda"), "block_size": 64, "is_causal": True},
     "masked": lambda: {"key_mask": torch.arange(LENGTH, device="cuda")[None] >= 30, "block_size": 64},
     "dropout": lambda: {"dropout_p": 0.3, "block_size": 64, "is_causal": True},
     "state": lambda: {"state": LLNState.empty(1, 1, 64, block_size=64, device="cuda"), "block_size": 64,

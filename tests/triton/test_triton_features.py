@@ -15,7 +15,7 @@ from helpers.triton_cases import BACKEND, DEVICE, GPU, MARKS, MODES, attend, ext
 from helpers.untyped import lln_attention
 from lln import LLNAttention
 from lln.kernels.triton import op
-from lln.kernels.triton.parts import keep
+from lln.kernels.triton.parts import draw_kept
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # torch.compile's own
 
@@ -84,7 +84,7 @@ def mask_kernel(SEED, OUT, dropout, ROWS: tl.constexpr, COLUMNS: tl.constexpr): 
     stream = tl.program_id(0)
     rows, columns = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     place = OUT + stream * ROWS * COLUMNS + rows[:, None] * COLUMNS + columns[None, :]
-    tl.store(place, keep(SEED, stream, rows, columns, COLUMNS, dropout))
+    tl.store(place, draw_kept(SEED, stream, rows, columns, COLUMNS, dropout))
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**62 - 1])

@@ -68,7 +68,7 @@ def test_programs_are_those_that_a_multiprocessor_has_room_for() -> None:
     ],
 )
 def test_room_of_a_multiprocessor(needs: Needs, warps: int, programs: int) -> None:
-    assert fit.occupancy(needs, warps, SMALL) == programs
+    assert fit.count_programs(needs, warps, SMALL) == programs
 
 
 def test_what_fits_nowhere_says_why() -> None:
@@ -108,7 +108,7 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None]:
 
     def tell(look: Look) -> None:
         monkeypatch.setattr(fit, "FITS", {})
-        monkeypatch.setattr(plan, "card", lambda device: SMALL)
+        monkeypatch.setattr(plan, "find_card", lambda device: SMALL)
         monkeypatch.setattr(fit, "compile_and_look", look)
 
     return tell

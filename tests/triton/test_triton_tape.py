@@ -125,7 +125,7 @@ def test_a_call_is_recorded_once_and_then_played(monkeypatch: pytest.MonkeyPatch
                 recording.launch(compiled, (3,), args)
             return [out]
 
-        return tape.replayed((number, signature([x, y])), [x, y], launches)[0]
+        return tape.replay((number, signature([x, y])), [x, y], launches)[0]
 
     x, y, z = (torch.randn(4) for _ in range(3))
     for a, b in ((x, y), (y, z), (z, x)):

@@ -121,7 +121,7 @@ def lognormal_fit(p: AttentionMap, *, entries: int = 2**20, seed: int = 0) -> Lo
 def some_entries(heads: Heads, entries: int, seed: int) -> tuple[Tensor, Tensor]:
     """(log P [G, S], which of them are entries)"""
     if heads.rows * heads.keys <= entries:
-        return visible([heads.log_rows(rows).flatten(1) for rows in heads.chunks()], heads)
+        return join_visible([heads.log_rows(rows).flatten(1) for rows in heads.chunks()], heads)
     rows = min(heads.rows, ROWS)
     columns = max(min(entries // rows, heads.keys), 1)
     generator = torch.Generator().manual_seed(seed)
@@ -131,10 +131,11 @@ def some_entries(heads: Heads, entries: int, seed: int) -> tuple[Tensor, Tensor]
         # New columns for every chunk, so that no key counts more than others.
         keys = torch.randperm(heads.keys, generator=generator)[:columns].to(heads.device)
         parts.append(log_p[..., keys[keys < log_p.shape[-1]]].flatten(1))
-    return visible(parts, heads)
+    return join_visible(parts, heads)
 
 
-def visible(parts: list[Tensor], heads: Heads) -> tuple[Tensor, Tensor]:
+def join_visible(parts: list[Tensor], heads: Heads) -> tuple[Tensor, Tensor]:
+    """(the values of all parts, which of them belong to keys that are seen), [G, count]."""
     values = torch.cat([heads.full(0.0, 0), *parts], 1)
     return values, values > -torch.inf
 
@@ -150,7 +151,7 @@ def p_values(heads: Heads, seed: int) -> Tensor:
         inside = mine.clamp_max(log_p.shape[-1] - 1)  # of a causal map later keys are not there
         entry = log_p.gather(2, inside.expand(len(heads), -1).unsqueeze(-1)).squeeze(-1)
         parts.append(entry.masked_fill_(mine >= log_p.shape[-1], -torch.inf))
-    values, there = visible(parts, heads)
+    values, there = join_visible(parts, heads)
     distance = normal_fit(values, there).distance
     numbers, distances = there.sum(1).tolist(), distance.tolist()
     found = [

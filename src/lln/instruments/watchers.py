@@ -274,7 +274,7 @@ def observe_linear(look: Look, layer: str, module: nn.Module, layers: Any, args:
         seen = observe_softmax(layer, q, k, scale, pattern, cross=q.shape[2] != k.shape[2])
         wanted = (seen.softmax_map().dense() @ v.to(torch.float64)).transpose(1, 2).flatten(2)  # [B, N, H E]
         live = seen.softmax_map().live[..., None]
-        if any(near(t, wanted, live) for t in made):
+        if any(is_near(t, wanted, live) for t in made):
             return [seen]
     raise ValueError(
         f"record: {layer} ({type(module).__name__}) cannot be observed: softmax attention of what its query and key "
@@ -293,7 +293,8 @@ def list_patterns(given: dict[str, Any], look: Look, rows: int, keys: int) -> It
         yield read_mask(masks[0], rows, keys, rows == keys, causal) if masks else Pattern(causal)
 
 
-def near(found: Tensor, wanted: Tensor, live: Tensor) -> bool:
+def is_near(found: Tensor, wanted: Tensor, live: Tensor) -> bool:
+    """Whether an output is the one wanted at live tokens, up to what its dtype rounds."""
     if found.shape != wanted.shape:
         return False
     error = torch.where(live, found - wanted, 0.0).norm() / torch.where(live, wanted, 0.0).norm()

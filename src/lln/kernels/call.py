@@ -67,7 +67,7 @@ class Call:
 
     def narrow(self, channels: slice) -> Call:
         """With some of the values' channels alone."""
-        held = {name: getattr(self, name) for name in marked(VALUE)}
+        held = {name: getattr(self, name) for name in list_marked(VALUE)}
         cut = {n: t if t is None or t.shape[-1] == 1 else t[..., channels] for n, t in held.items()}
         return self.change(**cut)
 
@@ -82,7 +82,7 @@ class Call:
         split |= {"key": self.key.split(lengths_k, -2), "value": self.value.split(lengths_k, -2)}
         if self.key_mask is not None:
             split["key_mask"] = self.key_mask.split(lengths_k, -1)
-        for name in marked(SEQUENCE):
+        for name in list_marked(SEQUENCE):
             if (t := getattr(self, name)) is not None:
                 split[name] = t.split(1) if t.shape[0] > 1 else [t] * len(lengths_k)
         for i in range(len(lengths_k)):
@@ -107,7 +107,8 @@ MARKS: dict[str, tuple[Mark, ...]] = {
 }
 
 
-def marked(mark: Mark) -> list[str]:
+def list_marked(mark: Mark) -> list[str]:
+    """The names of the fields of a call that have this mark, in their order."""
     return [name for name, marks in MARKS.items() if mark in marks]
 
 

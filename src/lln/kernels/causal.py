@@ -59,9 +59,9 @@ class Chunk:
     def levels(self) -> Iterator[Level]:
         half = self.x.shape[-2] // 2
         while half:
-            edge = left(self.log_sums, half)[..., -1:, :]
-            keys = self.share(left(self.x, half), edge)
-            decay = self.share(edge, right(self.log_sums, half))
+            edge = take_left(self.log_sums, half)[..., -1:, :]
+            keys = self.share(take_left(self.x, half), edge)
+            decay = self.share(edge, take_right(self.log_sums, half))
             yield Level(half, keys, decay)
             half //= 2
 
@@ -85,13 +85,14 @@ class Level:
     decay: Tensor  # [B, H, 1, n / 2b, b, D]  e^(L_b - L_t)
 
 
-def left(t: Tensor, half: int) -> Tensor:
+def take_left(t: Tensor, half: int) -> Tensor:
     """The left halves [..., n / 2b, b, D] of the blocks of 2b rows, b = half."""
     halves: Tensor = t.unflatten(-2, (-1, 2, half))
     return halves.select(-3, 0)
 
 
-def right(t: Tensor, half: int) -> Tensor:
+def take_right(t: Tensor, half: int) -> Tensor:
+    """The right halves of the same blocks."""
     halves: Tensor = t.unflatten(-2, (-1, 2, half))
     return halves.select(-3, 1)
 
@@ -100,7 +101,7 @@ def prefix_log_sums(x: Tensor) -> Tensor:
     """Inclusive cumulative logsumexp over the rows (a power of two of them), by doubling."""
     half, sums = 1, x
     while half < x.shape[-2]:
-        first, second = left(sums, half), right(sums, half)
+        first, second = take_left(sums, half), take_right(sums, half)
         sums = torch.stack([first, logaddexp(first[..., -1:, :], second)], -3).flatten(-4, -2)
         half *= 2
     return sums
@@ -137,8 +138,8 @@ def outputs(chunk: Chunk, mean_value: Tensor) -> Tensor:
     out = (chunk.dropped * chunk.entering()) @ mean_value
     out = out + (chunk.dropped * chunk.own()).sum(-1, keepdim=True) * chunk.v
     for level in chunk.levels():
-        weights = (right(chunk.dropped, level.half) * level.decay) @ level.keys.transpose(-1, -2)
-        right(out, level.half).add_(weights @ left(chunk.v, level.half))
+        weights = (take_right(chunk.dropped, level.half) * level.decay) @ level.keys.transpose(-1, -2)
+        take_right(out, level.half).add_(weights @ take_left(chunk.v, level.half))
     return out
 
 
@@ -182,8 +183,8 @@ def value_products(chunk: Chunk, mean_value: Tensor, g: Tensor) -> Tensor:
     w = chunk.entering() * (g @ mean_value.transpose(-1, -2))
     w = w + chunk.own() * (g * chunk.v).sum(-1, keepdim=True)
     for level in chunk.levels():
-        scores = right(g, level.half) @ left(chunk.v, level.half).transpose(-1, -2)
-        right(w, level.half).add_(level.decay * (scores @ level.keys))
+        scores = take_right(g, level.half) @ take_left(chunk.v, level.half).transpose(-1, -2)
+        take_right(w, level.half).add_(level.decay * (scores @ level.keys))
     return w
 
 
@@ -197,13 +198,13 @@ def key_value_gradients(chunk: Chunk, g: Tensor, d: Tensor, suffix: Tensor, suff
     dx = dx + (own * (chunk.dropped * (g * chunk.v).sum(-1, keepdim=True) - chunk.a * d)).sum(2, keepdim=True)
     for level in chunk.levels():
         half = level.half
-        reach = right(chunk.dropped, half) * level.decay
-        g_right, v_left = right(g, half), left(chunk.v, half)
+        reach = take_right(chunk.dropped, half) * level.decay
+        g_right, v_left = take_right(g, half), take_left(chunk.v, half)
         weights = reach @ level.keys.transpose(-1, -2)
-        left(dv, half).add_((weights.transpose(-1, -2) @ g_right).sum(2, keepdim=True))
+        take_left(dv, half).add_((weights.transpose(-1, -2) @ g_right).sum(2, keepdim=True))
         pull = (g_right @ v_left.transpose(-1, -2)).transpose(-1, -2) @ reach
-        pull = pull - (right(chunk.a * d, half) * level.decay).sum(-2, keepdim=True)
-        left(dx, half).add_(level.keys * pull.sum(2, keepdim=True))
+        pull = pull - (take_right(chunk.a * d, half) * level.decay).sum(-2, keepdim=True)
+        take_left(dx, half).add_(level.keys * pull.sum(2, keepdim=True))
     return dx, dv
 
 

@@ -84,7 +84,9 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def kept(store: dict[K, Tensor], key: K, make: Callable[[], Tensor], device: torch.device, most: int = 4096) -> Tensor:
+def make_once(
+    store: dict[K, Tensor], key: K, make: Callable[[], Tensor], device: torch.device, most: int = 4096
+) -> Tensor:
     """store[key], made on the CPU on the first call. Nothing is ever taken out, since a CUDA graph may still read it;
     beyond so many, what is made is not kept."""
     if is_in_torch_dispatch_mode():

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lln.kernels.call import Call
-from lln.kernels.causal import Chunk, chunks, left, outputs, pad_rows, right, value_products
+from lln.kernels.causal import Chunk, chunks, outputs, pad_rows, take_left, take_right, value_products
 from lln.kernels.common import (
     Dropout,
     autocast_enabled,
@@ -231,7 +231,7 @@ def prefix_entropies(x: Tensor) -> tuple[Tensor, Tensor]:
     """(L, H) of each row and all before it (a power of two of them), by doubling."""
     half, sums, entropies = 1, x, torch.zeros_like(x)
     while half < x.shape[-2]:
-        both = [(left(t, half), right(t, half)) for t in (sums, entropies)]
+        both = [(take_left(t, half), take_right(t, half)) for t in (sums, entropies)]
         (sum_1, sum_2), (entropy_1, entropy_2) = both
         joined = join_entropies(sum_1[..., -1:, :], entropy_1[..., -1:, :], sum_2, entropy_2)
         pairs = zip((sum_1, entropy_1), joined, strict=True)

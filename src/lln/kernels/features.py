@@ -62,7 +62,8 @@ class Maps:
         return g, -(g * out).sum(-1, keepdim=True)
 
 
-def features_of(t: Tensor, rows: slice, phi: FeatureMap, hidden: Tensor | None = None) -> Tensor:
+def map_rows(t: Tensor, rows: slice, phi: FeatureMap, hidden: Tensor | None = None) -> Tensor:
+    """Features of some rows, zeros where the row is hidden."""
     features = phi(t[..., rows, :].to(compute_dtype(t.dtype)))
     return features if hidden is None else features.masked_fill(hidden[..., rows, :], 0.0)
 
@@ -103,7 +104,7 @@ class Decay:
         return state if self.sums is None else state * self.sums[..., -1:, :].exp()
 
 
-def shared(t: Tensor) -> Tensor:
+def sum_shared(t: Tensor) -> Tensor:
     """Sum over the query heads that share a key head."""
     return t.sum(2, keepdim=True)
 
@@ -122,14 +123,14 @@ class FeatureAttention(Function):
         if is_causal:
             for rows in maps.spans(q, maps.query, True):
                 decay = Decay(log_gate, rows)
-                fq, fk = features_of(q, rows, maps.query), features_of(k, rows, maps.key, hidden)
+                fq, fk = map_rows(q, rows, maps.query), map_rows(k, rows, maps.key, hidden)
                 v_rows = v[..., rows, :].to(fk.dtype)
                 out[..., rows, :], _, _ = causal_rows(maps, decay, fq, fk, v_rows, state, dropout, rows.start)
                 state = fold(fk, v_rows, state, decay)
         else:
             state = fold_all(maps, k, v, hidden)
             for rows in maps.spans(q, maps.query, False):
-                fq = features_of(q, rows, maps.query)
+                fq = map_rows(q, rows, maps.query)
                 numerator = drop(fq, dropout, rows.start)[0] @ state[0]
                 out[..., rows, :], _ = maps.divide(numerator, fq @ state[1])
         ctx.save_for_backward(q, k, v, hidden, log_gate, *(() if is_causal or state is None else state))
@@ -159,9 +160,9 @@ def fold(fk: Tensor, v: Tensor, state: tuple[Tensor, Tensor] | None, decay: Deca
 
 
 def fold_all(maps: Maps, k: Tensor, v: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-    state = fold(features_of(k, slice(0, 0), maps.key), v[..., :0, :].to(compute_dtype(v.dtype)), None, None)
+    state = fold(map_rows(k, slice(0, 0), maps.key), v[..., :0, :].to(compute_dtype(v.dtype)), None, None)
     for rows in maps.spans(k, maps.key, False):
-        fk = features_of(k, rows, maps.key, hidden)
+        fk = map_rows(k, rows, maps.key, hidden)
         state = fold(fk, v[..., rows, :].to(fk.dtype), state, None)
     return state
 
@@ -199,8 +200,8 @@ def bidirectional_backward(
         from_values = g @ s.transpose(-1, -2)
         dfq = (from_values if mask is None else from_values * mask) + g_total * z.transpose(-1, -2)
         dq[..., rows, :] = back(dfq).to(q.dtype)
-        ds += shared(dropped.transpose(-1, -2) @ g)
-        dz += shared(fq.transpose(-1, -2) @ g_total)
+        ds += sum_shared(dropped.transpose(-1, -2) @ g)
+        dz += sum_shared(fq.transpose(-1, -2) @ g_total)
     for rows in maps.spans(k, maps.key, False):
         fk, back = features_and_back(k, rows, maps.key, hidden)
         dv[..., rows, :] = (fk @ ds).to(v.dtype)
@@ -220,7 +221,7 @@ def causal_backward(
     chunks = list(maps.spans(q, maps.query, True))
     state, kept = None, []
     for rows in chunks:
-        decay, fk = Decay(log_gate, rows), features_of(k, rows, maps.key, hidden)
+        decay, fk = Decay(log_gate, rows), map_rows(k, rows, maps.key, hidden)
         fq, back = features_and_back(q, rows, maps.query)
         v_rows = v[..., rows, :].to(fk.dtype)
         out, inverse, mask = causal_rows(maps, decay, fq, fk, v_rows, state, dropout, rows.start)
@@ -234,23 +235,23 @@ def causal_backward(
             dfq = dfq + decay.entering(g_total) * state[1].transpose(-1, -2)
         dq[..., rows, :] = back(dfq).to(q.dtype)
         if dsums is not None and not maps.normalise:  # normalised, the numerator's share and the total's cancel
-            dsums[..., rows, :] += shared((g * out).sum(-1, keepdim=True))
+            dsums[..., rows, :] += sum_shared((g * out).sum(-1, keepdim=True))
         kept.append((inverse, g_total))
         state = fold(fk, v_rows, state, decay)
     later = later_total = None  # R [B, H, 1, F, E], r [B, H, 1, F, 1]
     for rows, (inverse, g_total) in zip(reversed(chunks), reversed(kept), strict=True):
-        decay, fq = Decay(log_gate, rows), features_of(q, rows, maps.query)
+        decay, fq = Decay(log_gate, rows), map_rows(q, rows, maps.query)
         fk, back = features_and_back(k, rows, maps.key, hidden)
         v_rows = v[..., rows, :].to(fk.dtype)
         g = g_out[..., rows, :].to(fk.dtype) * inverse
         dropped, mask = drop(fq, dropout, rows.start)
         weights = decay.pairs(fq @ fk.transpose(-1, -2))
         of_values = weights if mask is None else decay.pairs(dropped @ fk.transpose(-1, -2))
-        dv_rows = shared(of_values.transpose(-1, -2) @ g)
-        done = shared(weights.transpose(-1, -2) @ g_total)  # gradient of the ones that the total sums
-        dfk = shared(decay.pairs(g @ v_rows.transpose(-1, -2)).transpose(-1, -2) @ dropped)
+        dv_rows = sum_shared(of_values.transpose(-1, -2) @ g)
+        done = sum_shared(weights.transpose(-1, -2) @ g_total)  # gradient of the ones that the total sums
+        dfk = sum_shared(decay.pairs(g @ v_rows.transpose(-1, -2)).transpose(-1, -2) @ dropped)
         ones = g_total.expand(*g_total.shape[:-1], fk.shape[-2])
-        dfk = dfk + shared(decay.pairs(ones).transpose(-1, -2) @ fq)
+        dfk = dfk + sum_shared(decay.pairs(ones).transpose(-1, -2) @ fq)
         if later is not None and later_total is not None:
             late = decay.leaving(fk)
             dv_rows, done = dv_rows + late @ later, done + late @ later_total
@@ -259,8 +260,8 @@ def causal_backward(
         dv[..., rows, :] = dv_rows.to(v.dtype)
         if dsums is not None:
             dsums[..., rows, :] -= (dv_rows * v_rows).sum(-1, keepdim=True) + done
-        new = shared(decay.entering(dropped).transpose(-1, -2) @ g)
-        new_total = shared(decay.entering(fq).transpose(-1, -2) @ g_total)
+        new = sum_shared(decay.entering(dropped).transpose(-1, -2) @ g)
+        new_total = sum_shared(decay.entering(fq).transpose(-1, -2) @ g_total)
         later = new if later is None else decay.through(later) + new
         later_total = new_total if later_total is None else decay.through(later_total) + new_total
     dgate = None if dsums is None else dsums.flip(-2).cumsum(-2).flip(-2)

@@ -68,7 +68,8 @@ def row_entropy(p: Tensor) -> Tensor:
     return nats.mean(-1) / math.log(2)
 
 
-def mean_and_error(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+def average_runs(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """(mean, standard error) of each element over the runs."""
     values = torch.stack(rows).cpu()
     return values.mean(0), values.std(0) / math.sqrt(len(rows))
 
@@ -83,9 +84,9 @@ def measure(plan: CurvePlan, seed: int, device: torch.device, progress: Callable
             z_k = normal((seed, dim, 0, run, 1), plan.variance_keys, dim, device=device)
             runs.append(torch.stack([within_row_variance(z_q, z_k, s2) for s2 in plan.s2]))
             progress(f"variance, head dim {dim}")
-        value, error = mean_and_error(runs)
+        value, error = average_runs(runs)
         variance[dim] = {"value": value.tolist(), "se": error.tolist()}
-        entropy[dim] = {length: entropy_curve(plan, dim, length, seed, device, progress) for length in plan.lengths}
+        entropy[dim] = {length: invert_entropy(plan, dim, length, seed, device, progress) for length in plan.lengths}
     fields = dataclasses.asdict(plan)
     names = ("head_dims", "lengths", "s2", "t")
     return {
@@ -96,7 +97,7 @@ def measure(plan: CurvePlan, seed: int, device: torch.device, progress: Callable
     }
 
 
-def entropy_curve(
+def invert_entropy(
     plan: CurvePlan, dim: int, length: int, seed: int, device: torch.device, progress: Callable[[str], None]
 ) -> dict[str, list[float]]:
     """s2 for every t, and its standard error, by inverting the entropy of LLN at the entropy of softmax."""
@@ -110,8 +111,8 @@ def entropy_curve(
         progress(f"entropy, head dim {dim}, {length} keys")
     # The deficit log2 N - H is what is matched: in logarithms it is nearly straight from flat to concentrated.
     flat = math.log2(length)
-    lln, lln_error = mean_and_error([flat - run for run in lln_runs])
-    softmax, softmax_error = mean_and_error([flat - run for run in softmax_runs])
+    lln, lln_error = average_runs([flat - run for run in lln_runs])
+    softmax, softmax_error = average_runs([flat - run for run in softmax_runs])
     log_s2 = torch.tensor(plan.s2, dtype=torch.float64).log()
     s2_of_deficit = pchip(lln.log(), log_s2)
     s2 = interpolate(softmax.log(), *s2_of_deficit)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lln.files import read_data
-from lln.kernels.common import kept, traced_as_constant, wide_dtype
+from lln.kernels.common import make_once, traced_as_constant, wide_dtype
 
 
 def interpolate(at: Tensor, x: Tensor, y: Tensor, slope: Tensor) -> Tensor:
@@ -72,15 +72,15 @@ def read_curves() -> dict[str, Any]:
     return curves
 
 
-def logarithms(values: Any) -> Tensor:
+def take_logarithms(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device="cpu").log()
 
 
 def interpolate_dims(per_dim: list[list[float]], head_dim: int) -> Tensor:
     """The logarithms [n] of values at this head dim, from the values at the measured ones."""
-    dims = logarithms(read_curves()["head_dims"])
+    dims = take_logarithms(read_curves()["head_dims"])
     at = torch.tensor([math.log(head_dim)], dtype=torch.float64, device="cpu")
-    return torch.cat([interpolate(at, *pchip(dims, values)) for values in logarithms(per_dim).unbind(-1)])
+    return torch.cat([interpolate(at, *pchip(dims, values)) for values in take_logarithms(per_dim).unbind(-1)])
 
 
 # By (matching, head_dim, device). Tensors, not curves: objects that torch.compile had made itself while tracing it
@@ -103,9 +103,9 @@ def find_curves(matching: str, head_dim: int, device: torch.device) -> Tensor:
             )
         if matching == "variance":
             per_dim = [curves["variance"][str(dim)]["value"] for dim in dims]
-            points = pchip(interpolate_dims(per_dim, head_dim), logarithms(curves["s2"]))
+            points = pchip(interpolate_dims(per_dim, head_dim), take_logarithms(curves["s2"]))
         else:
-            log_t, log_n = logarithms(curves["t"]), logarithms(curves["lengths"])
+            log_t, log_n = take_logarithms(curves["t"]), take_logarithms(curves["lengths"])
             made = []
             for length in curves["lengths"]:
                 per_dim = [curves["entropy"][str(dim)][str(length)]["s2"] for dim in dims]
@@ -113,7 +113,7 @@ def find_curves(matching: str, head_dim: int, device: torch.device) -> Tensor:
             points = torch.cat([torch.stack(made), log_n[:, None, None].expand(-1, 1, len(log_t))], 1)
         return points.to(wide_dtype(device))
 
-    return kept(MADE, (matching, head_dim, str(device)), make, device)
+    return make_once(MADE, (matching, head_dim, str(device)), make, device)
 
 
 def s2_for_variance(t: Tensor, head_dim: int) -> Tensor:

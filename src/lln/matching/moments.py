@@ -21,7 +21,7 @@ from lln.checks import MATCHINGS, Matching
 from lln.kernels.carry import owners
 from lln.kernels.common import PAPER_A, PAPER_B, SIGMA_FLOOR, spans, wide_dtype
 from lln.kernels.triton import support
-from lln.kernels.triton.support import refusal
+from lln.kernels.triton.support import explain_refusal
 from lln.matching.curves import s2_for_entropy, s2_for_variance
 from lln.values import check_choice, check_count
 
@@ -115,7 +115,7 @@ def has_kernels(query: Tensor, key: Tensor, backend: str) -> bool:
     if backend == "eager" or (backend == "auto" and not query.is_cuda):
         return False
     # A compiler traces an op, whatever the tensors are.
-    return refusal(query) is None if torch.compiler.is_compiling() else support.has_kernels(query, key)
+    return explain_refusal(query) is None if torch.compiler.is_compiling() else support.has_kernels(query, key)
 
 
 def find_kernel(name: str) -> Callable[..., Any]:

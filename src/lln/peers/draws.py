@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.kernels.common import kept, traced_as_constant
+from lln.kernels.common import make_once, traced_as_constant
 from lln.nn.statistics import in_backward
 from lln.peers.modules import AttentionModule
 from lln.values import check_count
@@ -27,7 +27,7 @@ def gaussian(
     """A matrix of independent standard normal rows; orthogonal: rows at right angles in each square block, which keeps
     every row's distribution and lowers the variance of what is averaged over rows. Nobody may change it."""
     key = rows, columns, seed, orthogonal, device, dtype
-    return kept(KEPT, key, lambda: draw_gaussian(rows, columns, seed, orthogonal).to(dtype), device)
+    return make_once(KEPT, key, lambda: draw_gaussian(rows, columns, seed, orthogonal).to(dtype), device)
 
 
 @traced_as_constant
@@ -38,7 +38,7 @@ def uniform(count: int, seed: int, *, device: torch.device) -> Tensor:
         drawn = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         return drawn.to(torch.float32)
 
-    return kept(KEPT, (count, seed, device), make, device)
+    return make_once(KEPT, (count, seed, device), make, device)
 
 
 def draw_gaussian(rows: int, columns: int, seed: int, orthogonal: bool) -> Tensor:

@@ -111,12 +111,18 @@ class Mixer(PeerModule):
     def forward(
         self,
         hidden: Tensor,
-        *,
+        *others: Tensor,
         is_causal: bool = False,
         key_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """key_mask [B, N] bool, True = a token; cu_seqlens as in `lln.lln_attention`."""
+        if others:
+            raise TypeError(
+                f"{self.name} mixes hidden states in the place of the whole attention block and takes one tensor, "
+                f"hidden [batch, length, {self.channels}]; got {1 + len(others)}: give it what would be "
+                "projected to q, k, v."
+            )
         if not isinstance(hidden, Tensor) or hidden.ndim != 3 or hidden.shape[2] != self.channels:
             raise ValueError(f"hidden must be [batch, length, {self.channels}]; got {describe(hidden)}.")
         one = hidden.unsqueeze(1)

@@ -27,9 +27,10 @@ FEATURES: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-def elementwise(feature_map: Callable[[Tensor], Tensor], call: Call) -> Tensor:
+def attend_elementwise(feature_map: Callable[[Tensor], Tensor], call: Call) -> Tensor:
+    """Linear attention with this feature map on queries and keys."""
     return feature_attention(call, feature_map)
 
 
 for _name, _map in FEATURES.items():
-    register(_name.lower())(functools.partial(elementwise, _map))
+    register(_name.lower())(functools.partial(attend_elementwise, _map))

@@ -13,7 +13,7 @@ from lln.kernels.triton import plan
 from lln.kernels.triton.causal_backward import causal_keys_kernel, suffix_kernel
 from lln.kernels.triton.fit import Fit
 from lln.kernels.triton.fold import sum_kernel
-from lln.kernels.triton.forward import Launch, strides
+from lln.kernels.triton.forward import Launch, name_strides
 from lln.kernels.triton.read import fold_backward_kernel, read_backward_kernel
 from lln.kernels.triton.tape import Recording
 
@@ -44,7 +44,7 @@ class Backward(Launch):
             "TOP": None, "INVERSE": None, "OWN": None, "LOG2": None,
         }  # fmt: skip
         for name, t in (("g", grad), ("dq", dq), ("dk", dk), ("dv", dv)):
-            self.values.update(strides(name, t))
+            self.values.update(name_strides(name, t))
         # Weights that are the same for all channels go into P and A, unless their own gradients need these without.
         self.values["UNIFORM"] &= not self.dweights
 
@@ -151,7 +151,7 @@ class Backward(Launch):
         parts = {"alpha": self.parts(self.dalpha, count, self.dim)}
         parts |= {name: self.parts(self.dweights, count, self.width) for name in ("lln_weight", "block_weight")}
         self.values.update(
-            strides("o", self.gradients["query"]), OUT=None, REACH=reach, REACH_D=reach_d, OWN=self.empty(rows),
+            name_strides("o", self.gradients["query"]), OUT=None, REACH=reach, REACH_D=reach_d, OWN=self.empty(rows),
             LOG_Z=self.empty(rows, dtype=wide), REFERENCE=self.empty(self.heads * w.works * w.tiles, self.dim),
             DALPHA=parts["alpha"], DLLN=parts["lln_weight"], DBLOCK=parts["block_weight"], BACKWARD=True,
         )  # fmt: skip

@@ -31,17 +31,17 @@ from lln.kernels.triton.parts import (
     block_output,
     block_products,
     block_weight_gradient,
-    keep,
+    draw_kept,
     key_log,
     load_factor,
     load_matrix,
     load_rows,
     place,
-    scaled,
+    scale_rows,
     softmax_rows,
+    split_factor,
     store_matrix,
     store_rows,
-    two_words,
     visible_keys,
     where_visible,
 )
@@ -50,7 +50,7 @@ TINY = tl.constexpr(2.0**-80)
 
 
 @triton.jit
-def start_state(LOG, MEAN, END32, index, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
+def load_start(LOG, MEAN, END32, index, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr):
     """(z, which is also how much of M the state before the split is; T; whether there is any key in it)"""
     d = tl.arange(0, BD)
     before = tl.load(LOG + index * D + d, mask=d < D, other=-float("inf"))
@@ -61,7 +61,7 @@ def start_state(LOG, MEAN, END32, index, D: tl.constexpr, E: tl.constexpr, BD: t
 
 
 @triton.jit
-def query_reference(END32, index, D: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr):
+def load_query_reference(END32, index, D: tl.constexpr, BD: tl.constexpr, WIDE: tl.constexpr):
     """(M, as the queries' logits have it, what was taken off). WIDE: its largest channel, since small exponents round
     less. Read again where it is used: a vector that a loop keeps crowds out what it works on."""
     d = tl.arange(0, BD)
@@ -74,14 +74,14 @@ def query_reference(END32, index, D: tl.constexpr, BD: tl.constexpr, WIDE: tl.co
 
 
 @triton.jit
-def key_reference(END32, index, D: tl.constexpr, BD: tl.constexpr):
+def load_key_reference(END32, index, D: tl.constexpr, BD: tl.constexpr):
     """-M, as the keys' exponents have it."""
     d = tl.arange(0, BD)
     return -tl.load(END32 + index * D + d, mask=d < D, other=0.0)
 
 
 @triton.jit
-def lowest(Z, so_far, ok, visible, keys, BM: tl.constexpr, EVEN: tl.constexpr):
+def find_lowest(Z, so_far, ok, visible, keys, BM: tl.constexpr, EVEN: tl.constexpr):
     """(the smallest Z of each row so far, leaving out rows that have no key to attend to; keys seen so far)"""
     if EVEN:
         return tl.minimum(so_far, Z), keys
@@ -134,7 +134,7 @@ def channel_offset(reference, D: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def moved_reference(k, visible, factor, reference):
+def move_reference(k, visible, factor, reference):
     """M after these keys."""
     x = tl.where(visible[:, None], k * factor, -float("inf"))
     return tl.minimum(tl.maximum(reference, tl.max(x, 0)), 1e38)
@@ -143,7 +143,7 @@ def moved_reference(k, visible, factor, reference):
 @triton.jit
 def key_weights(k, visible, factor, low, reference, BD: tl.constexpr, WIDE: tl.constexpr):
     """e [BD] of one row, 0 where it is hidden."""
-    x = tl.minimum(scaled(k, factor, low, -reference, WIDE), 1.0)
+    x = tl.minimum(scale_rows(k, factor, low, -reference, WIDE), 1.0)
     return tl.reshape(tl.exp2(tl.where(visible[:, None], x, -float("inf"))), [BD])
 
 
@@ -210,9 +210,9 @@ def causal_rows_kernel(
     o_base = data * o_b + h.to(tl.int64) * o_h + first * o_n
     mask_base = data * mask_b + first * mask_n
     row_base = (data * (H * G) + h.to(tl.int64)) * total + first
-    factor, low = two_words(load_factor(BETA, b, hk, beta_b, beta_h, beta_d, D, BD, FLAT))
+    factor, low = split_factor(load_factor(BETA, b, hk, beta_b, beta_h, beta_d, D, BD, FLAT))
     alpha = load_factor(ALPHA, b, h, alpha_b, alpha_h, alpha_d, D, BD, FLAT)
-    alpha_factor, alpha_low = two_words(alpha)
+    alpha_factor, alpha_low = split_factor(alpha)
     weight = 1.0
     lln_weight = tl.full([1, 1], 1.0, tl.float32)
     if BS:
@@ -229,7 +229,7 @@ def causal_rows_kernel(
     if SLOW:
         start, reference, z, state, back = start_moving(LOG, MEAN, before, D, E, BD, BE)
     else:
-        z, state, keys = start_state(LOG, MEAN, END32, before, D, E, BD, BE)
+        z, state, keys = load_start(LOG, MEAN, END32, before, D, E, BD, BE)
         back = z * weight
         lowest_z = tl.full([BM], 1.0, tl.float32)
     reach = tl.zeros([BD, BE], tl.float32)
@@ -254,19 +254,19 @@ def causal_rows_kernel(
                 k1 = load_rows(K, k_base, at, here, k_n, k_d, D, BD, False).to(tl.float32)
                 v1 = load_rows(V, v_base, at, here, v_n, v_d, E, BE, False).to(tl.float32)
                 seen1 = visible_keys(MASK, mask_base, at, here, mask_n, MASKED)
-                moved = moved_reference(k1, seen1, factor, reference)
+                moved = move_reference(k1, seen1, factor, reference)
                 e1 = key_weights(k1, seen1, factor, low, moved, BD, WIDE)
                 fade = tl.exp2(reference - moved)
                 reference = moved
                 z = z * fade + e1
                 state = state * fade[:, None] + e1[:, None] * v1
                 offset, top = channel_offset(moved, D, BD)
-                u1, _total, peak = softmax_rows(scaled(q1, alpha_factor, alpha_low, offset, WIDE))
+                u1, _total, peak = softmax_rows(scale_rows(q1, alpha_factor, alpha_low, offset, WIDE))
                 Z1 = tl.sum(u1 * z[None, :], 1)  # [1]
                 u1 = u1 * tl.where(Z1 > 0.0, 1.0 / Z1, 0.0)[:, None]
                 kept1 = u1
                 if DROPOUT:
-                    kept1 = u1 * keep(SEED, stream, at, d, BD, dropout)
+                    kept1 = u1 * draw_kept(SEED, stream, at, d, BD, dropout)
                 row = tl.sum(tl.reshape(kept1, [BD])[:, None] * state, 0)[None, :]
                 if BACKWARD:
                     g1 = load_rows(GRAD, g_base, at, here, g_n, g_d, E, BE, False).to(tl.float32)
@@ -274,7 +274,7 @@ def causal_rows_kernel(
                     g1 = g1 * lln_weight
                     y1 = tl.sum(g1 * state, 1)[None, :]
                     if DROPOUT:
-                        y1 = y1 * keep(SEED, stream, at, d, BD, dropout)
+                        y1 = y1 * draw_kept(SEED, stream, at, d, BD, dropout)
                     own1 = tl.sum(u1 * y1, 1)  # [1]
                     row = u1 * (y1 - own1[:, None] * z[None, :])
                     dalpha += tl.reshape(row * q1, [BD])
@@ -292,11 +292,13 @@ def causal_rows_kernel(
                 gl = gl.to(DOT)
                 gv = tl.dot(gl, tl.trans(v.to(DOT)), input_precision=PRECISION)
                 gv = tl.where(causal, gv, 0.0).to(DOT)
-            offset, top = query_reference(END32, before, D, BD, WIDE)
-            u, _total, peak = softmax_rows(scaled(q.to(tl.float32), alpha_factor, alpha_low, offset, WIDE))
-            reference = key_reference(END32, before, D, BD)
+            offset, top = load_query_reference(END32, before, D, BD, WIDE)
+            u, _total, peak = softmax_rows(scale_rows(q.to(tl.float32), alpha_factor, alpha_low, offset, WIDE))
+            reference = load_key_reference(END32, before, D, BD)
             e = tl.exp2(
-                where_visible(tl.minimum(scaled(k.to(tl.float32), factor, low, reference, WIDE), 1.0), visible, EVEN)
+                where_visible(
+                    tl.minimum(scale_rows(k.to(tl.float32), factor, low, reference, WIDE), 1.0), visible, EVEN
+                )
             )
             if BACKWARD:
                 e = e.to(DOT)
@@ -305,14 +307,14 @@ def causal_rows_kernel(
             else:
                 scores = tl.where(causal, tl.dot(u.to(DOT), tl.trans(e.to(DOT)), input_precision=PRECISION), 0.0)
                 Z = tl.sum(scores, 1) + tl.sum(u * z[None, :], 1)
-            lowest_z, keys = lowest(Z, lowest_z, ok, visible, keys, BM, EVEN)
+            lowest_z, keys = find_lowest(Z, lowest_z, ok, visible, keys, BM, EVEN)
             if BACKWARD:
                 u = u * tl.where(Z > 0.0, 1.0 / Z, 0.0)[:, None]
                 y = tl.dot(gl, tl.trans(state.to(DOT)), input_precision=PRECISION)
                 y = tl.dot(gv, e, y, input_precision=PRECISION)
                 kept = u
                 if DROPOUT:
-                    mask = keep(SEED, stream, rows, d, BD, dropout)
+                    mask = draw_kept(SEED, stream, rows, d, BD, dropout)
                     y = y * mask
                     kept = u * mask
                 if HAS_DWEIGHT:
@@ -327,7 +329,7 @@ def causal_rows_kernel(
                 reach_d += tl.sum(u * own[:, None], 0)
             else:
                 if DROPOUT:
-                    u = u * keep(SEED, stream, rows, d, BD, dropout)
+                    u = u * draw_kept(SEED, stream, rows, d, BD, dropout)
                     scores = tl.where(causal, tl.dot(u.to(DOT), tl.trans(e.to(DOT)), input_precision=PRECISION), 0.0)
                 out = tl.dot(u.to(DOT), state.to(DOT), input_precision=PRECISION)
                 out = tl.dot(scores.to(DOT), v.to(DOT), out, input_precision=PRECISION)

@@ -16,26 +16,26 @@ from lln.kernels.triton.causal import (
     block_keys,
     channel_offset,
     is_marked,
-    key_reference,
     key_weights,
-    moved_reference,
-    query_reference,
+    load_key_reference,
+    load_query_reference,
+    move_reference,
 )
-from lln.kernels.triton.fold import place_channels, share, split_range
+from lln.kernels.triton.fold import place_channels, split_range, weigh_part
 from lln.kernels.triton.parts import (
     LENGTHS,
     block_backward,
     block_products,
     block_values,
-    keep,
+    draw_kept,
     key_log,
     load_factor,
     load_matrix,
     load_rows,
     place,
-    scaled,
+    scale_rows,
+    split_factor,
     store_rows,
-    two_words,
     visible_keys,
     where_visible,
 )
@@ -72,7 +72,7 @@ def suffix_kernel(
         tl.store(SUFFIX + at[:, None] * E + e[None, :], reach, mask=inside)
         tl.store(SUFFIX_D + at, reach_d, mask=c < D)
         before = tl.load(LOG + at, mask=c < D, other=-float("inf"))
-        through = share(before, log)
+        through = weigh_part(before, log)
         reach = reach * through[:, None] + here
         reach_d = reach_d * through + here_d
         log = before
@@ -112,7 +112,7 @@ def causal_keys_kernel(
     dv_base = data * dv_b + h.to(tl.int64) * dv_h + first * dv_n
     mask_base = data * mask_b + first * mask_n
     beta = load_factor(BETA, b, h, beta_b, beta_h, beta_d, D, BD, FLAT)
-    factor, low = two_words(beta)
+    factor, low = split_factor(beta)
     dbeta = tl.zeros([BD], tl.float32)
     index = tl.program_id(0).to(tl.int64)
     marked = is_marked(MARK, h, w, works, G)
@@ -145,8 +145,8 @@ def causal_keys_kernel(
         k = k.to(tl.float32)
         v = v.to(DOT)
         if not SLOW:
-            edge = key_reference(END32, index, D, BD)
-            e = tl.exp2(where_visible(tl.minimum(scaled(k, factor, low, edge, WIDE), 1.0), visible, EVEN)).to(DOT)
+            edge = load_key_reference(END32, index, D, BD)
+            e = tl.exp2(where_visible(tl.minimum(scale_rows(k, factor, low, edge, WIDE), 1.0), visible, EVEN)).to(DOT)
             dv = tl.dot(e, suffix.to(DOT), dv, input_precision=PRECISION)
             de = tl.dot(v, tl.trans(suffix.to(DOT)), input_precision=PRECISION) - suffix_d[None, :]
         for group in tl.range(0, G, disable_licm=AGAIN):
@@ -156,7 +156,7 @@ def causal_keys_kernel(
             row_base = (data * (H * G) + head.to(tl.int64)) * total + first
             q = load_rows(Q, q_base, rows, ok, q_n, q_d, D, BD, EVEN)
             g = load_rows(GRAD, g_base, rows, ok, g_n, g_d, E, BE, EVEN)
-            alpha, alpha_low = two_words(load_factor(ALPHA, b, head, alpha_b, alpha_h, alpha_d, D, BD, FLAT))
+            alpha, alpha_low = split_factor(load_factor(ALPHA, b, head, alpha_b, alpha_h, alpha_d, D, BD, FLAT))
             gl = g
             if BS and not UNIFORM:
                 gl = g * load_factor(LLN_WEIGHT, b, head, lln_b, lln_h, lln_e, E, BE, UNIFORM)
@@ -182,14 +182,14 @@ def causal_keys_kernel(
             if not SLOW:
                 log_z = tl.load(LOG_Z + row_base + rows, mask=ok, other=float("inf"))
                 own = tl.load(OWN + row_base + rows, mask=ok, other=0.0)
-                offset, top = query_reference(END32, index, D, BD, WIDE)
+                offset, top = load_query_reference(END32, index, D, BD, WIDE)
                 relative = (log_z - top).to(tl.float32)[:, None]
-                u = tl.exp2(tl.minimum(scaled(q.to(tl.float32), alpha, alpha_low, offset, WIDE) - relative, 100.0))
+                u = tl.exp2(tl.minimum(scale_rows(q.to(tl.float32), alpha, alpha_low, offset, WIDE) - relative, 100.0))
                 if BS and UNIFORM:
                     u = u * tl.load(LLN_WEIGHT + b.to(tl.int64) * lln_b + head * lln_h)
                 kept = u
                 if DROPOUT:
-                    kept = u * keep(SEED, (b * H * G + head) * 2, rows, d, BD, dropout)
+                    kept = u * draw_kept(SEED, (b * H * G + head) * 2, rows, d, BD, dropout)
                 kept = kept.to(DOT)
                 scores = tl.where(causal, tl.dot(kept, tl.trans(e), input_precision=PRECISION), 0.0)
                 dv = tl.dot(tl.trans(scores.to(DOT)), gl, dv, input_precision=PRECISION)
@@ -211,7 +211,7 @@ def causal_keys_kernel(
                 there = (at >= 0) & (at < n)
                 k1 = load_rows(K, k_base, at, there, k_n, k_d, D, BD, False).to(tl.float32)
                 v1 = load_rows(V, v_base, at, there, v_n, v_d, E, BE, False).to(tl.float32)
-                moved = moved_reference(k, visible & (r <= i), factor, start)
+                moved = move_reference(k, visible & (r <= i), factor, start)
                 fade = tl.exp2(tl.minimum(moved - reference, 1.0))
                 reference = moved
                 suffix = suffix * fade[:, None]
@@ -223,17 +223,17 @@ def causal_keys_kernel(
                     g_base = data * g_b + head.to(tl.int64) * g_h + first * g_n
                     q1 = load_rows(Q, q_base, at, there, q_n, q_d, D, BD, False).to(tl.float32)
                     g1 = load_rows(GRAD, g_base, at, there, g_n, g_d, E, BE, False).to(tl.float32)
-                    alpha, alpha_low = two_words(load_factor(ALPHA, b, head, alpha_b, alpha_h, alpha_d, D, BD, FLAT))
+                    alpha, alpha_low = split_factor(load_factor(ALPHA, b, head, alpha_b, alpha_h, alpha_d, D, BD, FLAT))
                     if BS:
                         g1 = g1 * load_factor(LLN_WEIGHT, b, head, lln_b, lln_h, lln_e, E, BE, UNIFORM)
                     row_base = (data * (H * G) + head.to(tl.int64)) * total + first
                     log_z = tl.load(LOG_Z + row_base + at, mask=there, other=float("inf"))
                     own = tl.load(OWN + row_base + at, mask=there, other=0.0)
                     relative = (log_z - top).to(tl.float32)[:, None]
-                    u1 = tl.exp2(tl.minimum(scaled(q1, alpha, alpha_low, offset, WIDE) - relative, 100.0))
+                    u1 = tl.exp2(tl.minimum(scale_rows(q1, alpha, alpha_low, offset, WIDE) - relative, 100.0))
                     suffix_d += tl.reshape(u1 * own[:, None], [BD])
                     if DROPOUT:
-                        u1 = u1 * keep(SEED, (b * H * G + head) * 2, at, d, BD, dropout)
+                        u1 = u1 * draw_kept(SEED, (b * H * G + head) * 2, at, d, BD, dropout)
                     # Not a reshape to [BD, 1], whose layout would be that of all: a thread with 8 BE numbers of R.
                     suffix += tl.reshape(u1, [BD])[:, None] * g1
                 seen1 = visible_keys(MASK, mask_base, at, there, mask_n, MASKED)

@@ -49,7 +49,7 @@ class Fit:
 Look = Callable[[Any, Sequence[Any], Settings], Needs]
 
 
-def occupancy(needs: Needs, warps: int, card: Card) -> int:
+def count_programs(needs: Needs, warps: int, card: Card) -> int:
     """Programs that a multiprocessor has room for at the same time, at least one."""
     threads = warps * card.warp
     room = [card.threads // threads]
@@ -94,7 +94,7 @@ def fit(
         elif first.programs:
             return settings, bool(reread)
         else:
-            settings = dataclasses.replace(settings, programs=occupancy(needs, first.warps, card))
+            settings = dataclasses.replace(settings, programs=count_programs(needs, first.warps, card))
             found = found or (settings, bool(reread))
             if settings.programs > 1:
                 return settings, bool(reread)
@@ -143,7 +143,7 @@ def compile_and_look(kernel: Any, args: Sequence[Any], settings: Settings) -> Ne
 FITS: dict[Hashable, Fit | str] = {}
 
 
-def kind(call: Call) -> Hashable:
+def describe_kind(call: Call) -> Hashable:
     """What decides which kernels a call launches, and how they are compiled."""
     query, key, value = call.query, call.key, call.value
     (batch, heads, rows, dim), (_, key_heads, keys, _) = query.shape, key.shape
@@ -170,10 +170,10 @@ def find(call: Call, more: Hashable, rehearse: Callable[[Call, Fit], object]) ->
         DoesNotFit: and says what is in the way.
     """
     width, dim, dtype = call.value.shape[-1], call.query.shape[-1], call.query.dtype
-    card = plan.card(call.query.device)
+    card = plan.find_card(call.query.device)
     if card is None:
         return Fit(plan.value_part(dim, dtype))
-    key = kind(call), more
+    key = describe_kind(call), more
     found = FITS.get(key)
     if found is None:
         if len(FITS) >= MOST:
@@ -186,8 +186,8 @@ def find(call: Call, more: Hashable, rehearse: Callable[[Call, Fit], object]) ->
 
 def list_parts(width: int, dim: int, dtype: torch.dtype) -> Iterator[int]:
     """Numbers of channels to try, as a kernel would work with them: half as many each time."""
-    part = min(plan.padded_value(width, dim), plan.value_part(dim, dtype))
-    while part >= plan.padded_value(1, dim):
+    part = min(plan.pad_value_dim(width, dim), plan.value_part(dim, dtype))
+    while part >= plan.pad_value_dim(1, dim):
         yield part
         part //= 2
 

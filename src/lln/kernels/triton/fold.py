@@ -7,12 +7,12 @@ import triton.language as tl
 
 from lln.kernels.triton.parts import (
     LENGTHS,
-    identity,
     load_factor,
     load_rows,
+    make_identity,
     place,
+    split_factor,
     store_matrix,
-    two_words,
     visible_keys,
 )
 
@@ -56,8 +56,8 @@ def fold_kernel(
     v_base = data * v_b + h.to(tl.int64) * v_h + first * v_n
     mask_base = data * mask_b + first * mask_n
     # Channels are rows here: what there is one of for each of them takes few registers, and is summed inside a warp.
-    factor, low = two_words(tl.trans(load_factor(BETA, b, h, beta_b, beta_h, beta_d, D, BD, FLAT)))
-    eye = identity(BD, DOT)
+    factor, low = split_factor(tl.trans(load_factor(BETA, b, h, beta_b, beta_h, beta_d, D, BD, FLAT)))
+    eye = make_identity(BD, DOT)
 
     m = tl.full([BD], -1e38, tl.float32)
     z = tl.zeros([BD], tl.float32)
@@ -69,7 +69,7 @@ def fold_kernel(
         v = load_rows(V, v_base, rows, ok, v_n, v_d, E, BE, EVEN)
         visible = visible_keys(MASK, mask_base, rows, ok, mask_n, MASKED)
         if DOT == tl.bfloat16 and BD <= 128:  # noqa: SIM108, SIM300
-            x = tl.dot(eye, tl.trans(k))  # see parts.widened
+            x = tl.dot(eye, tl.trans(k))  # see parts.widen
         else:
             x = tl.trans(k.to(tl.float32))
         y = key_exponents(x, factor, low, m, visible, EVEN, WIDE)
@@ -114,7 +114,7 @@ def split_range(b, splits, BEGIN, PACKED: tl.constexpr):
 
 
 @triton.jit
-def share(part, whole):
+def weigh_part(part, whole):
     """e^(part - whole) for logs of sums; 0 for an empty part of an empty whole."""
     whole = tl.where(whole == -float("inf"), 0.0, whole)
     return tl.exp2(((part - whole) * 1.4426950408889634074).to(tl.float32))
@@ -147,8 +147,8 @@ def merge_kernel(
             other=0.0,
         )
         top = tl.maximum(log, tl.max(part, 0))
-        old = share(log, top)
-        new = share(part, tl.broadcast_to(top[None, :], [BP, BC]))
+        old = weigh_part(log, top)
+        new = weigh_part(part, tl.broadcast_to(top[None, :], [BP, BC]))
         total = old + tl.sum(new, 0)
         inverse = tl.where(total > 0.0, 1.0 / total, 0.0)
         mean = (mean * old[:, None] + tl.sum(values * new[:, :, None], 0)) * inverse[:, None]
@@ -181,10 +181,10 @@ def prefix_kernel(
         tl.store(BEFORE + at, log, mask=c < D)
         tl.store(MEAN_BEFORE + matrix, mean, mask=inside)
         top = tl.maximum(log, part)
-        total = share(log, top) + share(part, top)
+        total = weigh_part(log, top) + weigh_part(part, top)
         both = tl.where(total > 0.0, top + tl.log2(total.to(tl.float64)) * 0.6931471805599453094, -float("inf"))
         # S1 + w (S2 - S1): the form of a merge that does not drift.
-        mean = mean + share(part, both)[:, None] * (value - mean)
+        mean = mean + weigh_part(part, both)[:, None] * (value - mean)
         log = both
         tl.store(END + at, log, mask=c < D)
         finite = tl.where(log == -float("inf"), 0.0, log * 1.4426950408889634074)

@@ -38,7 +38,7 @@ NO_BACKWARD = {**dict.fromkeys(BACKWARD), "HAS_DALPHA": False, "HAS_DWEIGHT": Fa
 PICK: dict[Any, Callable[[dict[str, Any]], tuple[Any, ...]]] = {}  # a kernel's arguments out of the values
 
 
-def like(t: Tensor, dim: int) -> Tensor:
+def make_like(t: Tensor, dim: int) -> Tensor:
     """A new [B, H, N, dim] tensor with heads and rows in t's order: models pass transposed views and transpose back."""
     batch, heads, length, _ = t.shape
     if t.stride(1) < t.stride(2):
@@ -46,12 +46,12 @@ def like(t: Tensor, dim: int) -> Tensor:
     return t.new_empty(batch, heads, length, dim)
 
 
-def strides(t: str, x: Tensor) -> Iterable[tuple[str, int]]:
+def name_strides(t: str, x: Tensor) -> Iterable[tuple[str, int]]:
     """By the names of ROWS."""
     return zip(ROWS[t], x.stride(), strict=True)
 
 
-def steps(t: Tensor | None) -> tuple[int, int, int]:
+def read_factor_strides(t: Tensor | None) -> tuple[int, int, int]:
     """Strides of a factor [B, H, D], 0 where a size of 1 stands for all."""
     if t is None:
         return 0, 0, 0
@@ -72,21 +72,21 @@ class Launch:
         self.group = self.query_heads // self.heads
         self.batch = q.shape[0] if call.cu_query is None else call.cu_query.shape[0] - 1
         self.device, self.dtype = q.device, q.dtype
-        padded, padded_value = plan.padded(self.dim), plan.padded_value(self.width, self.dim)
+        padded, padded_value = plan.pad_dim(self.dim), plan.pad_value_dim(self.width, self.dim)
         self.size = max(padded, padded_value)
         self.tile, self.used = plan.tile_rows(call.block_size, self.size, self.dtype)
         self.small = plan.is_small(q.shape[0], self.query_heads, max(self.rows, self.keys))
-        card = plan.card(q.device)
+        card = plan.find_card(q.device)
         self.measured = card is None or card.measured
         self.blocks, self.shifted = call.block_size is not None, call.start is not None
         half = q.dtype == torch.bfloat16 and q.is_cuda  # the interpreter multiplies no bfloat16 matrices
         mask = (0, 0) if call.key_mask is None else call.key_mask.stride()
-        weights = *steps(call.lln_weight), *steps(call.block_weight)
-        factors = *steps(call.alpha), *steps(call.beta), *weights, *mask
+        weights = *read_factor_strides(call.lln_weight), *read_factor_strides(call.block_weight)
+        factors = *read_factor_strides(call.alpha), *read_factor_strides(call.beta), *weights, *mask
         self.values: dict[str, Any] = dict(zip(POINTERS, call.arguments(), strict=False))
         self.values.update(zip(FACTORS, factors, strict=True))
         for name, t in (("q", q), ("k", k), ("v", v)):
-            self.values.update(strides(name, t))
+            self.values.update(name_strides(name, t))
         self.values |= {
             "scale": call.scale, "dropout": call.dropout_p, "total": self.rows, "H": self.heads, "G": self.group,
             "D": self.dim, "E": self.width, "BD": padded, "BE": padded_value, "BS": call.block_size or 0,
@@ -94,7 +94,7 @@ class Launch:
             "DROPOUT": call.seed is not None,
             "UNIFORM": all(t is not None and t.shape[-1] == 1 for t in (call.lln_weight, call.block_weight)),
             "WIDE": q.dtype == torch.float32, "DOT": tl.bfloat16 if half else tl.float32,
-            "PRECISION": plan.precision(q.dtype),
+            "PRECISION": plan.choose_precision(q.dtype),
             "FLAT": call.alpha.shape[-1] == 1 and call.beta.shape[-1] == 1,
         }  # fmt: skip
 
@@ -103,7 +103,7 @@ class Launch:
         if found is not None:
             return found
         blocks = self.blocks and kernel != "fold"
-        return plan.settings(kernel, blocks, self.dtype, self.size, self.tile, self.small, self.measured)
+        return plan.choose_settings(kernel, blocks, self.dtype, self.size, self.tile, self.small, self.measured)
 
     def cut(self, kernel: str, heads: int, of_keys: bool, shifted: bool) -> plan.Works:
         """How the kernels that follow are cut, for this one: the keys, or the queries, of so many heads."""
@@ -129,7 +129,7 @@ class Launch:
         return self.made(torch.empty(shape, dtype=dtype, device=self.device))
 
     def like(self, t: Tensor, dim: int) -> Tensor:
-        return self.made(like(t, dim))
+        return self.made(make_like(t, dim))
 
     def launch(self, kernel: Any, programs: int, settings: str, /, **given: Any) -> None:
         """A kernel with the values so far and those given, and with the settings of that name."""
@@ -185,7 +185,7 @@ class Launch:
     def read(self, log: Tensor, mean: Tensor) -> Tensor:
         out = self.like(self.call.query, self.width)
         w = self.cut("read", self.query_heads, False, self.shifted)
-        self.values.update(strides("o", out))
+        self.values.update(name_strides("o", out))
         self.launch(read_kernel, self.query_heads * w.works, "read", LOG=log, MEAN=mean, OUT=out)
         return out
 
@@ -215,7 +215,7 @@ class Launch:
     def causal(self) -> tuple[Tensor, Tensor, Tensor]:
         w, final = self.prefixes()
         out = self.like(self.call.query, self.width)
-        self.values.update(strides("o", out), OUT=out, **NO_BACKWARD)
+        self.values.update(name_strides("o", out), OUT=out, **NO_BACKWARD)
         self.causal_rows("causal", self.query_heads * w.works)
         return out, *final
 

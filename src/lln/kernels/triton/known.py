@@ -230,7 +230,7 @@ class Link:
         if out.data_ptr() != self.out.data_ptr() or (tuple(out.shape), out.stride()) != outputs[0][:2]:
             return None
         (_, log, mean), is_causal = outputs, rest[op.CAUSAL - TENSORS]
-        state = op.keeps(is_causal, query, math.prod(mean[0]))
+        state = op.keeps_state(is_causal, query, math.prod(mean[0]))
         inference, _ = self.join(with_state=False, keep=False)
         training, places = self.join(with_state=state, keep=True)
         memory = len(self.given)

@@ -51,7 +51,7 @@ def through_driver(grid: tuple[int, ...], kernel: Any, buffer: Any, cells: list[
     extra = (ctypes.c_void_p * 5)(BUFFER, ctypes.addressof(buffer), BUFFER_SIZE, ctypes.addressof(size), END)
     function, threads, shared = kernel.function, 32 * kernel.metadata.num_warps, kernel.metadata.shared
     x, y, z = grid
-    run = driver().cuLaunchKernel
+    run = load_driver().cuLaunchKernel
 
     def launch(bases: list[int], stream: int) -> None:
         for cell, base, offset in cells:
@@ -68,7 +68,8 @@ def through_driver(grid: tuple[int, ...], kernel: Any, buffer: Any, cells: list[
 
 
 @functools.cache
-def driver() -> Any:
+def load_driver() -> Any:
+    """The CUDA driver's library, with the types of what `cuLaunchKernel` takes."""
     library = ctypes.CDLL("libcuda.so.1")
     uint, pointer = ctypes.c_uint, ctypes.c_void_p
     library.cuLaunchKernel.argtypes = [pointer, *[uint] * 7, pointer, pointer, pointer]

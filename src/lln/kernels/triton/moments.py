@@ -19,7 +19,7 @@ from lln.kernels.triton.moments_kernels import (
     split_kernel,
 )
 from lln.kernels.triton.plan import on_device
-from lln.kernels.triton.tape import Recording, replayed, signature
+from lln.kernels.triton.tape import Recording, replay, signature
 
 PROGRAMS = 528  # four for each multiprocessor of an H100 or H200; fixed, so that results do not depend on the device
 SETTLED = 1024  # numbers a program of `settle_kernel` takes
@@ -28,32 +28,32 @@ LEAST = 2**15  # elements that are worth a program, and up to twice as many a pr
 
 def both_moments(*data: Any) -> Tensor:
     """(count, sum, sum of squares) of queries and of keys: [2, 3, samples, key heads] in float64; data: see INPUTS."""
-    return measured(data, None)[0]
+    return measure(data, None)[0]
 
 
 def paper_coefficients(*given: Any) -> tuple[Tensor, Tensor]:
     """(alpha [samples, heads, 1], beta [samples, key heads, 1]) in float32 by eq. (10), with the score variance
     factor (sigma_q sigma_k)^2 of each sample and key head; given: INPUTS and factor."""
     *data, factor = given
-    alpha, beta = measured(data, factor)
+    alpha, beta = measure(data, factor)
     return alpha, beta
 
 
-def measured(data: Sequence[Any], factor: float | None) -> Sequence[Tensor]:
+def measure(data: Sequence[Any], factor: float | None) -> Sequence[Tensor]:
     """The moments; with a factor alpha and beta."""
     query, key, key_heads, *rows = data
 
     def launches(recording: Recording | None) -> Sequence[Tensor]:
-        made = empty(data, factor)
+        made = allocate(data, factor)
         launch(data, factor, made, recording)
         return made
 
     given = query, key, *rows
-    return replayed(("moments", query.device, key_heads, factor, signature(given)), given, launches)
+    return replay(("moments", query.device, key_heads, factor, signature(given)), given, launches)
 
 
-def empty(data: Sequence[Any], factor: float | None) -> Sequence[Tensor]:
-    """What `measured` returns, without values."""
+def allocate(data: Sequence[Any], factor: float | None) -> Sequence[Tensor]:
+    """What `measure` returns, without values."""
     query, _, key_heads, _, _, cu_query, _ = data
     samples = query.shape[0] if cu_query is None else cu_query.shape[0] - 1
     if factor is None:
@@ -66,13 +66,13 @@ def paper_match(variance_q: Tensor, variance_k: Tensor, heads: int, factor: floa
     given, key_heads = (variance_q, variance_k), variance_k.shape[0]
 
     def launches(recording: Recording | None) -> Sequence[Tensor]:
-        alpha, beta = empty_match(variance_q, variance_k, heads, factor)
+        alpha, beta = allocate_match(variance_q, variance_k, heads, factor)
         with on_device(variance_q.device):
             args = (variance_q, variance_k, alpha, beta, factor, heads // key_heads)
             run(recording, (alpha, beta), match_kernel, key_heads, args, 1)
         return alpha, beta
 
-    alpha, beta = replayed(("match", variance_q.device, heads, factor, signature(given)), given, launches)
+    alpha, beta = replay(("match", variance_q.device, heads, factor, signature(given)), given, launches)
     return alpha, beta
 
 
@@ -89,7 +89,7 @@ def settle(given_q: Tensor, given_k: Tensor, learned: bool) -> tuple[Tensor, Ten
             run(recording, made, settle_kernel, programs, args, 4)
         return made
 
-    alpha, beta = replayed(("settle", given_q.device, learned, signature(given)), given, launches)
+    alpha, beta = replay(("settle", given_q.device, learned, signature(given)), given, launches)
     return alpha, beta
 
 
@@ -105,12 +105,13 @@ def run(
         recording.launch(compiled, (programs,), args)
 
 
-def empty_match(variance_q: Tensor, variance_k: Tensor, heads: int, factor: float) -> Sequence[Tensor]:
+def allocate_match(variance_q: Tensor, variance_k: Tensor, heads: int, factor: float) -> Sequence[Tensor]:
+    """What `paper_match` returns, without values."""
     return tuple(variance_q.new_empty(1, n, 1, dtype=torch.float32) for n in (heads, variance_k.shape[0]))
 
 
 def launch(data: Sequence[Any], factor: float | None, made: Sequence[Tensor], recording: Recording | None) -> None:
-    """Into what `empty` made. What is launched is decided by shapes alone."""
+    """Into what `allocate` made. What is launched is decided by shapes alone."""
     query, key, key_heads, query_mask, key_mask, cu_query, cu_key = data
     out, alpha, beta = (*made, None, None) if factor is None else (None, *made)
     batch, heads, length, dim = query.shape
@@ -169,10 +170,10 @@ INPUTS = (
     "Tensor query, Tensor key, int key_heads, Tensor? query_mask, Tensor? key_mask, Tensor? cu_query, Tensor? cu_key"
 )
 for schema, function, fake in (
-    (f"both_moments({INPUTS}) -> Tensor", both_moments, lambda *data: empty(data, None)[0]),
+    (f"both_moments({INPUTS}) -> Tensor", both_moments, lambda *data: allocate(data, None)[0]),
     (f"paper_coefficients({INPUTS}, float factor) -> (Tensor, Tensor)", paper_coefficients,
-     lambda *given: empty(given[:-1], given[-1])),
+     lambda *given: allocate(given[:-1], given[-1])),
     ("paper_match(Tensor variance_q, Tensor variance_k, int heads, float factor) -> (Tensor, Tensor)", paper_match,
-     empty_match),
+     allocate_match),
 ):  # fmt: skip
     define(schema, function, fake, torch.Tag.flexible_layout)

@@ -23,7 +23,7 @@ STAGES = tl.constexpr(4)
 
 
 @triton.jit
-def owner(CU, slot, chunk, sequences):
+def find_owner(CU, slot, chunk, sequences):
     """The sequence that owns a slot: the last one whose first slot is not behind it."""
     low = tl.full((), 0, tl.int32)
     high = low + sequences - 1
@@ -51,7 +51,7 @@ def load_tile(
 
 
 @triton.jit
-def spread(
+def measure_spread(
     X, MASK, x_g, x_n, x_d, m_n, first, last,
     G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -81,16 +81,16 @@ def spread(
 
 
 @triton.jit
-def split_spread(
+def measure_split(
     X, MASK, CU, p, x_b, x_h, x_n, x_d, m_b, m_n, length, chunk, splits, samples, H,
     G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """`spread` of split p: in order of sample, head, split, or of head, slot where packed."""
+    """`measure_spread` of split p: in order of sample, head, split, or of head, slot where packed."""
     split = p % splits
     if CU is not None:
         row = 0
         h = (p // splits).to(tl.int64)
-        i = owner(CU, split, chunk, samples)
+        i = find_owner(CU, split, chunk, samples)
         start = tl.load(CU + i).to(tl.int64)
         first = start + (split - start // chunk - i) * chunk
         last = tl.minimum(first + chunk, tl.load(CU + i + 1).to(tl.int64))
@@ -104,15 +104,15 @@ def split_spread(
     mask = MASK
     if MASK is not None:
         mask = MASK + row * m_b
-    return spread(X + row * x_b + h * G * x_h, mask, x_h, x_n, x_d, m_n, first, last, G, D, ROWS, COLS)
+    return measure_spread(X + row * x_b + h * G * x_h, mask, x_h, x_n, x_d, m_n, first, last, G, D, ROWS, COLS)
 
 
 @triton.jit
-def sample_spread(
+def measure_sample(
     X, MASK, CU, b, h, x_b, x_h, x_n, x_d, m_b, m_n, length,
     G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """`spread` of all rows of sample b."""
+    """`measure_spread` of all rows of sample b."""
     first = tl.full((), 0, tl.int64)
     last = first + length
     mask = MASK
@@ -124,7 +124,7 @@ def sample_spread(
         at = X + b * x_b + h * G * x_h
         if MASK is not None:
             mask = MASK + b * m_b
-    return spread(at, mask, x_h, x_n, x_d, m_n, first, last, G, D, ROWS, COLS)
+    return measure_spread(at, mask, x_h, x_n, x_d, m_n, first, last, G, D, ROWS, COLS)
 
 
 @triton.jit
@@ -169,16 +169,23 @@ def store_sums(OUT, cell, cells, count, mean, squares):
 
 
 @triton.jit
-def store_match(ALPHA, BETA, cell, variance_q, variance_k, FACTOR: tl.constexpr, G: tl.constexpr):
-    """alpha of G query heads and beta by eq. (10). Constants in float64 by tl.full: bare ones would be float32."""
+def match_variances(variance_q, variance_k, FACTOR: tl.constexpr):
+    """(alpha, beta) by eq. (10), in float32. Constants in float64 by tl.full: bare ones would be float32."""
     floor = tl.full((), FLOOR, tl.float64)
     q = tl.sqrt(tl.where(variance_q < floor, floor, variance_q))  # not tl.maximum: a NaN is to be seen
     k = tl.sqrt(tl.where(variance_k < floor, floor, variance_k))
     t = tl.full((), FACTOR, tl.float64) * ((q * k) * (q * k))
     half = tl.sqrt((t - tl.full((), OFFSET, tl.float64)) / tl.full((), TWICE_A, tl.float64))
+    return (half / q).to(tl.float32), (half / k).to(tl.float32)
+
+
+@triton.jit
+def store_match(ALPHA, BETA, cell, variance_q, variance_k, FACTOR: tl.constexpr, G: tl.constexpr):
+    """alpha of G query heads, and beta."""
+    alpha, beta = match_variances(variance_q, variance_k, FACTOR)
     for g in range(G):
-        tl.store(ALPHA + cell * G + g, (half / q).to(tl.float32))
-    tl.store(BETA + cell, (half / k).to(tl.float32))
+        tl.store(ALPHA + cell * G + g, alpha)
+    tl.store(BETA + cell, beta)
 
 
 @triton.jit
@@ -205,10 +212,10 @@ def sample_kernel(
     cell = tl.program_id(0).to(tl.int64)
     b = cell // H
     h = cell % H
-    count_q, mean_q, squares_q = sample_spread(
+    count_q, mean_q, squares_q = measure_sample(
         Q, MASK_Q, CU_Q, b, h, q_b, q_h, q_n, q_d, mq_b, mq_n, length_q, G, D, ROWS, COLS
     )
-    count_k, mean_k, squares_k = sample_spread(
+    count_k, mean_k, squares_k = measure_sample(
         K, MASK_K, CU_K, b, h, k_b, k_h, k_n, k_d, mk_b, mk_n, length_k, 1, D, ROWS, COLS
     )
     cells = tl.num_programs(0)
@@ -229,11 +236,11 @@ def split_kernel(
     """Long inputs: the first programs take splits of the queries, the others splits of the keys."""
     p = tl.program_id(0)
     if p < programs_q:
-        count, mean, squares = split_spread(
+        count, mean, squares = measure_split(
             Q, MASK_Q, CU_Q, p, q_b, q_h, q_n, q_d, mq_b, mq_n, length_q, chunk_q, splits_q, B, H, G, D, ROWS, COLS
         )
     else:
-        count, mean, squares = split_spread(
+        count, mean, squares = measure_split(
             K, MASK_K, CU_K, p - programs_q, k_b, k_h, k_n, k_d, mk_b, mk_n, length_k, chunk_k, splits_k, B, H,
             1, D, ROWS, COLS,
         )  # fmt: skip

@@ -17,10 +17,10 @@ from torch.autograd import Function
 from lln.kernels.call import FIELDS, SCHEMA, TENSORS, Call
 from lln.kernels.triton import plan
 from lln.kernels.triton.fit import DoesNotFit
-from lln.kernels.triton.forward import like
+from lln.kernels.triton.forward import make_like
 from lln.kernels.triton.library import LIBRARY, define
 from lln.kernels.triton.passes import run_backward, run_forward
-from lln.kernels.triton.tape import Recording, replayed, signature
+from lln.kernels.triton.tape import Recording, replay, signature
 
 FREE = 2**18  # numbers of a state that may be kept in any case
 CAUSAL = FIELDS.index("is_causal")
@@ -37,7 +37,7 @@ TOO_LARGE = "the Triton kernels of lln_attention do not fit into this device"
 Grads = tuple[Tensor | None, ...]
 
 
-def keeps(is_causal: bool, query: Tensor, size: Any) -> bool:
+def keeps_state(is_causal: bool, query: Tensor, size: Any) -> bool:
     """Whether the final state, of so many numbers, is kept for the backward pass: where it takes no more than a number
     for each row, which is what softmax kernels keep, or next to nothing. Otherwise the keys are folded again, as causal
     ones always are. Where a compiler does not know the sizes it is kept: to compare them would tie the graph to some
@@ -59,7 +59,7 @@ def forward(args: Sequence[Any]) -> Sequence[Tensor]:
     def launches(recording: Recording | None) -> Sequence[Tensor]:
         return run_forward(Call(*args), recording, forward)
 
-    return replayed(key_of(args), args[:TENSORS], launches, args[TENSORS:])
+    return replay(key_of(args), args[:TENSORS], launches, args[TENSORS:])
 
 
 def backward(tensors: Sequence[Any], rest: Sequence[Any], grads: Any, needs: Sequence[bool]) -> Mapping[str, Tensor]:
@@ -84,7 +84,7 @@ def backward(tensors: Sequence[Any], rest: Sequence[Any], grads: Any, needs: Seq
         found = launches(recording)
         return [found[name] for name in ROWS]
 
-    return dict(zip(ROWS, replayed(backward_key(tensors, rest, grad), (*tensors, grad), rows), strict=True))
+    return dict(zip(ROWS, replay(backward_key(tensors, rest, grad), (*tensors, grad), rows), strict=True))
 
 
 def backward_key(tensors: Sequence[Any], rest: Sequence[Any], grad: Tensor) -> Hashable:
@@ -93,8 +93,9 @@ def backward_key(tensors: Sequence[Any], rest: Sequence[Any], grad: Tensor) -> H
     return "backward", key_of((*given, *rest)), signature((log, mean, grad))
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-    state = output[1:] if keeps(inputs[CAUSAL], inputs[0], output[2].numel()) else (None, None)
+def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    """What the backward pass needs: the inputs and, where `keeps_state` says so, the final state."""
+    state = output[1:] if keeps_state(inputs[CAUSAL], inputs[0], output[2].numel()) else (None, None)
     ctx.save_for_backward(*inputs[:TENSORS], *state)
     ctx.rest = inputs[TENSORS:]
     ctx.set_materialize_grads(False)
@@ -104,7 +105,7 @@ class Attend(Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         output = forward(args)
-        keep(ctx, args, output)
+        keep_inputs(ctx, args, output)
         return tuple(output)
 
     @staticmethod
@@ -116,7 +117,7 @@ class Attend(Function):
 
 
 @contextlib.contextmanager
-def explained() -> Iterator[None]:
+def explain_lack() -> Iterator[None]:
     """A compiled graph cannot take the other back end when it runs."""
     try:
         yield
@@ -125,7 +126,7 @@ def explained() -> Iterator[None]:
 
 
 def attend(*args: Any) -> tuple[Tensor, ...]:
-    with explained():
+    with explain_lack():
         return tuple(forward(args))
 
 
@@ -135,13 +136,13 @@ def fake_attend(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     batch = query.shape[0] if call.cu_query is None else call.cu_query.shape[0] - 1
     state = batch, key.shape[1], key.shape[3]
     log = query.new_empty(state, dtype=torch.float64)
-    return like(query, width), log, query.new_empty((*state, width), dtype=torch.float32)
+    return make_like(query, width), log, query.new_empty((*state, width), dtype=torch.float32)
 
 
 def attend_backward(*given: Any) -> list[Tensor]:
     """The gradients of the FIELDS that `needs` (one for each) asks for, in their order."""
     grad, grad_log, grad_mean, log, mean, *args, needs = given
-    with explained():
+    with explain_lack():
         found = backward((*args[:TENSORS], log, mean), args[TENSORS:], (grad, grad_log, grad_mean), needs)
     asked = [(name, t) for name, t, need in zip(FIELDS, args, needs, strict=True) if need]
     return [found[name] if name in found else torch.zeros_like(t).contiguous() for name, t in asked]
@@ -150,7 +151,7 @@ def attend_backward(*given: Any) -> list[Tensor]:
 def fake_attend_backward(*given: Any) -> list[Tensor]:
     _grad, _grad_log, _grad_mean, _log, _mean, *args, needs = given
     asked = [(name, t) for name, t, need in zip(FIELDS, args, needs, strict=True) if need]
-    return [like(t, t.shape[3]) if name in ROWS else t.new_empty(t.shape) for name, t in asked]
+    return [make_like(t, t.shape[3]) if name in ROWS else t.new_empty(t.shape) for name, t in asked]
 
 
 OUTER = "Tensor grad, Tensor? grad_log, Tensor? grad_mean, Tensor? kept_log, Tensor? kept_mean"
@@ -174,7 +175,7 @@ def no_second_derivative(ctx: Any, *grads: Any) -> None:
     raise RuntimeError(ONCE)
 
 
-torch.library.register_autograd("lln::attend", op_backward, setup_context=keep, lib=LIBRARY)
+torch.library.register_autograd("lln::attend", op_backward, setup_context=keep_inputs, lib=LIBRARY)
 # Without one, torch would warn and take it for zero.
 torch.library.register_autograd("lln::attend_backward", no_second_derivative, lib=LIBRARY)
 

@@ -108,7 +108,7 @@ def load_factor(X, b, h, stride_b, stride_h, stride_d, D: tl.constexpr, BD: tl.c
 
 
 @triton.jit
-def two_words(factor):
+def split_factor(factor):
     """factor * log2(e) as a float32 and what it lost: a rounded factor would shift every exponent."""
     exact = factor.to(tl.float64) * 1.4426950408889634074
     high = exact.to(tl.float32)
@@ -116,7 +116,7 @@ def two_words(factor):
 
 
 @triton.jit
-def scaled(x, factor, low, shift, WIDE: tl.constexpr):
+def scale_rows(x, factor, low, shift, WIDE: tl.constexpr):
     """factor * x + shift for x [BM, BD] and shift [BD]. WIDE: kept inside the finite numbers, as eager's exponents."""
     if WIDE:
         high = tl.broadcast_to(factor, x.shape)
@@ -198,7 +198,7 @@ def block_output(
     """The blocks' part of the output, without its weight."""
     p, inverse = block_softmax(q, k, visible, scale, BM, BS, USED, CAUSAL, EVEN, DOT, PRECISION)
     if DROPOUT:
-        p = p * keep(SEED, stream + 1, rows, tl.arange(0, BM), BM, dropout)
+        p = p * draw_kept(SEED, stream + 1, rows, tl.arange(0, BM), BM, dropout)
     return tl.dot(p.to(DOT), v.to(DOT), input_precision=PRECISION) * inverse[:, None]
 
 
@@ -227,7 +227,7 @@ def block_backward(
     if UNIFORM:
         factor = inverse * tl.load(WEIGHT + b.to(tl.int64) * weight_b + head * weight_h)
     if DROPOUT:
-        mask = keep(SEED, stream + 1, rows, r, BM, dropout)
+        mask = draw_kept(SEED, stream + 1, rows, r, BM, dropout)
         dp = dp * mask
     own = tl.sum(p * dp, 1) * inverse
     p = p * factor[:, None]
@@ -254,7 +254,7 @@ def block_weight_gradient(p, v, g, DOT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def keep(SEED, stream, rows, columns, width: tl.constexpr, dropout):
+def draw_kept(SEED, stream, rows, columns, width: tl.constexpr, dropout):
     """The dropout mask, 0 or 1 / (1 - p), of (rows, columns); a function of the seed and the place alone.
 
     Philox makes two keys of the seed once, and a short mixer (the constants of Wellons' triple32) a number of each
@@ -279,13 +279,14 @@ def where_visible(x, visible, EVEN: tl.constexpr):
 
 
 @triton.jit
-def identity(BD: tl.constexpr, DOT: tl.constexpr):
+def make_identity(BD: tl.constexpr, DOT: tl.constexpr):
+    """The matrix that `widen` multiplies by."""
     d = tl.arange(0, BD if BD <= 128 else 16)
     return (d[:, None] == d[None, :]).to(DOT)
 
 
 @triton.jit
-def widened(x, eye, BD: tl.constexpr, DOT: tl.constexpr):
+def widen(x, eye, BD: tl.constexpr, DOT: tl.constexpr):
     """x in float32. bfloat16 goes through the matrix unit, which has time to spare: the result is exact, and it comes
     out where the products that follow want it."""
     if DOT == tl.bfloat16 and BD <= 64:  # noqa: SIM300

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.kernels.call import FIELDS, TENSORS, VALUE, Call, marked
+from lln.kernels.call import FIELDS, TENSORS, VALUE, Call, list_marked
 from lln.kernels.triton.backward import Backward
 from lln.kernels.triton.fit import Fit, find
-from lln.kernels.triton.forward import Launch, like
+from lln.kernels.triton.forward import Launch, make_like
 from lln.kernels.triton.tape import Recording
 
 Gradients = Mapping[str, Tensor]
@@ -41,7 +41,7 @@ def fit_training(call: Call, fit: Fit) -> None:
     tensors = zip(FIELDS[:TENSORS], call.arguments(), strict=False)
     wanted = frozenset(name for name, t in tensors if t is not None and t.requires_grad)
     if wanted and wanted not in fit.trained:
-        grad = like(call.query, call.value.shape[-1])
+        grad = make_like(call.query, call.value.shape[-1])
         fit_backward(call, None, (grad, None, None), wanted)
         fit.trained.add(wanted)
 
@@ -61,7 +61,7 @@ def run_forward(
     # Attention is linear in the values.
     parts = [forward(call.narrow(channels).arguments()) for channels in list_slices(width, fit.part)]
     outs, log_sums, means = zip(*parts, strict=True)
-    out = like(call.query, width)
+    out = make_like(call.query, width)
     torch.cat(outs, -1, out=out)
     return out, log_sums[0], torch.cat(means, -1)
 
@@ -87,10 +87,10 @@ def run_backward(
 def merge(call: Call, name: str, parts: Sequence[Tensor]) -> Tensor:
     """The gradient of a field from those of the parts: side by side where it has the values' channels, or a sum."""
     t: Tensor = getattr(call, name)
-    if name not in marked(VALUE) or t.shape[-1] == 1:
+    if name not in list_marked(VALUE) or t.shape[-1] == 1:
         return sum(parts[1:], parts[0])
     if name != "value":
         return torch.cat(list(parts), -1)
-    whole = like(t, t.shape[-1])
+    whole = make_like(t, t.shape[-1])
     torch.cat(list(parts), -1, out=whole)
     return whole

@@ -65,22 +65,25 @@ class Card:
 
 
 @functools.cache
-def stored() -> dict[str, Any]:
+def load_stored() -> dict[str, Any]:
+    """What `lln bench --tune` measured: data/launch.json. While it measures it writes into this what it tries."""
     held: dict[str, Any] = json.loads((files("lln") / "data" / "launch.json").read_text())
     return held
 
 
-def table() -> dict[str, list[int]]:
-    settings: dict[str, list[int]] = stored()["settings"]
+def list_settings() -> dict[str, list[int]]:
+    """The stored settings, (warps, stages, programs), by the names of `name_settings`."""
+    settings: dict[str, list[int]] = load_stored()["settings"]
     return settings
 
 
-def key(kernel: str, blocks: bool, kind: str, dim: int, size: str) -> str:
+def name_settings(kernel: str, blocks: bool, kind: str, dim: int, size: str) -> str:
+    """How data/launch.json calls the settings of a kernel."""
     return f"{kernel}{'+blocks' if blocks else ''} {kind} {dim} {size}"
 
 
 @functools.cache
-def settings(
+def choose_settings(
     kernel: str, blocks: bool, dtype: torch.dtype, dim: int, rows: int, small: bool, measured: bool
 ) -> Settings:
     """The stored settings for the padded head dim `dim` (16 to 256) and tiles of `rows`; safe ones where there are
@@ -95,14 +98,14 @@ def settings(
     warps = 8 if dim >= 128 else 4
     if dtype == torch.bfloat16:
         size = min(max(dim, 64), 128)
-        if found := table().get(key(kernel, blocks, "half", size, "small" if small else "large")):
+        if found := list_settings().get(name_settings(kernel, blocks, "half", size, "small" if small else "large")):
             known = Settings(*found) if dim <= 128 else Settings(8, 1, found[2])
             return known if measured else Settings(warps, known.stages, 0)
     return Settings(warps, 1, 3) if measured else Settings(warps, 2, 0)
 
 
 @functools.cache
-def card(device: torch.device) -> Card | None:
+def find_card(device: torch.device) -> Card | None:
     """None where Triton's interpreter runs the kernels."""
     if device.type != "cuda":
         return None
@@ -115,7 +118,7 @@ def card(device: torch.device) -> Card | None:
         registers=getattr(held, "regs_per_multiprocessor", 2**16),
         threads=held.max_threads_per_multi_processor,
         warp=getattr(held, "warp_size", 32),
-        measured=not HIP and [held.major, held.minor] == stored()["capability"],
+        measured=not HIP and [held.major, held.minor] == load_stored()["capability"],
     )
 
 
@@ -142,7 +145,7 @@ def tf32_allowed() -> bool:
         return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
-def precision(dtype: torch.dtype) -> str:
+def choose_precision(dtype: torch.dtype) -> str:
     """How matrices are multiplied that are not bfloat16. float32 and float16 multiply as float32 in three passes of
     tf32, which keep 21 bits: float16 has too few exponents for weights and states. With
     torch.set_float32_matmul_precision("high"), float32 in one. AMD's matrix units multiply float32."""
@@ -152,7 +155,7 @@ def precision(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def multiprocessors(device: torch.device) -> int:
+def count_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1  # the interpreter: several splits, of several tiles
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -167,15 +170,15 @@ def tile_rows(block_size: int | None, dim: int, dtype: torch.dtype) -> tuple[int
     return rows, rows // block_size * block_size
 
 
-def padded(dim: int, least: int = 32) -> int:
+def pad_dim(dim: int, least: int = 32) -> int:
     """The head dim that a kernel works with: a power of two. Not 16: Triton 3.6 lets eight warps write products of
     16 by 16 beyond their shared memory."""
     return max(1 << (dim - 1).bit_length(), least)
 
 
-def padded_value(width: int, dim: int) -> int:
+def pad_value_dim(width: int, dim: int) -> int:
     """The value dim that a kernel works with; beside the largest head dims there is no room for 32."""
-    return padded(width, 32 if dim <= 128 else 16)
+    return pad_dim(width, 32 if dim <= 128 else 16)
 
 
 def value_part(dim: int, dtype: torch.dtype) -> int:
@@ -190,12 +193,12 @@ def blocks_fit(block_size: int, dim: int, width: int, dtype: torch.dtype) -> boo
     if block_size > (2 * TILE if dtype == torch.bfloat16 else TILE):  # the others multiply as float32, twice the room
         return False
     rows, _ = tile_rows(block_size, dim, dtype)
-    return rows * max(padded(dim), padded_value(min(width, value_part(dim, dtype)), dim)) <= 128 * TILE
+    return rows * max(pad_dim(dim), pad_value_dim(min(width, value_part(dim, dtype)), dim)) <= 128 * TILE
 
 
 def masks_fit(dim: int, dtype: torch.dtype) -> bool:
     """Whether causal kernels have shared memory for a key mask: with the largest head dims they ask for too much."""
-    return dtype == torch.bfloat16 or padded(dim) <= 128
+    return dtype == torch.bfloat16 or pad_dim(dim) <= 128
 
 
 def cut(
@@ -207,7 +210,7 @@ def cut(
     if cu_seqlens is None and length == 0:
         return Works(used, rows, 1, 0, 0)
     extra = 1 if shifted else 0
-    wanted = programs * multiprocessors(device)
+    wanted = programs * count_multiprocessors(device)
     if cu_seqlens is None:
         count = -(-length // used) + extra
         splits = max(min(wanted // max(batch * heads, 1), count), 1)

@@ -19,22 +19,22 @@ from lln.kernels.triton.parts import (
     block_products,
     block_values,
     block_weight_gradient,
-    identity,
-    keep,
+    draw_kept,
     key_log,
     load_factor,
     load_matrix,
     load_rows,
     load_state,
+    make_identity,
     place,
-    scaled,
+    scale_rows,
     softmax_rows,
+    split_factor,
     store_matrix,
     store_rows,
-    two_words,
     visible_keys,
     where_visible,
-    widened,
+    widen,
 )
 
 
@@ -59,7 +59,7 @@ def read_kernel(
     data = 0 if PACKED else b.to(tl.int64)
     q_base = data * q_b + h.to(tl.int64) * q_h + first * q_n
     o_base = data * o_b + h.to(tl.int64) * o_h + first * o_n
-    factor, low = two_words(load_factor(ALPHA, b, h, alpha_b, alpha_h, alpha_d, D, BD, FLAT))
+    factor, low = split_factor(load_factor(ALPHA, b, h, alpha_b, alpha_h, alpha_d, D, BD, FLAT))
     offset, mean = load_state(LOG, MEAN, b.to(tl.int64) * H + hk, D, E, BD, BE)
     if BS:
         k_base = data * k_b + hk.to(tl.int64) * k_h + first * k_n
@@ -69,14 +69,14 @@ def read_kernel(
         block_weight = load_factor(BLOCK_WEIGHT, b, h, block_b, block_h, block_e, E, BE, UNIFORM)
     mean = mean.to(DOT)
     stream = (b * H * G + h) * 2
-    eye = identity(BD, DOT)
+    eye = make_identity(BD, DOT)
     for t in range(begin, end):
         rows = (origin + t * USED + r).to(tl.int64)
         ok = (rows >= 0) & (rows < n) & (r < USED)
         q = load_rows(Q, q_base, rows, ok, q_n, q_d, D, BD, EVEN)
-        p, total, _top = softmax_rows(scaled(widened(q, eye, BD, DOT), factor, low, offset, WIDE))
+        p, total, _top = softmax_rows(scale_rows(widen(q, eye, BD, DOT), factor, low, offset, WIDE))
         if DROPOUT:
-            p = p * keep(SEED, stream, rows, d, BD, dropout)
+            p = p * draw_kept(SEED, stream, rows, d, BD, dropout)
         o = tl.dot(p.to(DOT), mean, input_precision=PRECISION) * (1.0 / total)[:, None]
         if BS:
             k = load_rows(K, k_base, rows, ok, k_n, k_d, D, BD, EVEN)
@@ -117,7 +117,7 @@ def read_backward_kernel(
     g_base = data * g_b + h.to(tl.int64) * g_h + first * g_n
     dq_base = data * dq_b + h.to(tl.int64) * dq_h + first * dq_n
     alpha = load_factor(ALPHA, b, h, alpha_b, alpha_h, alpha_d, D, BD, FLAT)
-    factor, low = two_words(alpha)
+    factor, low = split_factor(alpha)
     offset, mean = load_state(LOG, MEAN, b.to(tl.int64) * H + hk, D, E, BD, BE)
     if D == BD and not WIDE:
         offset, _low = key_log(LOG, b.to(tl.int64) * H + hk, D, BD)
@@ -132,19 +132,19 @@ def read_backward_kernel(
     dalpha = tl.zeros([BD], tl.float32)
     if DROPOUT:
         stream = (b * H * G + h) * 2
-    eye = identity(BD, DOT)
+    eye = make_identity(BD, DOT)
     for t in range(begin, end):
         rows = (origin + t * USED + r).to(tl.int64)
         ok = (rows >= 0) & (rows < n) & (r < USED)
-        q = widened(load_rows(Q, q_base, rows, ok, q_n, q_d, D, BD, EVEN), eye, BD, DOT)
+        q = widen(load_rows(Q, q_base, rows, ok, q_n, q_d, D, BD, EVEN), eye, BD, DOT)
         g = load_rows(GRAD, g_base, rows, ok, g_n, g_d, E, BE, EVEN).to(DOT)
-        a, total, top = softmax_rows(scaled(q, factor, low, offset, WIDE))
+        a, total, top = softmax_rows(scale_rows(q, factor, low, offset, WIDE))
         inverse = 1.0 / total
         a = a * inverse[:, None]
         w_ = tl.dot(g, tl.trans(mean), input_precision=PRECISION)
         dropped = a
         if DROPOUT:
-            mask = keep(SEED, stream, rows, d, BD, dropout)
+            mask = draw_kept(SEED, stream, rows, d, BD, dropout)
             dropped = a * mask
             w_ = w_ * mask
         own = tl.sum(a * w_, 1)
@@ -203,7 +203,7 @@ def fold_backward_kernel(
     mask_base = data * mask_b + first * mask_n
     state = b.to(tl.int64) * H + h
     beta = load_factor(BETA, b, h, beta_b, beta_h, beta_d, D, BD, FLAT)
-    factor, low = two_words(beta)
+    factor, low = split_factor(beta)
     # Vectors that a loop keeps in registers crowd out what it works on: with blocks they are read again in each turn.
     LEAN: tl.constexpr = BS > 0 and D == BD and not WIDE
     if not LEAN:
@@ -216,11 +216,11 @@ def fold_backward_kernel(
     if BS:
         plain = load_matrix(MEAN + state * D * E, D, E, BD, BE)
         alpha = load_factor(ALPHA, b, h * G, alpha_b, alpha_h, alpha_d, D, BD, FLAT)
-        alpha_factor, alpha_low = two_words(alpha)
+        alpha_factor, alpha_low = split_factor(alpha)
         mean = (plain * load_factor(LLN_WEIGHT, b, h * G, lln_b, lln_h, lln_e, E, BE, UNIFORM)).to(DOT)
     dbeta = tl.zeros([BD], tl.float32)
     dweight = tl.zeros([BE], tl.float32)
-    eye = identity(BD, DOT)
+    eye = make_identity(BD, DOT)
     for t in tl.range(begin, end, disable_licm=BS > 0):
         rows = (origin + t * USED + r).to(tl.int64)
         ok = (rows >= 0) & (rows < n) & (r < USED)
@@ -238,7 +238,7 @@ def fold_backward_kernel(
                     v = load_rows(V, v_base, rows, ok, v_n, v_d, E, BE, EVEN)
                 if G > 1:
                     alpha = load_factor(ALPHA, b, head, alpha_b, alpha_h, alpha_d, D, BD, FLAT)
-                    alpha_factor, alpha_low = two_words(alpha)
+                    alpha_factor, alpha_low = split_factor(alpha)
                     lln_weight = load_factor(LLN_WEIGHT, b, head, lln_b, lln_h, lln_e, E, BE, UNIFORM)
                     mean = (plain * lln_weight).to(DOT)
                 q_base = data * q_b + head.to(tl.int64) * q_h + first * q_n
@@ -253,8 +253,8 @@ def fold_backward_kernel(
                 w_ = tl.dot(g.to(DOT), tl.trans(mean), input_precision=PRECISION)
                 stream = (b * H * G + head) * 2
                 if DROPOUT:
-                    w_ = w_ * keep(SEED, stream, rows, d, BD, dropout)
-                a = tl.exp2(scaled(widened(q, eye, BD, DOT), alpha_factor, alpha_low, offset, WIDE) - top[:, None])
+                    w_ = w_ * draw_kept(SEED, stream, rows, d, BD, dropout)
+                a = tl.exp2(scale_rows(widen(q, eye, BD, DOT), alpha_factor, alpha_low, offset, WIDE) - top[:, None])
                 factors = inverse[:, None] * alpha
                 dq = a * (w_ * factors - own[:, None] * factors)
 
@@ -285,8 +285,8 @@ def fold_backward_kernel(
         if LEAN:
             log = tl.load(LOG2 + state * D + d)
             pull = tl.load(PULL + state * D + d)
-        k32 = widened(k, eye, BD, DOT)
-        x = scaled(k32, factor, low, -log, WIDE)
+        k32 = widen(k, eye, BD, DOT)
+        x = scale_rows(k32, factor, low, -log, WIDE)
         if WIDE:
             x = x - log_low[None, :]
         weights = tl.exp2(where_visible(tl.minimum(x, 1.0), visible, EVEN))  # > 0 only where x is rounded away

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lln.kernels.triton.plan import on_device
-from lln.kernels.triton.tape import Recording, replayed, signature
+from lln.kernels.triton.tape import Recording, replay, signature
 
 
 @triton.jit(do_not_specialize=["mask_b", "n", "size"])
@@ -48,4 +48,4 @@ def find_start(key: Tensor, key_mask: Tensor | None, count: Tensor | None, block
         return (start,)
 
     given = key, key_mask, count
-    return replayed(("start", key.device, block_size, signature(given)), given, launches)[0]
+    return replay(("start", key.device, block_size, signature(given)), given, launches)[0]

@@ -16,14 +16,88 @@ import triton.language as tl
 from torch import Tensor
 
 from lln.kernels.triton import plan
-from lln.kernels.triton.forward import steps
+from lln.kernels.triton.forward import read_factor_strides
 from lln.kernels.triton.library import define
-from lln.kernels.triton.moments_kernels import FLOOR, OFFSET, TWICE_A
-from lln.kernels.triton.tape import Recording, replayed, signature
+from lln.kernels.triton.moments_kernels import match_variances
+from lln.kernels.triton.tape import Recording, replay, signature
 
 LIMIT = tl.constexpr(float(torch.finfo(torch.float32).max) / 8)  # of exponents, as in `common.exponents`
 GIVEN, LOGARITHM, VARIANCE = 0, 1, 2  # what alpha and beta are made from
+FROM_LOGARITHM, FROM_VARIANCE = tl.constexpr(LOGARITHM), tl.constexpr(VARIANCE)  # as kernels read globals
 LARGEST = 2**13  # elements of a block's keys or values that a program can hold
+
+
+@triton.jit
+def load_factors(
+    ALPHA, BETA, alpha_b, alpha_h, alpha_d, beta_b, beta_h, beta_d, b, h, rows, d, in_q, in_d,
+    KIND: tl.constexpr, FACTOR: tl.constexpr,
+):  # fmt: skip
+    """(alpha of the query heads, beta), in float32, from what `KIND` says is stored."""
+    if KIND == FROM_VARIANCE:
+        variance_q = tl.load(ALPHA + h).to(tl.float64)
+        variance_k = tl.load(BETA + h).to(tl.float64)
+        alpha, beta = match_variances(variance_q, variance_k, FACTOR)
+    else:
+        beta = tl.load(BETA + b * beta_b + h * beta_h + d * beta_d, mask=in_d, other=0.0).to(tl.float32)
+        alpha = tl.load(ALPHA + b * alpha_b + rows[:, None] * alpha_h + d[None, :] * alpha_d, mask=in_q, other=0.0)
+        alpha = alpha.to(tl.float32)
+        if KIND == FROM_LOGARITHM:
+            alpha, beta = tl.exp(alpha), tl.exp(beta)
+    return alpha, beta
+
+
+@triton.jit
+def add_exponents(log, x):
+    """(L' = logaddexp(L, x), the share of x in it, the channels where both are empty), of float64 [BD]."""
+    top = tl.maximum(log, x)
+    none = top == -float("inf")
+    safe = tl.where(none, tl.zeros_like(top), top)
+    total = tl.where(none, tl.full(top.shape, 1.0, tl.float64), tl.exp(log - safe) + tl.exp(x - safe))
+    new = tl.where(none, top, safe + tl.log(total))
+    share = tl.exp(x - tl.where(none, tl.zeros_like(new), new)).to(tl.float32)
+    return new, share, none
+
+
+@triton.jit
+def weigh_channels(x, log, in_d):
+    """softmax_c(x + L) [BG, BD], of L relative to its largest channel."""
+    most = tl.max(log, 0)
+    alive = most > -float("inf")
+    offset = tl.where(alive, log - tl.where(alive, most, tl.zeros_like(most)), tl.zeros_like(log)).to(tl.float32)
+    logits = tl.minimum(tl.maximum(x, -LIMIT), LIMIT) + offset[None, :]
+    logits = tl.where(in_d[None, :], logits, -float("inf"))
+    a = tl.exp(logits - tl.max(logits, 1)[:, None])
+    return a / tl.sum(a, 1)[:, None]
+
+
+@triton.jit
+def weigh_rows(q, keys, seen):
+    """softmax_j(q . k_j) [BG, BB] over the rows of the open block that are seen; zeros where none is."""
+    scores = tl.dot(q, tl.trans(keys.to(tl.float32)), input_precision="ieee")
+    scores = tl.where(seen[None, :], scores, -float("inf"))
+    highest = tl.max(scores, 1)
+    weights = tl.exp(scores - tl.where(highest == -float("inf"), 0.0, highest)[:, None])
+    return weights / tl.maximum(tl.sum(weights, 1), 1.0)[:, None]
+
+
+@triton.jit
+def store_sequence(
+    TICKET, NEW_COUNT, NEW_MASK, b, count, visible, at, stays, H,
+    BS: tl.constexpr, MASKED: tl.constexpr, IN_PLACE: tl.constexpr,
+):  # fmt: skip
+    """What belongs to all heads of a sequence. In place its last program to have read it writes it."""
+    after = count + 1
+    if MASKED:  # tokens before the first valid one are in no block
+        after = tl.where((count > 0) | visible, after, tl.zeros_like(after))
+    last = True
+    if IN_PLACE:
+        tl.debug_barrier()
+        last = tl.atomic_add(TICKET + b, 1) == H - 1
+    if last:
+        tl.store(NEW_COUNT + b, after)
+        tl.store(NEW_MASK + b * BS + at, stays, mask=at < BS)
+        if IN_PLACE:
+            tl.store(TICKET + b, 0)
 
 
 @triton.jit(do_not_specialize=["H", "mask_b"])
@@ -36,6 +110,8 @@ def step_kernel(
     BS: tl.constexpr, BB: tl.constexpr, MASKED: tl.constexpr, KIND: tl.constexpr, FACTOR: tl.constexpr,
     IN_PLACE: tl.constexpr,
 ):  # fmt: skip
+    """The new state of one key head, and what its G query heads read from it and from their open block. In new memory
+    all rows of the block are written; in place the new one alone, or zeros over all where it fills the block."""
     p = tl.program_id(0)
     b, h = (p // H).to(tl.int64), (p % H).to(tl.int64)
     cell = b * H + h
@@ -47,43 +123,16 @@ def step_kernel(
         visible = tl.load(MASK + b * mask_b) != 0
     k = tl.load(K + b * k_b + h * k_h + d * k_d, mask=in_d, other=0.0)
     q = tl.load(Q + b * q_b + rows[:, None] * q_h + d[None, :] * q_d, mask=in_q, other=0.0).to(tl.float32)
-    if KIND == 2:
-        floor = tl.full((), FLOOR, tl.float64)
-        variance_q = tl.load(ALPHA + h).to(tl.float64)
-        variance_k = tl.load(BETA + h).to(tl.float64)
-        sigma_q = tl.sqrt(tl.where(variance_q < floor, floor, variance_q))
-        sigma_k = tl.sqrt(tl.where(variance_k < floor, floor, variance_k))
-        t = tl.full((), FACTOR, tl.float64) * ((sigma_q * sigma_k) * (sigma_q * sigma_k))
-        half = tl.sqrt((t - tl.full((), OFFSET, tl.float64)) / tl.full((), TWICE_A, tl.float64))
-        alpha = (half / sigma_q).to(tl.float32)
-        beta = (half / sigma_k).to(tl.float32)
-    else:
-        beta = tl.load(BETA + b * beta_b + h * beta_h + d * beta_d, mask=in_d, other=0.0).to(tl.float32)
-        alpha = tl.load(ALPHA + b * alpha_b + rows[:, None] * alpha_h + d[None, :] * alpha_d, mask=in_q, other=0.0)
-        alpha = alpha.to(tl.float32)
-        if KIND == 1:
-            alpha, beta = tl.exp(alpha), tl.exp(beta)
-
-    # L' = logaddexp(L, beta k), in float64
+    alpha, beta = load_factors(
+        ALPHA, BETA, alpha_b, alpha_h, alpha_d, beta_b, beta_h, beta_d, b, h, rows, d, in_q, in_d, KIND, FACTOR
+    )
     x = tl.minimum(tl.maximum(k.to(tl.float32) * beta, -LIMIT), LIMIT).to(tl.float64)
     if MASKED:
         x = tl.where(visible, x, -float("inf"))
     x = tl.where(in_d, x, -float("inf"))
     log = tl.load(LOG + cell * D + d, mask=in_d, other=-float("inf"))
-    top = tl.maximum(log, x)
-    none = top == -float("inf")
-    safe = tl.where(none, tl.zeros_like(top), top)
-    total = tl.where(none, tl.full([BD], 1.0, tl.float64), tl.exp(log - safe) + tl.exp(x - safe))
-    new = tl.where(none, top, safe + tl.log(total))
-    share = tl.exp(x - tl.where(none, tl.zeros_like(new), new)).to(tl.float32)
-    # A = softmax_c(alpha q + L'), of L' relative to its largest channel
-    most = tl.max(new, 0)
-    alive = most > -float("inf")
-    offset = tl.where(alive, new - tl.where(alive, most, tl.zeros_like(most)), tl.zeros_like(new)).to(tl.float32)
-    logits = tl.minimum(tl.maximum(q * alpha, -LIMIT), LIMIT) + offset[None, :]
-    logits = tl.where(in_d[None, :], logits, -float("inf"))
-    a = tl.exp(logits - tl.max(logits, 1)[:, None])
-    a = a / tl.sum(a, 1)[:, None]
+    new, share, none = add_exponents(log, x)
+    a = weigh_channels(q * alpha, new, in_d)
     if BS > 0:
         at = tl.arange(0, BB)
         count = tl.load(COUNT + b)
@@ -95,11 +144,7 @@ def step_kernel(
         keys = tl.load(OPEN_K + (cell * BS + at[:, None]) * D + d[None, :], mask=(at < BS)[:, None] & in_d[None, :],
                        other=0.0)  # fmt: skip
         keys = tl.where(here[:, None], k[None, :], keys)
-        scores = tl.dot(q * scale, tl.trans(keys.to(tl.float32)), input_precision="ieee")
-        scores = tl.where(seen[None, :], scores, -float("inf"))
-        highest = tl.max(scores, 1)
-        weights = tl.exp(scores - tl.where(highest == -float("inf"), 0.0, highest)[:, None])
-        weights = weights / tl.maximum(tl.sum(weights, 1), 1.0)[:, None]
+        weights = weigh_rows(q * scale, keys, seen)
         stays = seen & (slot + 1 < BS)  # a full block is open no longer
         written = at < BS
         if IN_PLACE:  # the others are there already, and those that are hidden are zero
@@ -135,18 +180,7 @@ def step_kernel(
     if LENGTH is not None:
         tl.store(LENGTH, tl.load(LENGTH) + 1, mask=p == 0)
     if BS > 0:
-        after = count + 1
-        if MASKED:  # tokens before the first valid one are in no block
-            after = tl.where((count > 0) | visible, after, tl.zeros_like(after))
-        last = True
-        if IN_PLACE:
-            tl.debug_barrier()
-            last = tl.atomic_add(TICKET + b, 1) == H - 1
-        if last:
-            tl.store(NEW_COUNT + b, after)
-            tl.store(NEW_MASK + b * BS + at, stays, mask=at < BS)
-            if IN_PLACE:
-                tl.store(TICKET + b, 0)
+        store_sequence(TICKET, NEW_COUNT, NEW_MASK, b, count, visible, at, stays, H, BS, MASKED, IN_PLACE)
 
 
 class Step(NamedTuple):
@@ -178,7 +212,7 @@ MUTATED = dict(zip(Step._fields[8:], "abcdef", strict=True))
 
 def can_step(query: Tensor, value: Tensor, block_size: int | None) -> bool:
     """Whether one program can hold what it needs."""
-    dim, width = plan.padded(query.shape[-1]), plan.padded(value.shape[-1])
+    dim, width = plan.pad_dim(query.shape[-1]), plan.pad_dim(value.shape[-1])
     rows = 0 if block_size is None else triton.next_power_of_2(block_size)
     return dim <= 256 and width <= 256 and rows * max(dim, min(width, 64)) <= LARGEST
 
@@ -190,11 +224,11 @@ def take_step(given: Step, scale: float, kind: int = GIVEN, factor: float = 1.0)
 
     def launches(recording: Recording | None) -> Sequence[Tensor]:
         new = [None if t is None else torch.empty_like(t, memory_format=torch.contiguous_format) for t in state]
-        out = empty_out(given)
+        out = allocate_out(given)
         launch(given, out, new, None, None, scale, kind, factor, recording)
         return [out, *(t for t in new if t is not None)]
 
-    return tuple(replayed(key, given, launches))
+    return tuple(replay(key, given, launches))
 
 
 def take_step_in_place(
@@ -204,18 +238,19 @@ def take_step_in_place(
     which there is one more afterwards."""
 
     def launches(recording: Recording | None) -> Sequence[Tensor]:
-        out = empty_out(given)
+        out = allocate_out(given)
         launch(given, out, given[8:], ticket, length, scale, kind, factor, recording)
         return (out,)
 
-    return replayed(in_place_key(given, length, scale, kind, factor), (*given, ticket, length), launches)[0]
+    return replay(in_place_key(given, length, scale, kind, factor), (*given, ticket, length), launches)[0]
 
 
 def in_place_key(given: Step, length: Tensor | None, scale: float, kind: int, factor: float) -> Hashable:
     return "step in place", given.query.device, length is None, scale, kind, factor, signature(given)
 
 
-def empty_out(given: Step) -> Tensor:
+def allocate_out(given: Step) -> Tensor:
+    """Room for the output, [B, Hq, 1, E]."""
     batch, heads = given.query.shape[:2]
     return given.query.new_empty(batch, heads, 1, given.value.shape[-1])
 
@@ -228,11 +263,11 @@ def launch(
     width, group = given.value.shape[3], given.query.shape[1] // heads
     block = 0 if given.block_key is None else given.block_key.shape[2]
     strides = [t.stride(i) for t in (given.query, given.key, given.value) for i in (0, 1, 3)]
-    factors = [0] * 6 if kind == VARIANCE else [*steps(given.alpha), *steps(given.beta)]
-    weights = *steps(given.lln_weight), *steps(given.block_weight)
-    padded = plan.padded(dim)
+    factors = [0] * 6 if kind == VARIANCE else [*read_factor_strides(given.alpha), *read_factor_strides(given.beta)]
+    weights = *read_factor_strides(given.lln_weight), *read_factor_strides(given.block_weight)
+    padded = plan.pad_dim(dim)
     constants = (
-        group, dim, width, max(triton.next_power_of_2(group), 16), padded, min(plan.padded(width), 64), block,
+        group, dim, width, max(triton.next_power_of_2(group), 16), padded, min(plan.pad_dim(width), 64), block,
         triton.next_power_of_2(block) if block >= 16 else 16, given.key_mask is not None, kind, factor,
         ticket is not None,
     )  # fmt: skip
@@ -256,7 +291,7 @@ def step_in_place(*args: Any) -> Tensor:
 
 
 def fake_step_in_place(*args: Any) -> Tensor:
-    return empty_out(Step(*args[:14]))
+    return allocate_out(Step(*args[:14]))
 
 
 SCHEMA = TENSORS

@@ -19,12 +19,12 @@ LARGEST_DIM = 256
 OLDEST_TRITON = (3, 6)  # 3.2 aborts on some of the kernels
 
 
-def interpreted() -> bool:
+def is_interpreted() -> bool:
     """Whether Triton runs its kernels on the CPU, for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def installed() -> tuple[int, ...] | None:
+def find_triton() -> tuple[int, ...] | None:
     """The version of Triton, without importing it."""
     for name in ("triton", "pytorch-triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -32,15 +32,15 @@ def installed() -> tuple[int, ...] | None:
     return None
 
 
-TRITON = installed()
+TRITON = find_triton()
 
 
-def refusal(query: Tensor) -> str | None:
+def explain_refusal(query: Tensor) -> str | None:
     """Why the kernels cannot run a call with this query; None when they can."""
     device = query.device
     if TRITON is None:
         return "it needs the triton package, which is not installed"
-    if device.type != "cuda" and not (device.type == "cpu" and interpreted()):
+    if device.type != "cuda" and not (device.type == "cpu" and is_interpreted()):
         return f"it runs on CUDA and HIP devices, and the tensors are on {device}"
     if TRITON < OLDEST_TRITON:
         needed, found = (".".join(map(str, version)) for version in (OLDEST_TRITON, TRITON))
@@ -52,11 +52,11 @@ def refusal(query: Tensor) -> str | None:
     # A compiler's tracer cannot ask the device; by then a first eager call has, or the kernels' own compiler will.
     if device.type != "cuda" or torch.compiler.is_compiling():
         return None
-    return lacking(device)
+    return find_lack(device)
 
 
 @functools.cache
-def lacking(device: torch.device) -> str | None:
+def find_lack(device: torch.device) -> str | None:
     """Whether there is room for the kernels is found when they are compiled: see `fit`."""
     if not plan.HIP and torch.cuda.get_device_capability(device) < (8, 0):
         return f"Triton needs compute capability 8.0, which {torch.cuda.get_device_name(device)} lacks"
@@ -66,4 +66,4 @@ def lacking(device: torch.device) -> str | None:
 def has_kernels(*tensors: Tensor) -> bool:
     """Whether kernels other than those of attention run for these tensors. What has no memory of its own, a subclass or
     a tensor inside torch.func, is for torch."""
-    return refusal(tensors[0]) is None and all(map(is_plain, tensors))
+    return explain_refusal(tensors[0]) is None and all(map(is_plain, tensors))

@@ -11,7 +11,7 @@ import torch
 
 from lln.kernels.call import FIELDS, Call
 from lln.kernels.triton import plan
-from lln.kernels.triton.support import DTYPES, refusal
+from lln.kernels.triton.support import DTYPES, explain_refusal
 
 DIMS = (64, 128)
 MODES = {"LLN": (False, None), "LLN+Diag": (False, 64), "LLN, causal": (True, None), "LLN+Diag, causal": (True, 64)}
@@ -59,8 +59,8 @@ def build_call(
 def ask(dtype: torch.dtype, dim: int, mode: str, device: torch.device) -> Answer:
     """For training with plain calls; compiles their kernels where that has not been done."""
     kind = str(dtype).removeprefix("torch."), dim, mode
-    reason = refusal(torch.empty(0, dim, dtype=dtype, device=device))
-    if reason is None and plan.card(device) is None:
+    reason = explain_refusal(torch.empty(0, dim, dtype=dtype, device=device))
+    if reason is None and plan.find_card(device) is None:
         reason = "Triton's interpreter, which would run them here, is for tests"
     if reason is not None:
         return Answer(*kind, "eager", reason)

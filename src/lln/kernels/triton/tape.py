@@ -163,7 +163,7 @@ class Watch(threading.local):
 WATCH = Watch()
 
 
-def replayed(
+def replay(
     key: Hashable, given: Sequence[Tensor | None], launches: Callable[[Recording | None], Sequence[Tensor]],
     rest: Sequence[Any] | None = None,
 ) -> Sequence[Tensor]:  # fmt: skip

@@ -20,7 +20,7 @@ import lln.hf
 from lln.hf.attach import ModelAttention
 from lln.lab.bench.calls import CheckFailed, describe_failure, describe_plan
 from lln.lab.core.errors import Refused, WrongOption, first_line
-from lln.lab.core.pretrained import quiet, shorten_name, where
+from lln.lab.core.pretrained import is_here, quiet, shorten_name
 from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.provenance import provenance
 from lln.lab.core.timing import Work, capture, peak_memory, time_calls
@@ -106,7 +106,7 @@ def build_model(plan: ModelPlan, attention: str) -> Any:
         with plan.device:  # a large model starts much sooner where its random numbers are drawn on the GPU
             model = getattr(transformers, kind)(config)
     else:
-        here = where(plan.model)
+        here = is_here(plan.model)
         with quiet(transformers, bars=not here):
             try:
                 named = transformers.AutoConfig.from_pretrained(plan.model, local_files_only=here).architectures or [""]
@@ -189,7 +189,7 @@ def best_torch(kind: str) -> Any:
 def make_work(plan: ModelPlan, model: Any, tokens: Tensor, mode: str, kind: str, stack: contextlib.ExitStack) -> Work:
     call = torch.compile(model) if mode == "compiled" else model
     if kind == "training":
-        return stack.enter_context(training(model, call, tokens))
+        return stack.enter_context(prepare_training(model, call, tokens))
     decodes = model.can_generate()
     given = {"use_cache": False, "logits_to_keep": 1} if decodes else {}
     stack.enter_context(torch.inference_mode())
@@ -204,7 +204,7 @@ def make_work(plan: ModelPlan, model: Any, tokens: Tensor, mode: str, kind: str,
 
 
 @contextlib.contextmanager
-def training(model: Any, call: Any, tokens: Tensor) -> Iterator[Work]:
+def prepare_training(model: Any, call: Any, tokens: Tensor) -> Iterator[Work]:
     """A step of AdamW; afterwards the model is as it was."""
     before = {name: t.clone() for name, t in model.state_dict().items()}
     rate, fused = 1e-4, tokens.is_cuda

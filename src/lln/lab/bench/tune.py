@@ -55,13 +55,13 @@ def list_candidates(kernel: str, dim: int) -> list[tuple[int, int, int]]:
 
 def begin(device: torch.device) -> None:
     """From now on the settings are those of this device, whatever it is."""
-    plan.stored()["capability"] = list(torch.cuda.get_device_capability(device))
-    plan.card.cache_clear()
+    plan.load_stored()["capability"] = list(torch.cuda.get_device_capability(device))
+    plan.find_card.cache_clear()
 
 
 def use(kernel: str, blocks: bool, dim: int, size: str, settings: Settings) -> None:
-    plan.table()[plan.key(kernel, blocks, "half", dim, size)] = list(dataclasses.astuple(settings))
-    plan.settings.cache_clear()
+    plan.list_settings()[plan.name_settings(kernel, blocks, "half", dim, size)] = list(dataclasses.astuple(settings))
+    plan.choose_settings.cache_clear()
 
 
 def build_calls(shape: Shape, blocks: bool, causal: bool, device: torch.device) -> dict[str, Callable[[], Any]]:
@@ -110,8 +110,8 @@ def compile_some(dims: list[int], index: int, count: int, device: str) -> None:
         except Exception:  # what does not compile is found again, and left out, when it is timed
             continue
         finally:
-            plan.table().pop(plan.key(kernel, blocks, "half", dim, "small"), None)
-            plan.settings.cache_clear()
+            plan.list_settings().pop(plan.name_settings(kernel, blocks, "half", dim, "small"), None)
+            plan.choose_settings.cache_clear()
 
 
 def tune(*, device: torch.device, out: Path, progress: Progress, dim: int | None = None, seed: int = 0) -> Path:
@@ -134,7 +134,7 @@ def tune(*, device: torch.device, out: Path, progress: Progress, dim: int | None
     path = out / "launch.json"
     classes = [(known, size) for known, size in SHAPES if known in dims]
     for (head_dim, size), (kernel, blocks, causal) in itertools.product(classes, KERNELS):
-        name = plan.key(kernel, blocks, "half", head_dim, size)
+        name = plan.name_settings(kernel, blocks, "half", head_dim, size)
         progress(name)
         found: dict[Settings, float] = {}
         calls = [build_calls(shape, blocks, causal, device)[kernel] for shape in SHAPES[head_dim, size]]
@@ -153,6 +153,6 @@ def tune(*, device: torch.device, out: Path, progress: Progress, dim: int | None
         use(kernel, blocks, head_dim, size, best)
         measured[name] = {"best_ms": found[best], "worst_ms": max(found.values())}
         what = "warps, stages, programs a multiprocessor, registers of each kernel by dtype, head dim and size"
-        made = {"what": what, "capability": plan.stored()["capability"], "provenance": provenance(seed, device)}
-        write_json(path, made | {"settings": plan.table(), "measured": measured})
+        made = {"what": what, "capability": plan.load_stored()["capability"], "provenance": provenance(seed, device)}
+        write_json(path, made | {"settings": plan.list_settings(), "measured": measured})
     return path

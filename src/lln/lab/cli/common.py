@@ -19,12 +19,15 @@ from lln.lab.core.errors import Refused, WrongOption, first_line
 from lln.lab.core.tables import print_wide
 
 N = TypeVar("N", int, float)
-# What each extra of the package brings, by the module that shows it is there.
+# What each extra of the package brings, by the modules that show it is there.
+CLI = ("typer", "rich", "jinja2")
+HF = ("transformers", "safetensors", "filelock")
 EXTRAS = {
-    "report": ("altair", "vl_convert", "jinja2"),
+    "cli": CLI,
+    "report": (*CLI, "altair", "vl_convert"),
     "instruments": ("pandas",),
-    "hf": ("transformers", "safetensors", "filelock"),
-    "train": ("transformers", "tokenizers", "pyarrow", "PIL", "sklearn"),
+    "hf": HF,
+    "train": (*CLI, *HF, "huggingface_hub", "tokenizers", "pyarrow", "PIL", "sklearn", "scipy", "yaml"),
 }
 
 

@@ -41,7 +41,7 @@ def ask_device(name: str) -> dict[str, Any]:
     from lln.kernels.triton.survey import survey
 
     device = torch.device(name)
-    card = plan.card(device)
+    card = plan.find_card(device)
     return {
         "device": name,
         "card": None if card is None else card.name,
@@ -71,7 +71,7 @@ def show_calls(asked: dict[str, Any]) -> list[Any]:
     said = [f"Calls with backend='auto' on {where}, training:", table]
     for reason, kinds in reasons.items():
         which = "" if len(kinds) == len(asked["kinds"]) else f" ({'; '.join(kinds)})"
-        said.append(f"Not by the kernels{which}: {reason}.")
+        said.append(f"Not by the Triton back end{which}: {reason}.")
     return said
 
 

@@ -64,7 +64,7 @@ def inspect(
 
     from lln.lab.core.pretrained import load, shorten_name
     from lln.lab.core.provenance import provenance
-    from lln.lab.inspect.inspect_page import layer_table, write
+    from lln.lab.inspect.inspect_page import tabulate_layers, write
     from lln.lab.inspect.inspection import CannotInspect
     from lln.lab.inspect.inspection import inspect as measure
 
@@ -84,5 +84,5 @@ def inspect(
     if as_json:
         typer.echo(json.dumps(result, indent=1, allow_nan=False))
         return
-    Console().print(layer_table(result))
+    Console().print(tabulate_layers(result))
     typer.echo(f"The page is {page}: open it in a browser. Charts and inspect.json are beside it.")

@@ -113,9 +113,10 @@ def show_result(result: dict[str, Any], folder: Path) -> None:
 
 def show_sizes(config: Any, data_root: Path | None) -> None:
     """What a run would be: the config, the model's size, tokens a step, an estimate of memory."""
-    from lln.lab.train.models import build, count_parameters
+    from lln.lab.train.models import build, check_attention, count_parameters
     from lln.lab.train.tasks import load
 
+    check_attention(config)
     data = load(config, data_root)
     model = build(config, data.sizes)
     count, o = count_parameters(model), config.optimisation

@@ -25,7 +25,7 @@ def load(name: str, device: str = "cpu", *, headed: bool = False) -> tuple[Any, 
         Refused."""
     import transformers
 
-    here = where(name)
+    here = is_here(name)
     options: dict[str, Any] = {"local_files_only": here, "trust_remote_code": False}
     with quiet(transformers, bars=not here):  # a download may take minutes
         try:
@@ -49,7 +49,7 @@ def load(name: str, device: str = "cpu", *, headed: bool = False) -> tuple[Any, 
     return model.to(device).eval(), tokenizer
 
 
-def where(name: str) -> bool:
+def is_here(name: str) -> bool:
     """Whether the model is on this machine, else it is on the Hub; Refused for neither."""
     path = Path(name).expanduser()
     if path.is_dir():

@@ -61,7 +61,7 @@ def track(items: Iterable[T], total: int, what: str) -> Iterator[T]:
 
 
 @contextlib.contextmanager
-def busy(what: str) -> Iterator[None]:
+def show_busy(what: str) -> Iterator[None]:
     """A sign of life for what has no steps, where somebody watches."""
     from rich.console import Console
 

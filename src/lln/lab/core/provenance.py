@@ -21,15 +21,15 @@ def provenance(seed: int, device: torch.device) -> dict[str, Any]:
     arguments = [Path(text).name if text.startswith("/") else text for text in sys.argv[1:]]
     return {
         "command": " ".join(["lln" if program == "__main__.py" else program, *arguments]),
-        "commit": commit(),
+        "commit": find_commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seed": seed,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else name_processor(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **(accelerator(device) if device.type == "cuda" else {}),
+        **(describe_accelerator(device) if device.type == "cuda" else {}),
     }
 
 
@@ -42,7 +42,7 @@ def without_places(command: str) -> str:
     return re.sub(r" --(from|out) \S+", "", command)
 
 
-def accelerator(device: torch.device) -> dict[str, Any]:
+def describe_accelerator(device: torch.device) -> dict[str, Any]:
     """What decides the speed of a CUDA device beside its name."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
@@ -62,7 +62,7 @@ def accelerator(device: torch.device) -> dict[str, Any]:
     }
 
 
-def processor() -> str:
+def name_processor() -> str:
     """The name of the CPU, as far as the system tells it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -71,7 +71,7 @@ def processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def commit() -> str | None:
+def find_commit() -> str | None:
     """The commit of the checkout this package is imported from, with + where it has changes; None outside of one.
     LLN_COMMIT names it on a machine that holds a copy of the files without their history."""
     if named := os.environ.get("LLN_COMMIT"):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lln.files import write_text
 from lln.lab.core.errors import DataError, first_line, need
-from lln.lab.core.progress import busy, track
+from lln.lab.core.progress import show_busy, track
 from lln.lab.data.made_once import Place, build_once
 from lln.lab.data.sources import Rows, ask_hub, resolve_root
 
@@ -131,7 +131,7 @@ def _train(texts: Sequence[str], vocab_size: int) -> str:
         initial_alphabet=sorted(lib.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    with busy(f"Training a tokenizer of {vocab_size} tokens on {len(texts)} lines"):
+    with show_busy(f"Training a tokenizer of {vocab_size} tokens on {len(texts)} lines"):
         core.train_from_iterator(texts, trainer, length=len(texts))
     # By position: versions of the library name these arguments differently.
     end, start = (("</s>", SPECIAL.index("</s>")), ("<s>", SPECIAL.index("<s>")))

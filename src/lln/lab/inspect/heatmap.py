@@ -11,7 +11,7 @@ LEAST_WIDTH, LEAST_HEIGHT = 9, 10  # of a cell
 NUMBERS_FROM = 25  # the width of a cell that a number fits into
 
 
-def heatmap(
+def draw_heatmap(
     values: list[dict[str, Any]], *, digits: int, limits: tuple[float, float], differences: bool = False
 ) -> str:
     """Values: layer, head, value (None: an empty cell). Colours run from one of the limits to the other; of

@@ -10,7 +10,7 @@ from lln.files import write_json, write_text
 from lln.lab.core.documents import write_document
 from lln.lab.core.page import Chart
 from lln.lab.core.tables import terminal_table
-from lln.lab.inspect.heatmap import heatmap
+from lln.lab.inspect.heatmap import draw_heatmap
 
 Rows = list[dict[str, Any]]
 NAME = "inspect"
@@ -24,26 +24,32 @@ QUANTITIES = (
 DIFFERENCES = (("entropy", "LLN minus softmax: entropy (bits)", 1), ("spectral_gap", "LLN minus softmax: gap", 2))
 
 
-def matchings(result: dict[str, Any]) -> list[str]:
+def list_matchings(result: dict[str, Any]) -> list[str]:
+    """The matchings that a result compares with softmax, in its order."""
     return list(result["layers"][0]["lln"])
 
 
-def number(value: float | None, digits: int = 2) -> str:
+def format_number(value: float | None, digits: int = 2) -> str:
+    """For a table; a dash where there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def layer_table(result: dict[str, Any]) -> Table:
+def tabulate_layers(result: dict[str, Any]) -> Table:
     """For the terminal: means over the heads of each layer."""
-    kinds = matchings(result)
+    kinds = list_matchings(result)
     own = ("temperature", "entropy", "max_entropy", "spectral_gap", "lognormality")
 
     def compare(numbers: dict[str, Any]) -> str:
-        return "/".join(number(numbers[f"{name}_difference"]).removeprefix("0") for name, *_ in DIFFERENCES)
+        return "/".join(format_number(numbers[f"{name}_difference"]).removeprefix("0") for name, *_ in DIFFERENCES)
 
     table = terminal_table(
         ("layer", "temp.", "bits", "of", "gap", "KS", *kinds),
         [
-            [layer["label"], *(number(layer[name]) for name in own), *(compare(layer["lln"][kind]) for kind in kinds)]
+            [
+                layer["label"],
+                *(format_number(layer[name]) for name in own),
+                *(compare(layer["lln"][kind]) for kind in kinds),
+            ]
             for layer in result["layers"]
         ],
         title=f"{result['model']}: means over heads and {count_things(len(result['tokens']), 'text')}",
@@ -58,11 +64,11 @@ def layer_table(result: dict[str, Any]) -> Table:
 
 def write(result: dict[str, Any], out: Path) -> Path:
     """inspect.json, an SVG file for each chart, and the page, whose path is returned."""
-    own, others = charts(result["rows"]), compared_charts(result)
-    kinds = matchings(result)
+    own, others = draw_charts(result["rows"]), draw_compared(result)
+    kinds = list_matchings(result)
     page = write_document(
         "inspect.html", result=result, count_things=count_things, charts=own, compared=others, matchings=kinds,
-        differences={kind: list_differences(result["rows"], kind) for kind in kinds}, number=number,
+        differences={kind: list_differences(result["rows"], kind) for kind in kinds}, number=format_number,
         provenance=result["provenance"],
     )  # fmt: skip
     write_json(out / f"{NAME}.json", result)
@@ -72,34 +78,35 @@ def write(result: dict[str, Any], out: Path) -> Path:
     return out / "index.html"
 
 
-def cells(rows: Rows, values: list[float | None]) -> Rows:
+def make_cells(rows: Rows, values: list[float | None]) -> Rows:
     """What a heat map takes."""
     return [{"layer": r["label"], "head": r["head"], "value": value} for r, value in zip(rows, values, strict=True)]
 
 
-def charts(rows: Rows) -> list[Chart]:
+def draw_charts(rows: Rows) -> list[Chart]:
+    """A heat map of layers and heads for each quantity that some head has."""
     drawn = []
     for field, title, digits in QUANTITIES:
-        values = cells(rows, [row[field] for row in rows])
+        values = make_cells(rows, [row[field] for row in rows])
         there = sorted(cell["value"] for cell in values if cell["value"] is not None)
         if there:
             # A few heads that spread their weight evenly have a temperature far above all others'.
             top = there[int(0.95 * (len(there) - 1))] if field == "temperature" else there[-1]
             limits = (min(0.0, there[0]) if field != "entropy" else 0.0, max(top, there[0] + 1e-6))
-            drawn.append(Chart(f"{NAME}-{field}", heatmap(values, digits=digits, limits=limits), title))
+            drawn.append(Chart(f"{NAME}-{field}", draw_heatmap(values, digits=digits, limits=limits), title))
     return drawn
 
 
-def compared_charts(result: dict[str, Any]) -> list[list[Chart]]:
+def draw_compared(result: dict[str, Any]) -> list[list[Chart]]:
     """A list for each matching, in it a chart for each quantity. All matchings share the scale of a quantity."""
     rows, groups = result["rows"], dict[str, list[Chart]]()
     for field, title, digits in DIFFERENCES:
-        maps = {kind: cells(rows, read_differences(rows, kind, field)) for kind in matchings(result)}
+        maps = {kind: make_cells(rows, read_differences(rows, kind, field)) for kind in list_matchings(result)}
         sizes = [abs(cell["value"]) for values in maps.values() for cell in values if cell["value"] is not None]
         limit = max([*sizes, 1e-3])
         for matching, values in maps.items():
             if any(cell["value"] is not None for cell in values):
-                drawn = heatmap(values, digits=digits, limits=(-limit, limit), differences=True)
+                drawn = draw_heatmap(values, digits=digits, limits=(-limit, limit), differences=True)
                 chart = Chart(f"{NAME}-{matching}-{field}", drawn, f"{matching.capitalize()} matching. {title}")
                 groups.setdefault(matching, []).append(chart)
     return list(groups.values())

@@ -65,12 +65,12 @@ def inspect(
     labels = label_layers([(layer, call) for layer, call, _ in found])
     rows = []
     for (layer, call, kind), parts in found.items():
-        means = {name: mean(torch.cat([part[name] for part in parts])) for name in parts[0]}
+        means = {name: average_texts(torch.cat([part[name] for part in parts])) for name in parts[0]}
         for head in range(len(means["entropy"])):
             label = labels[layer, call]
             place = {"layer": layer, "call": call, "label": label, "head": head, "attention": kind}
             rows.append(place | nest({name: values[head] for name, values in means.items()}))
-    return {"rows": rows, "layers": layer_means(rows), "tokens": tokens}
+    return {"rows": rows, "layers": average_layers(rows), "tokens": tokens}
 
 
 def encode(
@@ -164,7 +164,7 @@ def match(seen: Observation, matching: str) -> tuple[Tensor, Tensor]:
     return alpha, beta
 
 
-def mean(values: Tensor) -> list[float | None]:
+def average_texts(values: Tensor) -> list[float | None]:
     """[texts, H] -> H numbers."""
     return [value if math.isfinite(value) else None for value in values.nanmean(0).tolist()]
 
@@ -181,7 +181,7 @@ def nest(flat: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def layer_means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def average_layers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each layer, means over its heads. Differences from softmax are means of their sizes."""
     layers: list[dict[str, Any]] = []
     for label in dict.fromkeys(row["label"] for row in rows):
