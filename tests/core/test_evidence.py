@@ -46,8 +46,10 @@ def test_outputs_and_gradients_equal_the_definition(
         options |= {"mix": (normal(5, heads, 5), normal(6, heads, 5)), "scale": 0.4}
     if masked:
         options["key_mask"] = hide(19)
-    found, wanted = [], []
-    for attention, into in ((naive_evidence, wanted), (attend, found)):
+    found: list[Tensor] = []
+    wanted: list[Tensor] = []
+    ways: list[tuple[Any, list[Tensor]]] = [(naive_evidence, wanted), (attend, found)]
+    for attention, into in ways:
         width = {"more": 11, "fewer": 3}.get(directions, 8)
         leaves = [t.clone().requires_grad_() for t in (*qkv, normal(9, 2, width).exp())]
         given = dict(options)
@@ -192,7 +194,7 @@ def test_the_entropy_of_many_tokens_does_not_drift() -> None:
     _, state = attend(k[:, :, :1], k, k, return_state=True)
     b = (1.3 * k.double()).softmax(-2)
     assert relative_error(state.entropy, torch.special.entr(b).sum(-2)) <= 1e-6
-    one = LLNState.empty(1, 1, 2, read="evidence")
+    one: Any = LLNState.empty(1, 1, 2, read="evidence")
     for row in k[:, :, :2000].split(1, 2):  # and one at a time
         _, one = attend(row, row, row, state=one, is_causal=True, return_state=True)
     b = (1.3 * k[:, :, :2000].double()).softmax(-2)

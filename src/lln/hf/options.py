@@ -9,8 +9,9 @@ from typing import Any
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lln.checks import MATCHINGS, STATISTICS, check_options
+from lln.checks import MATCHINGS, STATISTICS
 from lln.matching.moments import LENGTH
+from lln.nn.module_options import check_options
 from lln.peers import mechanisms
 from lln.peers.registry import check_names
 from lln.values import check_choice, check_count, describe

@@ -23,7 +23,6 @@ from lln.checks import (
     check_block_size,
     check_directions,
     check_masks,
-    check_overlap,
     check_pair,
     check_read,
     check_tensor,
@@ -42,6 +41,7 @@ from lln.instruments.heads import (
 )
 from lln.kernels.common import finite, wide_dtype
 from lln.kernels.evidence import channel_exponents, list_logits
+from lln.nn.module_options import check_overlap
 from lln.nn.overlap import window
 from lln.values import check_number, describe
 

@@ -9,12 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lln.checks import Inputs, Matching, Read, Statistics, check_inputs, check_key_mask, check_options
+from lln.checks import Inputs, Matching, Read, Statistics, check_inputs, check_key_mask
 from lln.functional import Backend, Coefficient, CuSeqlens, Mix, attend_checked, autocast
 from lln.kernels.triton.attend import attend_known
 from lln.matching.moments import LENGTH, match_moments
 from lln.nn.convolution import check_sequence, check_value, convolve
 from lln.nn.feature_map import map_features
+from lln.nn.module_options import check_options
 from lln.nn.overlap import overlapping_attention
 from lln.nn.statistics import MomentMatcher, Where, check_heads, in_backward
 from lln.state import LLNState

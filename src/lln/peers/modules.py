@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lln.checks import check_options
 from lln.functional import CuSeqlens
 from lln.kernels.call import Call
+from lln.nn.module_options import check_options
 from lln.peers.dispatch import Attend, check_blocks, run
 from lln.peers.registry import COMMON, REGISTRY, Mechanism, check_names, find
 from lln.values import check_count, describe

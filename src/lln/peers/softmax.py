@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from lln.checks import check_convolution
 from lln.kernels.call import Call
 from lln.nn.convolution import check_value, convolve
+from lln.nn.module_options import check_convolution
 from lln.peers.modules import AttentionModule
 from lln.peers.registry import register
 
