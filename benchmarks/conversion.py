@@ -1,13 +1,15 @@
-"""MiniLM converted to LLN attention: how well the likeness of passages is kept, by matching, distillation, fine-tuning.
+"""MiniLM converted to LLN attention: how well the likeness of passages is kept, without training and after it, and beside
+it what simpler things keep.
 
     python benchmarks/conversion.py --out benchmarks/results/conversion.json
 
 The embedding of a passage is the mean of its last hidden states. What is measured is Spearman's rank correlation, over
 all pairs of passages, of the cosine similarities with those of the softmax model. The text is the documentation that
-Python carries with it (pydoc_data.topics), cut into passages of five blocks; whole topics are either for calibration
-and learning or for measuring. `--text NAME=FILE` measures on another text: a document in each line, of which the first
---each passages are taken; those of the first half of the documents are for learning. `--parts`: what each learned part
-brings. A result stands beside those of other texts in the same file, and fills in the README.
+Python carries with it (pydoc_data.topics), cut into passages; whole topics are either for calibration and learning or
+for measuring. `--text NAME=FILE` measures on another text: a document in each line, of which the first --each passages
+are taken; those of the first half of the documents are for learning. `--only` measures some rows. What is learned is
+learned with each of --rates, and the better one on passages of the learning half is shown. A result stands beside those
+of other texts in the same file, and fills in the README.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import importlib.util
 import itertools
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,31 +32,40 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 import lln.hf
 from in_readme import command, put
 from lln.files import write_json
-from lln.lab.convert.layer_report import compare_layers
 from lln.lab.convert.passages import as_batches, special_tokens
 from lln.lab.core.provenance import provenance
 from lln.lab.core.tables import markdown_table
 
 MARKS = "<!-- benchmarks/conversion.py -->\n", "<!-- end of conversion -->"
 PYDOC = "pydoc_data.topics"
-STAGES = {
-    "paper": "`paper`",
-    "entropy": "`entropy`",
-    "data": "`data`",
-    "distilled": "`data`, distilled",
-    "fine_tuned": "`data`, distilled, fine-tuned",
-}
-KINDS = {"lln": "LLN", "lln_diag": "LLN+Diag"}
-MATCHED = 16  # passages that data matching looks at
-# What distillation may learn of LLN+Diag, from little to all.
-PARTS: dict[str, dict[str, Any]] = {
-    "alpha, beta, mix for each head": {"learnable": "head", "mix": "ratio"},
-    "alpha, beta for each channel": {"learnable": "channel", "mix": "ratio"},
-    "and the mix": {"learnable": "channel", "mix": "scales"},
-    "and a feature map": {"learnable": "channel", "mix": "scales", "feature_map": "linear"},
-    "a feature map, the mix for each head": {"learnable": "channel", "mix": "ratio", "feature_map": "linear"},
-}
-ALL = "and a feature map"
+FITTED = 32  # passages that a fit looks at
+CHOSEN = 64  # passages of the learning half, kept from learning, that a rate is chosen on
+EVIDENCE = {"read": "evidence"}
+MEAN = {"read": "evidence", "beta": 1e-6}  # channels that weigh all keys alike: the plain mean of all values
+SCALES, MAP = {"mix": "scales"}, {"mix": "scales", "feature_map": "linear"}
+# (what it is called, implementation, options of lln.hf.convert, what is done then). `directions`: times the head dim.
+ROWS: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "blocks": ("blocks alone", "lln_diag", {"mix": 0.0}, ""),
+    "mean": ("blocks and the plain mean", "lln_diag", {**MEAN, **SCALES}, "fit"),
+    "paper": ("LLN+Diag, the paper's read", "lln_diag", {}, ""),
+    "paper_fit": ("LLN+Diag, the paper's read, fitted", "lln_diag", {"matching": "data", **SCALES}, "fit"),
+    "evidence": ("LLN+Diag, evidence read", "lln_diag", EVIDENCE, ""),
+    "signed": ("LLN+Diag, evidence read, [k, -k]", "lln_diag", {**EVIDENCE, "directions": "signed"}, ""),
+    "fit": ("LLN+Diag, evidence read, fitted", "lln_diag", {**EVIDENCE, "directions": 2, **SCALES}, "fit"),
+    "lln_paper": ("LLN alone, the paper's read", "lln", {}, ""),
+    "lln_evidence": ("LLN alone, evidence read", "lln", EVIDENCE, ""),
+    "lln_signed": ("LLN alone, evidence read, [k, -k]", "lln", {**EVIDENCE, "directions": "signed"}, ""),
+    "lln_fit": ("LLN alone, evidence read, fitted", "lln", {**EVIDENCE, "directions": 2}, "fit"),
+    "mean_distilled": ("blocks and the plain mean, distilled", "lln_diag", {**MEAN, **MAP}, "fit distill"),
+    "hedgehog": ("Hedgehog and blocks, distilled", "hedgehog", {"block_size": 64}, "distill"),
+    "distilled": ("LLN+Diag, distilled", "lln_diag", {**EVIDENCE, "directions": 4, **MAP}, "fit distill"),
+    "lln_distilled": (
+        "LLN alone, distilled", "lln", {**EVIDENCE, "directions": 4, "feature_map": "linear"}, "fit distill",
+    ),
+    "fine_tuned": (
+        "LLN+Diag, distilled, fine-tuned", "lln_diag", {**EVIDENCE, "directions": 4, **MAP}, "fit distill tune",
+    ),
+}  # fmt: skip
 
 Passages = list[list[int]]
 
@@ -111,90 +123,83 @@ class Measure:
     """One text: what to learn from, what to measure on, and how the softmax model sees it."""
 
     def __init__(self, learn: Passages, judge: Passages, tokenizer: Any, args: argparse.Namespace) -> None:
-        self.args, self.learn, self.judge = args, learn, judge
+        self.args, self.judge = args, judge
+        self.learn, chosen = learn[:-CHOSEN], learn[-CHOSEN:]
         self.softmax = AutoModel.from_pretrained(args.model or minilm(), dtype=torch.float32).to(args.device).eval()
 
         def batches(part: Passages) -> list[dict[str, Tensor]]:
             made = as_batches(self.softmax, tokenizer, part, args.batch)
             return [{name: t.to(args.device) for name, t in batch.items()} for batch in made]
 
-        self.batches, self.judged = batches(learn), batches(judge)
-        self.few = batches(learn[:: max(1, len(learn) // MATCHED)][:MATCHED])
+        self.batches, self.judged, self.choosing = batches(self.learn), batches(judge), batches(chosen)
+        self.few = batches(self.learn[:: max(1, len(self.learn) // FITTED)][:FITTED])
         self.wanted = similarities(self.softmax, self.judged)
+        self.chosen = similarities(self.softmax, self.choosing)
 
-    def likeness(self, model: PreTrainedModel) -> float:
-        return spearman(similarities(model, self.judged), self.wanted)
-
-    def matched(self, kind: str, parts: dict[str, Any]) -> PreTrainedModel:
-        parts = {name: value for name, value in parts.items() if kind == "lln_diag" or name != "mix"}
-        return lln.hf.convert(copy.deepcopy(self.softmax), kind, matching="data", batches=self.few, **parts)
-
-    def stages(self, kind: str) -> dict[str, Any]:
-        """Spearman's correlation, seconds and layers after each of STAGES."""
-        found: dict[str, Any] = {"spearman": {}, "seconds": {}, "layers": {}}
-        began = time.monotonic()
-
-        def look(stage: str, model: PreTrainedModel) -> None:
-            nonlocal began
-            found["spearman"][stage] = self.likeness(model)
-            found["seconds"][stage] = round(time.monotonic() - began, 1)
-            if stage in ("data", "distilled"):
-                found["layers"][stage] = compare_layers(model, self.judged[:1])
-            print(f"{kind} {stage}: {found['spearman'][stage]:.4f} ({found['seconds'][stage]:.0f} s)", flush=True)
+    def row(self, kind: str, options: dict[str, Any], doing: str) -> dict[str, Any]:
+        """Spearman's correlation of a row, its seconds and, where something is learned, the rate that was better."""
+        rates = self.args.rates if "distill" in doing else [0.0]
+        found: list[tuple[float, float, PreTrainedModel, float]] = []
+        for rate in rates:
             began = time.monotonic()
+            model = self.convert(kind, options, doing, rate)
+            seconds = time.monotonic() - began
+            chosen = spearman(similarities(model, self.choosing), self.chosen) if len(rates) > 1 else 0.0
+            found.append((chosen, rate, model, seconds))
+        _, rate, model, seconds = max(found, key=lambda one: one[0])
+        result: dict[str, Any] = {"spearman": spearman(similarities(model, self.judged), self.wanted)}
+        return result | {"seconds": round(seconds, 1)} | ({"rate": rate} if rate else {})
 
-        for matching in ("paper", "entropy"):
-            look(matching, lln.hf.convert(copy.deepcopy(self.softmax), kind, matching=matching))
-        model = self.matched(kind, PARTS[ALL])
-        look("data", model)
-        lln.hf.distill(model, self.batches, steps=self.args.distill, seed=self.args.seed)
-        look("distilled", model)
-        lln.hf.fine_tune(model, self.softmax, self.batches, steps=self.args.fine_tune, seed=self.args.seed)
-        look("fine_tuned", model)
-        return found
+    def convert(self, kind: str, options: dict[str, Any], doing: str, rate: float) -> PreTrainedModel:
+        options = dict(options)
+        dim = self.softmax.config.hidden_size // self.softmax.config.num_attention_heads
+        if isinstance(options.get("directions"), int):
+            options["directions"] *= dim
+        if kind == "lln_diag" or "block_size" in options:
+            options["block_size"] = self.args.block_size
+        given = {"batches": self.few} if options.get("matching") == "data" else {}
+        model = lln.hf.convert(copy.deepcopy(self.softmax), kind, **options, **given)
+        seed = self.args.seed
+        if "fit" in doing:
+            lln.hf.fit(model, self.few, seed=seed)
+        if "distill" in doing:
+            lln.hf.distill(model, self.batches, steps=self.args.distill, rate=rate, seed=seed)
+        if "tune" in doing:
+            lln.hf.fine_tune(model, self.softmax, self.batches, steps=self.args.fine_tune, seed=seed)
+        return model
 
-    def parts(self) -> dict[str, float]:
-        """Spearman's correlation of LLN+Diag after distilling this much."""
-        found = {}
-        for name, parts in PARTS.items():
-            if name == ALL:
+    def result(self, store: Callable[[dict[str, Any]], None], rows: dict[str, Any]) -> None:
+        """Add what is not in `rows` yet, and store after each."""
+        for name, (title, kind, options, doing) in ROWS.items():
+            if name in rows or (self.args.only and name not in self.args.only.split(",")):
                 continue
-            model = self.matched("lln_diag", parts)
-            lln.hf.distill(model, self.batches, steps=self.args.distill, seed=self.args.seed)
-            found[name] = self.likeness(model)
-            print(f"distilled {name}: {found[name]:.4f}", flush=True)
-        return found
-
-    def result(self) -> dict[str, Any]:
-        kinds = {kind: self.stages(kind) for kind in KINDS}
-        return {
-            "learned_on": len(self.learn),
-            "measured_on": len(self.judge),
-            "pairs": len(self.wanted),
-            **{
-                what: {kind: found[what] for kind, found in kinds.items()} for what in ("spearman", "seconds", "layers")
-            },
-            "parts": self.parts() | {ALL: kinds["lln_diag"]["spearman"]["distilled"]} if self.args.parts else {},
-        }
+            rows[name] = self.row(kind, options, doing)
+            print(f"{title}: {rows[name]}", flush=True)
+            store({
+                "learned_on": len(self.learn),
+                "measured_on": len(self.judge),
+                "pairs": len(self.wanted),
+                "rows": rows,
+            })  # fmt: skip
 
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     sets = result["sets"]
-    names = [f"{KINDS[kind]}, {name}" for name in sets for kind in KINDS]
     rows = [
-        [title, *(f"{one['spearman'][kind][stage]:.3f}" for one in sets.values() for kind in KINDS)]
-        for stage, title in STAGES.items()
+        [title, *(f"{one['rows'][name]['spearman']:.3f}" if name in one["rows"] else "" for one in sets.values())]
+        for name, (title, *_) in ROWS.items()
+        if any(name in one["rows"] for one in sets.values())
     ]
-    lines = markdown_table(["`matching=`", *names], rows, "l")
+    lines = markdown_table(["MiniLM with", *sets], rows, "l")
     lines += ["", "Spearman correlation of the cosine similarities of all pairs of passages with the softmax MiniLM's."]
     for name, one in sets.items():
         how, made = one["how"], one["provenance"]
         lines.append(
             f"{name}: measured on {one['measured_on']} passages ({one['pairs']:,} pairs) of {how['length']} tokens, "
             f"learned on {one['learned_on']} others, {how['batch']} a step, {how['distill']} steps of distillation and "
-            f"{how['fine_tune']} of fine-tuning; blocks of 64; {made['device']}, torch {made['torch']}, transformers "
-            f"{made['transformers']}, {made['date'][:10]}, commit {made['commit']}."
+            f"{how['fine_tune']} of fine-tuning; blocks of {how['block_size']}; {made['device']}, torch "
+            f"{made['torch']}, transformers {made['transformers']}, {made['date'][:10]}, commit {made['commit']}."
         )
     return "\n".join(lines) + "\n"
 
@@ -207,7 +212,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--distill", type=int, default=800, help="steps")
     parser.add_argument("--fine-tune", type=int, default=100, help="steps")
-    parser.add_argument("--parts", action="store_true", help="also measure what each learned part brings")
+    parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--rates", type=lambda text: [float(x) for x in text.split(",")], default=[0.01, 0.03])
+    parser.add_argument("--most", type=int, help="passages to learn from and to measure on, at most")
+    parser.add_argument("--only", help="rows, with commas between")
     parser.add_argument("--model", type=Path, help="the folder of a copy of MiniLM; default: the package's")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2)
@@ -221,19 +229,31 @@ def main() -> None:
         learn, judge = documents(tokenizer, Path(file), args.length, args.each)
     else:
         learn, judge = pydoc(tokenizer, args.length)
+    learn, judge = learn[: args.most], judge[: args.most]
     print(f"{name}: {len(learn)} passages to learn from, {len(judge)} to measure on", flush=True)
-    found = Measure(learn, judge, tokenizer, args).result()
     made = provenance(args.seed, torch.device(args.device)) | {"transformers": transformers.__version__}
     # Where a machine keeps its texts is nobody's business.
     made["command"] = made["command"].replace(args.text, f"{name}=FILE") if args.text else made["command"]
-    how = {option: getattr(args, option) for option in ("length", "batch", "distill", "fine_tune")} | PARTS[ALL]
+    options = ("length", "batch", "distill", "fine_tune", "block_size", "rates", "seed")
+    how = {option: getattr(args, option) for option in options}
     what = "Spearman correlation of cosine similarities of all pairs of passages with the softmax MiniLM's"
+    label = name if args.length == 320 else f"{name}, {args.length} tokens"
+    label += "" if args.block_size == 64 else f", blocks of {args.block_size}"
+    label += "" if args.seed == 0 else f", seed {args.seed}"
     sets = json.loads(args.out.read_text())["sets"] if args.out and args.out.exists() else {}
-    result = json.loads(json.dumps({"what": what, "sets": sets | {name: {"how": how, "provenance": made, **found}}}))
-    print(table(result))
-    if args.out:
-        write_json(args.out, result)
-        put(table(result), MARKS)
+    held = sets.get(label, {})
+    rows = held.get("rows", {}) if held.get("how") == how else {}  # what was measured alike is not measured again
+
+    def store(found: dict[str, Any]) -> None:
+        if args.out:
+            result = {"what": what, "sets": sets | {label: {"how": how, "provenance": made, **found}}}
+            write_json(args.out, json.loads(json.dumps(result)))
+
+    Measure(learn, judge, tokenizer, args).result(store, rows)
+    if args.out and args.out.exists():
+        text = table(json.loads(args.out.read_text()))
+        print(text)
+        put(text, MARKS)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lln.hf.find import attention_modules
-from lln.hf.options import runs_lln
+from lln.hf.options import runs_lln, runs_ours
 from lln.hf.watch import SoftmaxCall, check_pattern, evaluating, on_device, show_softmax
 from lln.values import check_count
 
@@ -107,12 +107,14 @@ def relative_error(student: Tensor, teacher: Tensor, rows: Tensor | None, dims: 
 
 def distillation(model: PreTrainedModel, steps: int, rate: float = RATE) -> Learner:
     """The learner of `distill`, before its first step."""
-    names = [name for name, _ in attention_modules(model)]
-    held = {name: p for name, p in model.named_parameters() if name.rpartition(".")[0] in {f"{n}.lln" for n in names}}
+    name = "lln" if runs_lln(model.config) else "lln_peer"
+    places = tuple(f"{place}.{name}." for place, _ in attention_modules(model))
+    held = {name: p for name, p in model.named_parameters() if name.startswith(places)}
     if not held:
         raise ValueError(
             "distill: the model's attention has nothing to learn; first call lln.hf.convert(model, ..., "
-            "learnable='channel'), which makes alpha and beta parameters, with mix='ratio' or feature_map='linear'."
+            "read='evidence', directions=..., mix='scales'), or learnable='channel', which makes alpha and beta "
+            "parameters, or feature_map='linear'."
         )
     return Learner(held, dict.fromkeys(held, rate), steps)
 
@@ -131,7 +133,8 @@ def distill(
     attention gives on the same inputs.
 
     Args:
-        model: runs "lln" or "lln_diag", with learnable alpha and beta, a learned mix, a feature map, or all of them.
+        model: runs "lln" or "lln_diag", with learnable alpha and beta, directions of the evidence read, a learned mix,
+            a feature map, or all of them; or another mechanism that learns something ("hedgehog").
         batches: inputs of the model, each a dict of arguments; padding does not count. The sequences should be as long
             as those that the model is for: how much lies outside a block depends on it.
         steps: a batch each.
@@ -159,10 +162,11 @@ def distill(
         >>> losses[-1] < losses[0]
         True
     """
-    if not runs_lln(model.config):
+    if not runs_ours(model.config):
         raise ValueError(
             f"distill: the model runs {model.config._attn_implementation!r}; first lln.hf.convert(model, 'lln_diag')."
         )
+    lln = runs_lln(model.config)
     learner = distillation(model, steps, rate) if learner is None else learner
     losses: list[float] = []
 
@@ -170,7 +174,11 @@ def distill(
         """Ask the LLN attention of a module for what softmax gave, and leave its gradients."""
         check_pattern(call)
         with torch.enable_grad():
-            out = call.module.lln(call.query, call.key, call.value, **call.where)
+            if lln:
+                out = call.module.lln(call.query, call.key, call.value, **call.where)
+            else:
+                peer = call.module.lln_peer
+                out = peer(call.query, call.key, call.value, **call.where, cu_seqlens=None, dropout=0.0)
             loss = relative_error(out.transpose(1, 2), call.out, call.where["query_mask"], (0, 1, 3))
             loss.backward()
         losses.append(loss.item())
