@@ -1,5 +1,5 @@
-"""MiniLM converted to LLN attention: how well the likeness of passages is kept, without training and after it, and beside
-it what simpler things keep.
+"""MiniLM converted to LLN attention: how well the likeness of passages is kept, without training and after it, and
+beside it what simpler things keep.
 
     python benchmarks/conversion.py --out benchmarks/results/conversion.json
 
@@ -148,7 +148,7 @@ class Measure:
             found.append((chosen, rate, model, seconds))
         _, rate, model, seconds = max(found, key=lambda one: one[0])
         result: dict[str, Any] = {"spearman": spearman(similarities(model, self.judged), self.wanted)}
-        return result | {"seconds": round(seconds, 1)} | ({"rate": rate} if rate else {})
+        return result | {"seconds": round(seconds, 1)} | ({"rate": rate, "rates": rates} if rate else {})
 
     def convert(self, kind: str, options: dict[str, Any], doing: str, rate: float) -> PreTrainedModel:
         options = dict(options)
@@ -157,8 +157,9 @@ class Measure:
             options["directions"] *= dim
         if kind == "lln_diag" or "block_size" in options:
             options["block_size"] = self.args.block_size
-        given = {"batches": self.few} if options.get("matching") == "data" else {}
-        model = lln.hf.convert(copy.deepcopy(self.softmax), kind, **options, **given)
+        if options.get("matching") == "data":
+            options["batches"] = self.few
+        model = lln.hf.convert(copy.deepcopy(self.softmax), kind, **options)
         seed = self.args.seed
         if "fit" in doing:
             lln.hf.fit(model, self.few, seed=seed)
@@ -234,7 +235,7 @@ def main() -> None:
     made = provenance(args.seed, torch.device(args.device)) | {"transformers": transformers.__version__}
     # Where a machine keeps its texts is nobody's business.
     made["command"] = made["command"].replace(args.text, f"{name}=FILE") if args.text else made["command"]
-    options = ("length", "batch", "distill", "fine_tune", "block_size", "rates", "seed")
+    options = ("length", "batch", "distill", "fine_tune", "block_size", "seed")
     how = {option: getattr(args, option) for option in options}
     what = "Spearman correlation of cosine similarities of all pairs of passages with the softmax MiniLM's"
     label = name if args.length == 320 else f"{name}, {args.length} tokens"
