@@ -15,64 +15,75 @@ def convert(
     out: Annotated[Path, typer.Argument(show_default=False)],
     calibration: Annotated[list[Path], typer.Option()],
     attention: str = "lln_diag",
-    matching: str = "data",
+    read: str = "evidence",
+    directions: Annotated[int | None, typer.Option(min=1)] = None,
     block_size: Count = 64,
-    distill: Annotated[int, typer.Option(min=0)] = 0,
+    distill: Annotated[int, typer.Option(min=0)] = 400,
     fine_tune: Annotated[int, typer.Option(min=0)] = 0,
+    match_only: Annotated[bool, typer.Option("--match-only")] = False,
+    matching: str = "data",
     learn: str = "channel",
     mix: str = "scales",
-    feature_map: str | None = None,
-    length: Annotated[int, typer.Option(min=2)] = 512,
+    feature_map: str = "linear",
+    length: Annotated[int | None, typer.Option(min=2)] = None,
     batch_size: Count = 4,
-    rate: float = 0.03,
+    rate: float = 0.01,
     fine_rate: float = 1e-4,
     device: DeviceToRun = "cpu",
     seed: Seed = 0,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Convert a pretrained softmax model to LLN attention, and report how far each layer is from softmax.
+    """Convert a pretrained softmax model to LLN attention, and say whether that keeps the model.
 
-    OUT is a checkpoint that transformers loads after `import lln.hf`, in the dtype of MODEL. The report is measured on
-    passages that nothing is learned from, one in eight and four at most; OUT/conversion.json and the card have it.
+    Each layer's attention is fitted to softmax's outputs and then distilled. OUT is a checkpoint that transformers
+    loads after `import lln.hf`, in the dtype of MODEL. Passages that nothing is learned from, one in eight, decide
+    whether the model is kept; OUT/conversion.json and the card say so, with how far each layer is from softmax. Exit
+    code 0: kept; 3: not kept, and OUT is there all the same; 4: too little text to decide.
 
     Args:
         out: Folder for the converted model.
         calibration: A text file, laid end to end and cut into passages; may be given several times.
         attention: lln or lln_diag.
-        matching: data, entropy, variance or paper.
+        read: evidence (for pretrained weights), or paper.
+        directions: Channels of the evidence read. [default: four times the head dim]
         block_size: Tokens of a block of lln_diag.
         distill: Steps that teach each layer softmax's outputs.
         fine_tune: Steps that then train all weights on the whole model.
-        learn: Distilled alpha and beta: one a head or one a channel.
-        mix: Distilled mix of lln_diag: ratio (one a head), or scales (two a channel; no output_attentions).
-        feature_map: linear: a map of queries and keys, distilled for each head. [default: none]
-        length: Tokens of a passage, where the model has so many places.
+        match_only: Only match alpha and beta of the paper's read; nothing is fitted or distilled.
+        matching: Of the paper's read: data, entropy, variance or paper.
+        learn: Of the paper's read, distilled alpha and beta: one a head or one a channel.
+        mix: Mix of lln_diag: ratio (one a head), or scales (two a channel; no output_attentions).
+        feature_map: linear: a map of queries and keys, distilled for each head; none: without it.
+        length: Tokens of a passage; a model with fewer places is given more. [default: what texts and model have, at
+            most 1024]
         batch_size: Passages a step.
         rate: Learning rate of distillation.
         fine_rate: Learning rate of fine-tuning.
         seed: Seed of the order of passages.
         as_json: Print the report as JSON instead of the table.
 
-    Example: [bold]lln convert ./my-model ./my-lln-model --calibration notes.txt[/bold] finds alpha and beta on a text;
-    [bold]lln convert gpt2 gpt2-lln --calibration a.txt --calibration b.txt --distill 400 --feature-map linear[/bold]
-    also teaches every layer; [bold]... --fine-tune 200[/bold] then the whole model. A conversion that was stopped: the
-    same command.
+    Example: [bold]lln convert ./my-model ./my-lln-model --calibration notes.txt[/bold] is all that most models need;
+    [bold]... --calibration a.txt --calibration b.txt --distill 800 --fine-tune 200[/bold] takes more text and time;
+    [bold]... --length 8192[/bold] also makes the model take longer texts. A conversion that was stopped: the same
+    command.
     """
     need("hf")
 
     import torch
 
     from lln.hf.distillation import NotFinite
-    from lln.lab.convert.layer_report import describe_whole, list_rows, name_stages
+    from lln.lab.convert.layer_report import describe_verdict, describe_whole, list_rows, name_stages
     from lln.lab.convert.passages import read_texts
     from lln.lab.convert.pipeline import ConversionPlan, convert_checkpoint
+    from lln.lab.convert.verdict import EXITS
     from lln.lab.core.provenance import provenance
     from lln.lab.core.tables import print_wide, terminal_table
 
     try:
         plan = ConversionPlan(
-            attention=attention, matching=matching, block_size=block_size, distill=distill, fine_tune=fine_tune,
-            coefficients=learn, mix=mix, feature_map=feature_map, length=length, batch_size=batch_size, rate=rate,
+            attention=attention, read=read, directions=directions, matching=matching, match_only=match_only,
+            block_size=block_size, distill=distill, fine_tune=fine_tune, coefficients=learn, mix=mix,
+            feature_map=None if feature_map == "none" else feature_map, length=length, batch_size=batch_size, rate=rate,
             fine_rate=fine_rate, seed=seed,
         )  # fmt: skip
         texts = read_texts(calibration)
@@ -87,9 +98,10 @@ def convert(
         fail(f"Stopped. The same command goes on from what is in {out}.partial.", 130)
     except OSError as error:
         fail(f"lln convert: {error.strerror or error}; the same command goes on once that is solved.", 1)
+    decided = typer.Exit(EXITS[result["verdict"]["verdict"]])
     if as_json:
         typer.echo(json.dumps(result, indent=1, allow_nan=False))
-        return
+        raise decided
     request, (columns, *rows) = result["request"], list_rows(result)
     title = f"{request['model']} with {request['attention']}: {name_stages(result)}"
     print_wide(terminal_table(columns, rows, title=title), narrowest=120)
@@ -97,6 +109,8 @@ def convert(
     typer.echo(
         f"The model is in {out}: `import lln.hf` before transformers loads it. The report is conversion.json there."
     )
+    typer.echo("\n" + "\n".join(describe_verdict(result)))
+    raise decided
 
 
 class StageBars(Bars):

@@ -18,7 +18,7 @@ from lln.lab.core.progress import ignore
 
 MEASURED = ("entropy", "spectral_gap")
 WHOLE = Look(lambda: True, ignore, None)  # looks at all samples
-TITLES = {"matched": "matched", "distilled": "distilled", "fine_tuned": "fine-tuned"}
+TITLES = {"matched": "matched", "fitted": "fitted", "distilled": "distilled", "fine_tuned": "fine-tuned"}
 
 
 class Witness:
@@ -126,6 +126,11 @@ def describe_whole(result: dict[str, Any]) -> str:
     """One sentence about the model as a whole."""
     (sentence,) = write_paragraphs("conversion.md", "whole", **result, titles=TITLES)
     return sentence
+
+
+def describe_verdict(result: dict[str, Any]) -> list[str]:
+    """What it says of the model, and what to do about it."""
+    return write_paragraphs("conversion.md", "verdict", **result, titles=TITLES)
 
 
 def write_report(result: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A softmax checkpoint in, an LLN checkpoint out: matching, distillation, fine-tuning, and a report of each layer."""
+"""A softmax checkpoint in, an LLN checkpoint out: fit, distillation, fine-tuning, a report of each layer, a verdict."""
 
 import dataclasses
 import functools
@@ -13,22 +13,28 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lln.checks import MATCHINGS
-from lln.files import write_text
+from lln.checks import MATCHINGS, READS
+from lln.files import hash_file, write_text
 from lln.hf.converting import convert
-from lln.hf.distillation import FINE_RATE, RATE, Learner, distill, distillation, fine_tune, fine_tuning
+from lln.hf.distillation import FINE_RATE, Learner, distill, distillation, fine_tune, fine_tuning
+from lln.hf.find import attention_modules, read_sizes
+from lln.hf.fitting import fit
 from lln.hf.options import LLN, runs_ours
+from lln.hf.positions import extend_positions
 from lln.hf.watch import evaluating
 from lln.lab.convert.layer_report import compare_layers, hidden_error, last_hidden, write_report
 from lln.lab.convert.passages import as_batches, cut_passages, fingerprint
+from lln.lab.convert.verdict import FEWEST, compare, judge, measure_blocks, measure_model, predicts
 from lln.lab.convert.workplace import LEARNING, MODEL, Workplace
 from lln.lab.core.errors import Refused, first_line
 from lln.lab.core.pretrained import load, quiet, shorten_name
 from lln.lab.inspect.inspection import count_positions, label_layers
 from lln.values import check_choice, check_count, check_positive
 
-MATCHED = 32  # passages that matching looks at
-REPORTED = 4  # passages that the report is measured on
+MATCHED = 32  # passages that matching and the fit look at
+REPORTED = 4  # passages that the report of each layer is measured on
+JUDGED = 64  # passages that the verdict is measured on
+LONGEST = 1024  # tokens of a passage where nobody says how long they are to be
 KEPT_EVERY = 20  # steps after which what was learned is put away
 DOING = {"distilled": "distilling", "fine_tuned": "fine-tuning"}
 # what is being done, steps done, steps in all, a few words
@@ -40,51 +46,69 @@ class ConversionPlan:
     """How a checkpoint is converted. What is not said here is in `lln.hf.convert`, `distill` and `fine_tune`."""
 
     attention: str = "lln_diag"
-    matching: str = "data"
+    read: str = "evidence"
+    directions: int | None = None  # channels of the evidence read; None: four times the head dim
+    matching: str = "data"  # of the paper's read
+    match_only: bool = False  # alpha and beta of the paper's read, and nothing else
     block_size: int = 64
-    distill: int = 0  # steps
+    distill: int = 400  # steps
     fine_tune: int = 0  # steps
-    coefficients: str = "channel"  # what distillation learns of alpha and beta: one each a head or a channel
+    coefficients: str = (
+        "channel"  # what distillation learns of the paper's alpha and beta: one each a head or a channel
+    )
     mix: str = "scales"  # what it learns of the mix
-    feature_map: str | None = None
-    length: int = 512  # tokens of a passage at most
+    feature_map: str | None = "linear"
+    length: int | None = None  # tokens of a passage at most; None: what texts and model have, up to LONGEST
     batch_size: int = 4  # passages a step
-    rate: float = RATE
+    rate: float = 0.01
     fine_rate: float = FINE_RATE
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_choice("attention", self.attention, *LLN)
+        check_choice("read", self.read, *READS)
+        for name in ("directions", "length"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
         check_choice("matching", self.matching, *MATCHINGS, "data")
         check_choice("coefficients", self.coefficients, "head", "channel")
         check_choice("mix", self.mix, "ratio", "scales")
         check_choice("feature_map", self.feature_map, None, "linear")
         for name in ("distill", "fine_tune", "seed"):
             check_count(name, getattr(self, name), least=0)
-        for name in ("block_size", "length", "batch_size"):
+        for name in ("block_size", "batch_size"):
             check_count(name, getattr(self, name))
         for name in ("rate", "fine_rate"):
             check_positive(name, getattr(self, name))
-        if self.distill and self.matching != "data":
+        if self.distill and self.matching != "data" and not self.match_only and self.read == "paper":
             raise ValueError(
                 f"distill starts from numbers that do not change with the input, so it goes with matching='data'; got "
                 f"{self.matching!r}."
             )
-        if self.feature_map is not None and not self.distill:
-            raise ValueError("feature_map is learned by distillation; give it steps with distill.")
+        if self.read == "paper" and self.directions is not None:
+            raise ValueError(f"directions go with read='evidence'; got directions={self.directions} and read='paper'.")
 
     @property
     def shortest(self) -> int:
         """Tokens of a passage at least: within one block LLN+Diag is softmax, and nothing else could be learned."""
         return 2 * self.block_size if self.attention == "lln_diag" else 16
 
-    @property
-    def learned(self) -> dict[str, Any]:
-        """Options of `convert` for what distillation learns."""
-        if not self.distill:
-            return {}
-        found = {"learnable": self.coefficients, "feature_map": self.feature_map}
-        return found | ({"mix": self.mix} if self.attention == "lln_diag" else {})
+    def options(self, head_dim: int) -> dict[str, Any]:
+        """Of `lln.hf.convert`."""
+        found: dict[str, Any] = {"implementation": self.attention}
+        blocks = self.attention == "lln_diag"
+        if blocks:
+            found["block_size"] = self.block_size
+        if self.match_only:
+            found["matching"] = self.matching
+            if self.matching != "data":
+                found["statistics"] = {"encoder": "sample", "decoder": "running"}
+            return found
+        found |= {"mix": self.mix} if blocks else {}
+        found |= {"feature_map": self.feature_map} if self.distill and self.feature_map is not None else {}
+        if self.read == "evidence":
+            return found | {"read": "evidence", "directions": self.directions or 4 * head_dim}
+        return found | {"matching": "data"} | ({"learnable": self.coefficients} if self.distill else {})
 
 
 def convert_checkpoint(
@@ -114,30 +138,34 @@ def convert_checkpoint(
         raise Refused(
             f"{name} runs {model.config._attn_implementation!r} already; convert the softmax model it was made from"
         )
-    length = int(min(plan.length, tokenizer.model_max_length, count_positions(model)))
+    length = choose_length(plan, model, tokenizer, texts)
     if length < plan.shortest:
         raise Refused(f"passages of {length} tokens are too short; at least {plan.shortest} are needed")
     kept, learned = split(cut_passages(tokenizer, texts, length, plan.shortest))
-    parts = kept, learned, learned[:: max(1, len(learned) // MATCHED)][:MATCHED]
-    reported, lessons, matched = (as_batches(model, tokenizer, part, plan.batch_size) for part in parts)
+    parts = kept, thin_out(kept, REPORTED), learned, thin_out(learned, MATCHED)
+    judged, reported, lessons, matched = (as_batches(model, tokenizer, part, plan.batch_size) for part in parts)
+    counts = {"learned": len(learned), "reported": len(parts[1]), "judged": len(kept)}
     with work.alone():
         with evaluating(model):
-            conversion = Conversion(work, plan, model, reported, progress)
+            conversion = Conversion(work, plan, model, reported, judged, progress)
             conversion.match(matched)
-            if plan.distill:
+            if not plan.match_only:
+                conversion.fit(matched)
+            if plan.distill and not plan.match_only:
                 learner = distillation(model, plan.distill, plan.rate)
                 conversion.learn("distilled", learner, functools.partial(distill, model, lessons))
-            if plan.fine_tune:
+            if plan.fine_tune and not plan.match_only:
                 learner = fine_tuning(model, plan.fine_tune, plan.fine_rate)
                 conversion.learn(
                     "fine_tuned", learner,
-                    lambda **how: fine_tune(model, load(name, device, headed=True)[0], lessons, **how),
+                    lambda **how: fine_tune(model, load_long(name, device, length), lessons, **how),
                 )  # fmt: skip
         result = {
             "request": work.request,
             "class": type(model).__name__,
-            "passages": {"learned": len(learned), "reported": len(kept), "held_out": kept != learned, "tokens": length},
+            "passages": counts | {"held_out": kept != learned, "tokens": length},
             **conversion.report(),
+            "verdict": conversion.judge(len(kept), kept != learned),
             "provenance": {**(about or {}), "transformers": transformers.__version__},
         }
         save(model, tokenizer, work, name, result)
@@ -146,22 +174,49 @@ def convert_checkpoint(
 
 def split(found: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
     """(passages for the report, passages to learn from): one in eight is kept apart where there are eight or more."""
-    count = min(len(found) // 8, REPORTED)
+    count = min(len(found) // 8 if len(found) < 8 * FEWEST else max(FEWEST, len(found) // 8), JUDGED)
     if not count:
         return found, found
     apart = {at * len(found) // count for at in range(count)}
     return [p for i, p in enumerate(found) if i in apart], [p for i, p in enumerate(found) if i not in apart]
 
 
+def thin_out(found: list[list[int]], most: int) -> list[list[int]]:
+    """At most so many of them, from all over the text."""
+    return found[:: max(1, len(found) // most)][:most]
+
+
+def choose_length(plan: ConversionPlan, model: PreTrainedModel, tokenizer: Any, texts: Sequence[str]) -> int:
+    """Tokens of a passage: what was asked for, with the model's places made more where it has too few; else what texts
+    and model have."""
+    places = int(min(tokenizer.model_max_length, count_positions(model)))
+    if plan.length is None:
+        longest = max(len(tokenizer(text, verbose=False)["input_ids"]) for text in texts)
+        return min(places, LONGEST, max(longest, plan.shortest))
+    if plan.length > places:
+        try:
+            extend_positions(model, plan.length)
+        except ValueError as error:
+            raise Refused(f"length: the model has {places} places, and {error}") from error
+        tokenizer.model_max_length = plan.length
+    return plan.length
+
+
+def load_long(name: str, device: str, length: int) -> PreTrainedModel:
+    """The softmax model again, with as many places."""
+    model: PreTrainedModel = load(name, device, headed=True)[0]
+    return extend_positions(model, length) if length > count_positions(model) else model
+
+
 def identity(name: str) -> dict[str, Any]:
-    """What tells another model in the same folder: its config and the sizes of its files of weights."""
+    """What tells another model in the same folder: its config and its weights, to the last bit."""
     path = Path(name).expanduser()
     if not (path / "config.json").is_file():
         return {}
     digest = hashlib.sha256((path / "config.json").read_bytes())
     for file in sorted(path.iterdir()):
         if file.suffix in (".safetensors", ".bin"):
-            digest.update(f"{file.name} {file.stat().st_size}".encode())
+            digest.update(f"{file.name} {hash_file(file)}".encode())
     return {"weights": digest.hexdigest()[:16]}
 
 
@@ -174,24 +229,30 @@ class Conversion:
         plan: ConversionPlan,
         model: PreTrainedModel,
         kept: list[dict[str, Tensor]],
+        judged: list[dict[str, Tensor]],
         progress: Progress,
     ) -> None:
         self.work, self.plan, self.model, self.kept, self.progress = work, plan, model, kept, progress
+        self.judged = judged
         self.found: dict[str, dict[str, Any]] = {}
         try:
             self.wanted = last_hidden(model, kept)
         except Exception as error:  # anything may happen in a model that is not made for text
             raise Refused(f"the model does not run on text alone: {first_line(error)}") from error
+        progress("measuring, softmax", 0, 1, "")
+        self.softmax = measure_model(model, judged)
+        self.blocks = measure_blocks(model, judged, {"block_size": plan.block_size})
+        progress("measuring, softmax", 1, 1, "")
 
     def match(self, batches: list[dict[str, Tensor]]) -> None:
-        plan = self.plan
-        options: dict[str, Any] = {"implementation": plan.attention, "matching": plan.matching, **plan.learned}
-        if plan.attention == "lln_diag":
-            options["block_size"] = plan.block_size
-        if plan.matching != "data":
-            options["statistics"] = {"encoder": "sample", "decoder": "running"}
+        """Give the model the attention that was asked for; the paper's read with alpha and beta that are matched."""
+        dim = min(read_sizes(module)["head_dim"] for _, module in attention_modules(self.model))
+        options = self.plan.options(dim)
+        if "matching" not in options:
+            convert(self.model, **options)
+            return
         if (held := self.work.read("matched")) is not None:
-            number = 1.0 if plan.matching == "data" else None
+            number = 1.0 if options["matching"] == "data" else None
             convert(self.model, **options, alpha=number, beta=number)
             self.take("matched", *held)
             return
@@ -204,6 +265,21 @@ class Conversion:
 
         convert(self.model, **options, batches=follow())
         self.end("matched", {})
+
+    def fit(self, batches: list[dict[str, Tensor]]) -> None:
+        if (held := self.work.read("fitted")) is not None:
+            self.take("fitted", *held)
+            return
+        fit(self.model, batches, seed=self.plan.seed, progress=lambda n, of: self.progress("fitting", n, of, ""))
+        self.end("fitted", {})
+
+    def judge(self, passages: int, held_out: bool) -> dict[str, Any]:
+        """Whether the model is still the one it was, of all that was kept from learning."""
+        self.progress("judging", 0, 1, "")
+        found = measure_model(self.model, self.judged)
+        self.progress("judging", 1, 1, "")
+        pair = compare(found, self.softmax), compare(self.blocks, self.softmax)
+        return judge(*pair, passages, held_out, predicts(self.model))
 
     def learn(self, stage: str, learner: Learner, teach: Callable[..., Any]) -> None:
         if (held := self.work.read(stage)) is not None:
