@@ -258,7 +258,7 @@ def test_other_matchings_need_no_learning(kind: str, place: Path, tmp_path: Path
         (["{bert}", "{out}", "--calibration", "{text}", "--feature-map", "linear"], ["learned by distillation"]),
         (["{bert}", "{out}", "--calibration", "{text}", "--rate", "0"], ["rate must be positive"]),
         (["{tmp}/nowhere", "{out}", "--calibration", "{text}"], ["there is no folder"]),
-        (["{tmp}/vit", "{out}", "--calibration", "{text}"], ["has no tokenizer"]),
+        (["{tmp}/vit", "{out}", "--calibration", "{text}"], ["which takes pictures", "--images FOLDER"]),
         (["{tmp}/mpnet", "{out}", "--calibration", "{text}", "--block-size", "8"], ["MPNet", "AttentionInterface"]),
         pytest.param(
             ["{tmp}/t5", "{out}", "--calibration", "{text}", "--block-size", "8"], ["position_bias"], marks=needs_t5

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from lln.hf.find import attention_modules
 from lln.hf.options import runs_lln, runs_ours
-from lln.hf.watch import SoftmaxCall, check_pattern, evaluating, on_device, show_softmax
+from lln.hf.watch import SoftmaxCall, check_pattern, evaluating, find_rows, on_device, show_softmax
 from lln.values import check_count
 
 Batch = Mapping[str, Any]
@@ -246,9 +246,8 @@ def fine_tune(
         batch = on_device(batch, model)
         with torch.no_grad():
             wanted = teacher.base_model(**batch).last_hidden_state
-        rows = batch.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
         found = model.base_model(**batch).last_hidden_state
-        loss = relative_error(found, wanted, None if rows is None else rows.bool(), (0, 1, 2))
+        loss = relative_error(found, wanted, find_rows(model, batch), (0, 1, 2))
         loss.backward()
         return loss.item()
 

@@ -173,6 +173,12 @@ def on_device(batch: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any
     return {k: v.to(model.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
 
 
+def find_rows(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor | None:
+    """[B, N] bool: where the model's last hidden states are of no padding; None: everywhere."""
+    mask = batch.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+    return None if mask is None else mask.bool()
+
+
 @contextlib.contextmanager
 def evaluating(model: PreTrainedModel, *, caches: bool = False) -> Iterator[None]:
     """Without dropout, and unless `caches` without a cache of keys and values."""

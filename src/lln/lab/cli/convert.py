@@ -6,18 +6,20 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.common import Count, DeviceToRun, ModelName, Seed, fail, need
+from lln.lab.cli.common import Count, CountOrNone, DeviceToRun, ModelName, Seed, fail, need
 from lln.lab.core.progress import Bars
 
 
 def convert(
     model: ModelName,
     out: Annotated[Path, typer.Argument(show_default=False)],
-    calibration: Annotated[list[Path], typer.Option()],
+    calibration: Annotated[list[Path] | None, typer.Option()] = None,
+    images: Annotated[list[Path] | None, typer.Option()] = None,
     attention: str = "lln_diag",
     read: str = "evidence",
     directions: Annotated[int | None, typer.Option(min=1)] = None,
-    block_size: Count = 64,
+    block_size: CountOrNone = None,
+    tile: CountOrNone = None,
     distill: Annotated[int, typer.Option(min=0)] = 400,
     fine_tune: Annotated[int, typer.Option(min=0)] = 0,
     match_only: Annotated[bool, typer.Option("--match-only")] = False,
@@ -26,6 +28,7 @@ def convert(
     mix: str = "scales",
     feature_map: str = "linear",
     length: Annotated[int | None, typer.Option(min=2)] = None,
+    image_size: CountOrNone = None,
     batch_size: Count = 4,
     rate: float = 0.01,
     fine_rate: float = 1e-4,
@@ -36,17 +39,20 @@ def convert(
     """Convert a pretrained softmax model to LLN attention, and say whether that keeps the model.
 
     Each layer's attention is fitted to softmax's outputs and then distilled. OUT is a checkpoint that transformers
-    loads after `import lln.hf`, in the dtype of MODEL. Passages that nothing is learned from, one in eight, decide
+    loads after `import lln.hf`, in the dtype of MODEL. Models of text learn from text files (--calibration), those of
+    pictures from folders of them (--images). Passages or pictures that nothing is learned from, one in eight, decide
     whether the model is kept; OUT/conversion.json and the card say so, with how far each layer is from softmax. Exit
-    code 0: kept; 3: not kept, and OUT is there all the same; 4: too little text to decide.
+    code 0: kept; 3: not kept, and OUT is there all the same; 4: too little text, or too few pictures, to decide.
 
     Args:
         out: Folder for the converted model.
         calibration: A text file, laid end to end and cut into passages; may be given several times.
+        images: A folder with picture files in it or below; may be given several times.
         attention: lln or lln_diag.
         read: evidence (for pretrained weights), or paper.
         directions: Channels of the evidence read. [default: four times the head dim]
-        block_size: Tokens of a block of lln_diag.
+        block_size: Tokens of a block of lln_diag. [default: 64]
+        tile: Of pictures, in its place: patches along the side of a tile. [default: 8]
         distill: Steps that teach each layer softmax's outputs.
         fine_tune: Steps that then train all weights on the whole model.
         match_only: Only match alpha and beta of the paper's read; nothing is fitted or distilled.
@@ -56,40 +62,47 @@ def convert(
         feature_map: linear: a map of queries and keys, distilled for each head; none: without it.
         length: Tokens of a passage; a model with fewer places is given more. [default: what texts and model have, at
             most 1024]
-        batch_size: Passages a step.
+        image_size: Pixels along a picture's side; a model with fewer places is given more. [default: what the
+            image processor makes]
+        batch_size: Passages or pictures a step.
         rate: Learning rate of distillation.
         fine_rate: Learning rate of fine-tuning.
-        seed: Seed of the order of passages.
+        seed: Seed of the order of passages or pictures.
         as_json: Print the report as JSON instead of the table.
 
     Example: [bold]lln convert ./my-model ./my-lln-model --calibration notes.txt[/bold] is all that most models need;
     [bold]... --calibration a.txt --calibration b.txt --distill 800 --fine-tune 200[/bold] takes more text and time;
-    [bold]... --length 8192[/bold] also makes the model take longer texts. A conversion that was stopped: the same
-    command.
+    [bold]... --length 8192[/bold] also makes the model take longer texts;
+    [bold]lln convert ./my-vit ./my-lln-vit --images photos[/bold] is for an image model. A conversion
+    that was stopped: the same command.
     """
     need("hf")
 
     import torch
 
     from lln.hf.distillation import NotFinite
+    from lln.lab.convert.conversion_plan import ConversionPlan
     from lln.lab.convert.layer_report import describe_verdict, describe_whole, list_rows, name_stages
-    from lln.lab.convert.passages import read_texts
-    from lln.lab.convert.pipeline import ConversionPlan, convert_checkpoint
+    from lln.lab.convert.passages import Passages, read_texts
+    from lln.lab.convert.pictures import Pictures, find_pictures
+    from lln.lab.convert.pipeline import convert_checkpoint
     from lln.lab.convert.verdict import EXITS
     from lln.lab.core.provenance import provenance
     from lln.lab.core.tables import print_wide, terminal_table
 
+    sizes = {"block_size": block_size, "length": length, "tile": tile, "image_size": image_size}
+    given = check_given({"input_ids": calibration, "pixel_values": images}, sizes)
     try:
         plan = ConversionPlan(
             attention=attention, read=read, directions=directions, matching=matching, match_only=match_only,
-            block_size=block_size, distill=distill, fine_tune=fine_tune, coefficients=learn, mix=mix,
-            feature_map=None if feature_map == "none" else feature_map, length=length, batch_size=batch_size, rate=rate,
-            fine_rate=fine_rate, seed=seed,
+            distill=distill, fine_tune=fine_tune, coefficients=learn, mix=mix,
+            feature_map=None if feature_map == "none" else feature_map, batch_size=batch_size, rate=rate,
+            fine_rate=fine_rate, seed=seed, **{name: size for name, size in sizes.items() if size is not None},
         )  # fmt: skip
-        texts = read_texts(calibration)
+        material = Pictures(find_pictures(given)) if given is images else Passages(read_texts(given))
         with StageBars() as bars:
             about = provenance(seed, torch.device(device))
-            result = convert_checkpoint(model, out, texts, plan, device=device, about=about, progress=bars)
+            result = convert_checkpoint(model, out, material, plan, device=device, about=about, progress=bars)
     except (ValueError, TypeError) as error:
         fail(f"lln convert: {error}")
     except NotFinite as error:
@@ -111,6 +124,27 @@ def convert(
     )
     typer.echo("\n" + "\n".join(describe_verdict(result)))
     raise decided
+
+
+def check_given(paths: dict[str, list[Path] | None], sizes: dict[str, int | None]) -> list[Path]:
+    """The files or folders that the model is to learn from. paths, sizes: options by what models take, and by name.
+    Refused unless they are of one kind of model."""
+    from lln.lab.convert.material import TAKEN
+    from lln.lab.core.errors import Refused
+
+    ways = [f"{taken.option} {taken.named} for a model of {taken.kind}" for taken in TAKEN.values()]
+    found = [kind for kind, given in paths.items() if given]
+    if len(found) != 1:
+        raise Refused(f"give {' or '.join(ways)}" + (", and not both" if found else ""))
+    for kind, taken in TAKEN.items():
+        for field in taken.fields:
+            if kind != found[0] and sizes[field] is not None:
+                instead = ", ".join(f"--{name.replace('_', '-')}" for name in TAKEN[found[0]].fields)
+                raise Refused(
+                    f"--{field.replace('_', '-')} goes with {taken.option}; with {TAKEN[found[0]].option} there are "
+                    f"{instead}"
+                )
+    return paths[found[0]] or []
 
 
 class StageBars(Bars):

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from lln.hf.attach import ModelAttention
 from lln.hf.find import attention_modules
-from lln.hf.watch import SoftmaxCall, evaluating, on_device, show_softmax
+from lln.hf.watch import SoftmaxCall, evaluating, find_rows, on_device, show_softmax
 from lln.instruments.observation import Observation, measure
 from lln.instruments.watchers import Look, find_mix, observe_lln
 from lln.lab.core.documents import write_markdown, write_paragraphs
@@ -87,8 +87,8 @@ def last_hidden(model: PreTrainedModel, batches: Sequence[Mapping[str, Any]]) ->
         for batch in batches:
             given = on_device(batch, model)
             hidden = model.base_model(**given).last_hidden_state
-            rows = given["decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"]
-            found.append(hidden[rows.bool()])
+            rows = find_rows(model, given)
+            found.append(hidden.flatten(0, 1) if rows is None else hidden[rows])
     return found
 
 
@@ -101,6 +101,16 @@ def hidden_error(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 def name_stages(result: dict[str, Any]) -> str:
     return " → ".join(TITLES[stage] for stage in result["stages"])
+
+
+def name_size(result: dict[str, Any]) -> str:
+    """How large a passage or picture is."""
+    said = result["passages"]
+    return (
+        f"of {said['pixels'][0]} x {said['pixels'][1]} pixels"
+        if "pixels" in said
+        else f"of up to {said['tokens']} tokens"
+    )
 
 
 def list_rows(result: dict[str, Any]) -> list[list[str]]:
@@ -130,11 +140,12 @@ def describe_whole(result: dict[str, Any]) -> str:
 
 def describe_verdict(result: dict[str, Any]) -> list[str]:
     """What it says of the model, and what to do about it."""
-    return write_paragraphs("conversion.md", "verdict", **result, titles=TITLES)
+    return write_paragraphs("conversion.md", "verdict", **result, size=name_size(result))
 
 
 def write_report(result: dict[str, Any]) -> str:
     """Markdown, for the model card."""
     columns, *rows = list_rows(result)
     facts = {"columns": columns, "rows": rows, "numbers": name_stages(result), "titles": TITLES}
+    facts |= {"size": name_size(result)}
     return write_markdown("conversion.md", **result, **facts)

@@ -13,8 +13,68 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
+from lln.hf.positions import extend_positions
+from lln.lab.convert.conversion_plan import ConversionPlan
+from lln.lab.convert.material import Material
 from lln.lab.core.errors import Refused, read_text
+from lln.lab.core.pretrained import load_tokenizer
+from lln.lab.inspect.inspection import count_positions
+
+LONGEST = 1024  # tokens of a passage where nobody says how long they are to be
+
+
+class Passages(Material):
+    called, given_as = "passages", "input_ids"
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts = texts
+        self.length = 0  # tokens of a passage, once it is chosen
+
+    def fingerprint(self) -> str:
+        return fingerprint(self.texts)
+
+    def load_processor(self, model: PreTrainedModel, name: str, options: dict[str, Any]) -> Any:
+        self.check_model(model, name)
+        return load_tokenizer(model, name, options)
+
+    def prepare(self, model: PreTrainedModel, plan: ConversionPlan) -> list[list[int]]:
+        self.length = choose_length(plan, model, self.processor, self.texts)
+        if self.length < plan.shortest:
+            raise Refused(f"passages of {self.length} tokens are too short; at least {plan.shortest} are needed")
+        return cut_passages(self.processor, self.texts, self.length, plan.shortest)
+
+    def enlarge(self, model: PreTrainedModel) -> PreTrainedModel:
+        return extend_positions(model, self.length) if self.length > count_positions(model) else model
+
+    def make_batches(self, model: PreTrainedModel, some: Sequence[Any], size: int) -> list[dict[str, Tensor]]:
+        return as_batches(model, self.processor, some, size)
+
+    def describe_size(self) -> dict[str, Any]:
+        return {"tokens": self.length}
+
+    def block_size(self, plan: ConversionPlan) -> dict[str, int]:
+        return {"block_size": plan.block_size}
+
+    def check_blocks(self, model: PreTrainedModel) -> None:
+        """No passage is shorter than two blocks, see `prepare`."""
+
+
+def choose_length(plan: ConversionPlan, model: PreTrainedModel, tokenizer: Any, texts: Sequence[str]) -> int:
+    """Tokens of a passage: what was asked for, with the model's places made more where it has too few; else what texts
+    and model have."""
+    places = int(min(tokenizer.model_max_length, count_positions(model)))
+    if plan.length is None:
+        longest = max(len(tokenizer(text, verbose=False)["input_ids"]) for text in texts)
+        return min(places, LONGEST, max(longest, plan.shortest))
+    if plan.length > places:
+        try:
+            extend_positions(model, plan.length)
+        except ValueError as error:
+            raise Refused(f"length: the model has {places} places, and {error}") from error
+        tokenizer.model_max_length = plan.length
+    return plan.length
 
 
 def read_texts(files: Sequence[Path]) -> list[str]:

@@ -1,8 +1,9 @@
-"""Whether a converted model is still the model it was made from, on passages that nothing was learned from.
+"""Whether a converted model is still the model it was made from, on passages or pictures that nothing was learned from.
 
 Encoders: Spearman's rank correlation of the similarities of all pairs of passages (cosines of the means of the last
-hidden states) with those of the softmax model. Models that predict the next token: their perplexity over the softmax
-model's. Beside it stands the simplest thing that could have kept as much: softmax attention inside blocks, alone.
+hidden states) with those of the softmax model; of classifiers also how many have the class they had. Models that
+predict the next token: their perplexity over the softmax model's. Beside it stands the simplest thing that could have
+kept as much: softmax attention inside blocks, alone.
 """
 
 import copy
@@ -13,16 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from lln.hf.converting import convert
-from lln.hf.watch import evaluating, on_device
+from lln.hf.watch import evaluating, find_rows, on_device
 
 KEPT = 0.95  # rank correlation
 WORSE = 1.05  # perplexity over the softmax model's
 FEWEST = 8  # passages, 28 pairs: fewer say nothing about an order
 # What a script can ask for: the exit code of `lln convert` by the verdict.
 EXITS = {"kept": 0, "not kept": 3, "not decided": 4}
+
+TABLES = MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+# A table names a class, or several (DeiT has two).
+CLASSIFIERS = {
+    name for table in TABLES for held in table.values() for name in ([held] if isinstance(held, str) else held)
+}
 
 Batch = Mapping[str, Any]
 
@@ -39,14 +50,16 @@ def measure_model(model: PreTrainedModel, batches: Sequence[Batch]) -> Tensor:
     with evaluating(model):
         for batch in batches:
             given = on_device(batch, model)
-            mask = given["decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask"]
+            rows = find_rows(model, given)
             if predicts(model):
-                labels = given["input_ids"].masked_fill(mask == 0, -100)
+                labels = given["input_ids"]
+                labels = labels if rows is None else labels.masked_fill(~rows, -100)
                 count = int((labels[:, 1:] != -100).sum())
                 losses, tokens = losses + count * model(**given, labels=labels).loss.item(), tokens + count
             else:
                 hidden = model.base_model(**given).last_hidden_state.double()
-                means.append((hidden * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True))
+                counted = torch.ones_like(hidden[..., 0]) if rows is None else rows.double()
+                means.append((hidden * counted.unsqueeze(-1)).sum(1) / counted.sum(1, keepdim=True))
     if predicts(model):
         return torch.tensor(losses / max(tokens, 1), dtype=torch.float64)
     unit = torch.nn.functional.normalize(torch.cat(means), dim=-1)
@@ -63,11 +76,26 @@ def compare(found: Tensor, wanted: Tensor) -> float:
     return float(ranks.corrcoef()[0, 1])
 
 
-def measure_blocks(model: PreTrainedModel, batches: Sequence[Batch], size: dict[str, Any]) -> Tensor:
-    """The same of blocks alone. model: the softmax model, which stays as it is. size: block_size or tile."""
-    blocks = copy.deepcopy(model)
-    convert(blocks, "lln_diag", mix=0.0, statistics={"encoder": "sample", "decoder": "fixed"}, **size)
-    return measure_model(blocks, batches)
+def leave_blocks(model: PreTrainedModel, size: dict[str, int]) -> PreTrainedModel:
+    """A copy of the softmax model with blocks of softmax attention alone. size: block_size or tile."""
+    how: dict[str, Any] = {"mix": 0.0, "statistics": {"encoder": "sample", "decoder": "fixed"}, **size}
+    return convert(copy.deepcopy(model), "lln_diag", **how)
+
+
+@torch.no_grad()
+def classify(model: PreTrainedModel, batches: Sequence[Batch]) -> Tensor | None:
+    """The class that the model gives each passage or picture; None where it is no classifier of a whole one, or one
+    that does not choose (it estimates a number, or says yes or no of each class)."""
+    choosing = getattr(model.config, "problem_type", None) in (None, "single_label_classification")
+    if type(model).__name__ not in CLASSIFIERS or not choosing or model.config.num_labels < 2:
+        return None
+    with evaluating(model):
+        return torch.cat([model(**on_device(batch, model)).logits.argmax(-1).cpu() for batch in batches])
+
+
+def agree(found: Tensor | None, wanted: Tensor | None) -> float | None:
+    """The share that has the wanted class."""
+    return None if found is None or wanted is None else float((found == wanted).double().mean())
 
 
 def judge(value: float, blocks: float, passages: int, held_out: bool, predicting: bool) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""A pretrained model and its tokenizer by the name a user gives, or one sentence about why not."""
+"""A pretrained model, and what makes its inputs, by the name a user gives, or one sentence about why not."""
 
 import contextlib
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,29 @@ from lln.lab.core.errors import Refused, first_line
 PATIENCE = 10.0  # seconds that the Hub has to answer whether it has a model
 
 
-def load(name: str, device: str = "cpu", *, headed: bool = False) -> tuple[Any, Any]:
+def load_tokenizer(model: Any, name: str, options: dict[str, Any]) -> Any:
+    """What makes a model's inputs of text. options: where transformers may look for it."""
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
+    except Exception as error:
+        raise Refused(f"{name} has no tokenizer that can be loaded: {first_line(error)}") from error
+    # Without files transformers makes one that knows no word.
+    if not callable(tokenizer) or len(tokenizer) <= len(getattr(tokenizer, "all_special_ids", ())):
+        raise Refused(f"{name} has no tokenizer (tokenizer.json or a vocabulary), so it cannot be given text")
+    return tokenizer
+
+
+def load(
+    name: str,
+    device: str = "cpu",
+    *,
+    headed: bool = False,
+    load_processor: Callable[[Any, str, dict[str, Any]], Any] = load_tokenizer,
+) -> tuple[Any, Any]:
     """(model, tokenizer) of a local folder or a Hub id, in float32 and eval; `headed`: with the head that was saved.
+    load_processor: loads something else in the tokenizer's place, of the model, its name and where to look for it.
 
     A folder is read without any use of the network. A Hub id is asked for once: transformers by itself would go on to
     ask for half a minute where there is no network. What is in the local cache serves then.
@@ -39,14 +60,8 @@ def load(name: str, device: str = "cpu", *, headed: bool = False) -> tuple[Any, 
         missing, there = len(about["missing_keys"]), len(model.state_dict())
         if 2 * missing > there:
             raise Refused(f"the weights in {name} do not fit its config: {missing} of {there} are missing")
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
-        except Exception as error:
-            raise Refused(f"{name} has no tokenizer that can be loaded: {first_line(error)}") from error
-    # Without files transformers makes one that knows no word.
-    if not callable(tokenizer) or len(tokenizer) <= len(getattr(tokenizer, "all_special_ids", ())):
-        raise Refused(f"{name} has no tokenizer (tokenizer.json or a vocabulary), so it cannot be given text")
-    return model.to(device).eval(), tokenizer
+        processor = load_processor(model, name, options)
+    return model.to(device).eval(), processor
 
 
 def is_here(name: str) -> bool:
