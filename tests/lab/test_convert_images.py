@@ -222,6 +222,14 @@ def test_a_picture_that_is_there_twice_counts_once(place: Path, tmp_path: Path) 
             ["is a BertModel, which takes text; give it some with --calibration FILE in place of --images"],
         ),
         (["{tmp}/sounds", "{out}", "--images", "{pictures}"], ["takes input_values", "lln.hf.distill", "in Python"]),
+        (
+            ["{tmp}/clip", "{out}", "--images", "{pictures}"],
+            ["a CLIPModel, which takes text and pictures", "in Python"],
+        ),
+        (
+            ["{tmp}/mae", "{out}", "--images", "{pictures}"],
+            ["tile: ViTMAEModel drops patches", "in Python lln.hf.convert"],
+        ),
         (["{tmp}/bare", "{out}", "--images", "{pictures}"], ["has no image processor", "save_pretrained"]),
         (["{vit}", "{out}", "--images", "{tmp}/none"], ["none is not there"]),
         (["{vit}", "{out}", "--images", "{text}"], ["text.txt is a file; name the folder"]),
@@ -247,6 +255,8 @@ def test_mistakes_are_one_line_and_exit_code_2(
     (tmp_path / "broken" / "half.png").write_bytes(whole[: len(whole) // 2])
     makers = {
         "bert": lambda: tf.BertModel(tf.BertConfig(**BERT)),
+        "clip": lambda: tf.CLIPModel(tf.CLIPConfig(text_config=BERT, vision_config=SIZES)),
+        "mae": lambda: tf.ViTMAEModel(tf.ViTMAEConfig(**SIZES)),
         "bare": lambda: tf.ViTModel(tf.ViTConfig(**SIZES)),
         "sounds": lambda: tf.Wav2Vec2Model(
             tf.Wav2Vec2Config(
@@ -257,6 +267,8 @@ def test_mistakes_are_one_line_and_exit_code_2(
     }  # fmt: skip
     if (name := Path(arguments[0]).name) in makers:
         makers[name]().save_pretrained(tmp_path / name)
+        if name in ("clip", "mae"):
+            (tmp_path / name / "preprocessor_config.json").write_text(json.dumps(PROCESSORS["vit"]))
     places = {"vit": place / "vit", "pictures": place / "pictures", "text": tmp_path / "text.txt", "tmp": tmp_path}
     code, out, err = run_convert(*(text.format(**places, out=tmp_path / "out") for text in arguments))
     assert (code, out) == (2, ""), err

@@ -3,6 +3,7 @@ for here and said in a file for each; the stages of a conversion do not care."""
 
 import abc
 import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -84,7 +85,9 @@ class Material(abc.ABC):
         wanted, remedy = model.main_input_name, IN_PYTHON
         if wanted == self.given_as:
             return
-        if (taken := TAKEN.get(wanted)) is not None:
+        if self.given_as in inspect.signature(model.forward).parameters:  # CLIP: not by itself
+            wanted = " and ".join(taken.kind for taken in TAKEN.values())
+        elif (taken := TAKEN.get(wanted)) is not None:
             mine = TAKEN[self.given_as].option
             wanted, remedy = taken.kind, f"give it some with {taken.option} {taken.named} in place of {mine}"
         raise Refused(f"{name} is a {type(model).__name__}, which takes {wanted}; {remedy}")

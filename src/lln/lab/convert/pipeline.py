@@ -18,6 +18,7 @@ from lln.hf.distillation import Learner, distill, distillation, fine_tune, fine_
 from lln.hf.find import attention_modules, read_sizes
 from lln.hf.fitting import fit
 from lln.hf.options import runs_ours
+from lln.hf.tiles import REMEDY
 from lln.hf.watch import evaluating
 from lln.lab.convert.conversion_plan import ConversionPlan
 from lln.lab.convert.layer_report import compare_layers, hidden_error, last_hidden, write_report
@@ -149,7 +150,11 @@ class Conversion:
                 f"the model does not run on {material.kind} alone ({first_line(error)}); {IN_PYTHON}"
             ) from error
         progress("measuring, softmax", 0, 1, "")
-        blocks = leave_blocks(model, self.size)
+        try:
+            blocks = leave_blocks(model, self.size)
+        except ValueError as error:
+            instead = "in Python lln.hf.convert takes block_size, which cuts tokens in their order"
+            raise Refused(str(error).replace(REMEDY, instead)) from error
         self.softmax, self.blocks = measure_model(model, judged), measure_model(blocks, judged)
         self.classes = classify(model, judged)
         self.same_class_blocks = agree(classify(blocks, judged), self.classes)
