@@ -85,6 +85,10 @@ class ConversionPlan:
                 f"distill starts from numbers that do not change with the input, so it goes with matching='data'; got "
                 f"{self.matching!r}."
             )
+        if self.read == "evidence" and not self.match_only:
+            for name, usual in (("matching", "data"), ("coefficients", "channel")):
+                if getattr(self, name) != usual:
+                    raise ValueError(f"{name}={getattr(self, name)!r} goes with read='paper' or match_only.")
         if self.read == "paper" and self.directions is not None:
             raise ValueError(f"directions go with read='evidence'; got directions={self.directions} and read='paper'.")
 
@@ -173,9 +177,10 @@ def convert_checkpoint(
 
 
 def split(found: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """(passages for the report, passages to learn from): one in eight is kept apart where there are eight or more."""
-    count = min(len(found) // 8 if len(found) < 8 * FEWEST else max(FEWEST, len(found) // 8), JUDGED)
-    if not count:
+    """(passages to judge by, passages to learn from): one in eight is kept apart, or as many as a verdict needs where
+    that is no more than a third. Of very few all serve for both."""
+    count = min(max(len(found) // 8, min(FEWEST, len(found) // 3)), JUDGED)
+    if len(found) < 8:
         return found, found
     apart = {at * len(found) // count for at in range(count)}
     return [p for i, p in enumerate(found) if i in apart], [p for i, p in enumerate(found) if i not in apart]
