@@ -357,7 +357,10 @@ def test_a_text_that_is_too_short_decides_nothing_and_a_longer_model_is_made_whe
 
 def test_other_weights_in_the_same_folder_are_another_model(place: Path, tmp_path: Path) -> None:
     """Old results are never passed off as new: the files have the same sizes."""
+    card = "---\nlicense: apache-2.0\nbase_model: somebody/bert\n---\n# Mine\n"
     for kind in (0, 1):
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / "README.md").write_text(card)
         model = build_model("bert", "sdpa", tf.AutoModelForMaskedLM).float()
         with torch.no_grad():
             model.base_model.embeddings.word_embeddings.weight.add_(kind)
@@ -367,6 +370,9 @@ def test_other_weights_in_the_same_folder_are_another_model(place: Path, tmp_pat
         code, _, err = run_convert(*arguments, *SMALL, "--distill", "0")
         assert (code in EXITS.values()) if kind == 0 else code == 2
     assert_said(err, "asked for differently: weights is")
+    told = (tmp_path / "out" / "README.md").read_text()
+    for part in ("license: apache-2.0", "base_model: somebody/bert", "- lln-attention", "is apache-2.0."):
+        assert part in told
 
 
 def test_a_verdict_needs_the_bar_and_more_than_blocks() -> None:

@@ -1,5 +1,6 @@
 """A softmax checkpoint in, an LLN checkpoint out: fit, distillation, fine-tuning, a report of each layer, a verdict."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -10,8 +11,10 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.repocard import metadata_load, metadata_save
 from torch import Tensor
 from transformers import PreTrainedModel
+from yaml import YAMLError
 
 from lln.checks import MATCHINGS, READS
 from lln.files import hash_file, write_text
@@ -349,6 +352,20 @@ def save(model: PreTrainedModel, tokenizer: Any, work: Workplace, name: str, res
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     card = folder / "README.md"
-    said = f"## How it was converted\n\n{write_report(result)}"
+    inherited = read_card(name)
+    said = f"## How it was converted\n\n{write_report(result, inherited.get('license'))}"
     write_text(card, card.read_text(encoding="utf-8").rstrip("\n") + "\n\n" + said)
+    metadata_save(card, (metadata_load(card) or {}) | inherited)
     work.finish(result)
+
+
+def read_card(name: str) -> dict[str, Any]:
+    """What the card of a converted model takes over from that of the model: its licence and what it is for."""
+    own = Path(name).expanduser() / "README.md"
+    facts: dict[str, Any] = {} if own.parent.is_dir() else {"base_model": name}
+    if own.is_file():
+        with contextlib.suppress(ValueError, YAMLError):  # a card that nobody can read says nothing
+            held = metadata_load(own) or {}
+            names = ("base_model", "license", "license_name", "license_link", "language", "pipeline_tag")
+            facts |= {name: held[name] for name in names if name in held}
+    return facts
