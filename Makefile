@@ -52,7 +52,7 @@ bench: $(READY)
 
 # How well MiniLM survives a conversion: half an hour.
 bench-conversion: $(READY)
-	$(VENV)/bin/python benchmarks/conversion.py --parts --out benchmarks/results/conversion.json
+	$(VENV)/bin/python benchmarks/conversion.py --out benchmarks/results/conversion.json
 
 # What the GPU kernels are judged by.
 bench-gpu: $(READY)

@@ -18,10 +18,11 @@ from helpers.hf_models import BERT, build_model, make_config, needs_t5
 from lln.hf.distillation import Learner
 from lln.lab.convert import pipeline as conversion
 from lln.lab.convert.passages import as_batches, cut_passages, special_tokens
+from lln.lab.convert.verdict import EXITS, compare, judge
 from lln.lab.convert.workplace import LEARNING
 
 WORDS = ("sun", "rain", "the", "a", "old", "river", "sings", "falls", "under", "over", "stone", "bird", "and", "then")
-SMALL = ("--block-size", "8", "--length", "48", "--batch-size", "2", "--feature-map", "linear")
+SMALL = ("--block-size", "8", "--length", "48", "--batch-size", "2", "--directions", "12")
 LEARN = (*SMALL, "--distill", "7", "--fine-tune", "5")
 run_convert = functools.partial(run_command, "convert", columns=160)
 assert_said = functools.partial(assert_sentence, command="lln convert", alone=False)
@@ -44,9 +45,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         build_model(kind, "sdpa", head).float().save_pretrained(folder / kind)
         tokenizer.save_pretrained(folder / kind)
     draw = torch.Generator().manual_seed(0)
-    chosen = torch.randint(len(WORDS), (620,), generator=draw).tolist()
+    chosen = torch.randint(len(WORDS), (1147,), generator=draw).tolist()
     (folder / "text.txt").write_text(
-        "\n".join(" ".join(WORDS[i] for i in chosen[at : at + 31]) for at in range(0, 620, 31))
+        "\n".join(" ".join(WORDS[i] for i in chosen[at : at + 31]) for at in range(0, 1147, 31))
     )
     return folder
 
@@ -55,6 +56,11 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return load_file(folder / "model.safetensors")
+
+
+def read_exit(out: Path) -> int:
+    """The exit code that a finished conversion has by its verdict."""
+    return EXITS[json.loads((out / "conversion.json").read_text())["verdict"]["verdict"]]
 
 
 def assert_same_conversion(one: Path, other: Path) -> None:
@@ -73,10 +79,11 @@ def converted(place: Path) -> Path:
     """The folder with both models converted in one go."""
     for kind in ("bert", "llama"):
         code, out, err = run_convert(place / kind, place / "out" / kind, "--calibration", place / "text.txt", *LEARN)
-        assert code == 0, err
+        assert code == read_exit(place / "out" / kind), err
         assert "distilling" in err
-        assert f"{kind} with lln_diag: matched → distilled → fine-tuned" in out
+        assert f"{kind} with lln_diag: fitted → distilled → fine-tuned" in out
         assert "kept apart from learning" in out
+        assert "8 passages of up to 48 tokens that nothing was learned from" in out
     return place / "out"
 
 
@@ -91,27 +98,33 @@ def test_the_result_loads_and_is_what_the_report_says(kind: str, place: Path, co
     assert model.config._attn_implementation == "lln_diag"
     assert model.config.lln["feature_map"] == "linear"
     assert [row["layer"] for row in report["layers"]] == [name for name, _ in conversion_modules(model)]
-    # 620 words in passages of 46 and two special tokens: 13 whole ones and 22 more
-    assert report["passages"] == {"learned": 13, "reported": 1, "held_out": True, "tokens": 48}
+    # 1,147 words in passages of 46 and two special tokens: 24 whole ones and 43 more
+    counts = {"learned": 17, "reported": 4, "judged": 8, "held_out": True, "called": "passages", "tokens": 48}
+    assert report["passages"] == counts
     for row in report["layers"]:
-        assert row["distilled"]["error"] < row["matched"]["error"]
-        assert row["matched"]["mix"] == 0.5
+        assert row["distilled"]["error"] < row["fitted"]["error"]
         assert 0 < row["softmax"]["entropy"] < 6
         assert 0 <= row["fine_tuned"]["spectral_gap"] <= 1
-    assert list(report["hidden_error"]) == ["matched", "distilled", "fine_tuned"]
+    assert list(report["hidden_error"]) == ["fitted", "distilled", "fine_tuned"]
+    verdict = report["verdict"]
+    assert (verdict["passages"], verdict["bar"]) == ((8, 0.95) if kind == "bert" else (8, 1.05))
+    kept = verdict["value"] >= 0.95 if kind == "bert" else verdict["value"] <= 1.05
+    assert verdict["verdict"] == ("kept" if kept and verdict["better_than_blocks"] else "not kept")
     # The last number of the report, from the saved model alone.
     softmax, tokenizer = type(model).from_pretrained(place / kind), tf.AutoTokenizer.from_pretrained(out)
     found = cut_passages(tokenizer, [(place / "text.txt").read_text()], 48, 16)
-    kept, learned = conversion.split(found)
-    assert (len(kept), len(learned)) == (1, 13)
-    (batch,) = as_batches(model, tokenizer, kept, 2)
+    kept_apart, learned = conversion.split(found)
+    assert (len(kept_apart), len(learned)) == (8, 17)
+    reported = as_batches(model, tokenizer, kept_apart[::2], 2)
     with torch.no_grad():
-        ours, theirs = (m.base_model(**batch).last_hidden_state for m in (model, softmax))
+        pairs = [[m.base_model(**batch).last_hidden_state for m in (model, softmax)] for batch in reported]
+    ours, theirs = (torch.cat(states) for states in zip(*pairs, strict=True))
     error = float((ours - theirs).norm() / theirs.norm())
     assert abs(error / report["hidden_error"]["fine_tuned"] - 1) < 1e-4
     card = (out / "README.md").read_text()
     assert "## How it was converted" in card
-    assert "matched → distilled → fine-tuned" in card
+    assert "fitted → distilled → fine-tuned" in card
+    assert " the model: its " in card
     assert "| layer | entropy, softmax | entropy | gap, softmax | gap | error | mix |" in card
     assert str(place) not in card + json.dumps(report)
 
@@ -127,7 +140,7 @@ def test_a_finished_conversion_is_shown_again_and_another_one_refused(place: Pat
     code, out, _ = run_convert(
         place / "bert", converted / "bert", "--calibration", place / "text.txt", *LEARN, "--json"
     )
-    assert code == 0
+    assert code == read_exit(converted / "bert")
     assert json.loads(out) == json.loads((converted / "bert" / "conversion.json").read_text())
     assert (converted / "bert" / "model.safetensors").stat().st_mtime_ns == before
     code, out, err = run_convert(
@@ -164,7 +177,7 @@ def test_stopped_in_the_middle_it_ends_with_the_same_numbers(
     assert_said(
         err, "lln convert", "out.partial holds a conversion that was asked for differently: seed is 0 there and 1 here"
     )
-    assert run_convert(*arguments)[0] == 0
+    assert run_convert(*arguments)[0] == read_exit(tmp_path / "out")
     assert_same_conversion(tmp_path / "out", converted / kind)
 
 
@@ -192,17 +205,17 @@ main()
     assert (partial / f"{LEARNING}.safetensors").exists()
     assert not (tmp_path / "out").exists()
     (partial / f"{LEARNING}.safetensorsx.part").write_bytes(b"half a file")  # what a kill inside a write leaves
-    assert run_convert(*arguments)[0] == 0
+    assert run_convert(*arguments)[0] == read_exit(tmp_path / "out")
     assert_same_conversion(tmp_path / "out", converted / "bert")
 
 
 def test_a_folder_that_another_process_works_on_is_left_alone(place: Path, tmp_path: Path) -> None:
-    arguments = (place / "bert", tmp_path / "out", "--calibration", place / "text.txt", "--block-size", "8")
+    arguments = (place / "bert", tmp_path / "out", "--calibration", place / "text.txt", *SMALL, "--distill", "0")
     with FileLock(str(tmp_path / "out.lock")):
         code, _, err = run_convert(*arguments)
     assert code == 2
     assert_said(err, "out is being made by another process")
-    assert run_convert(*arguments)[0] == 0
+    assert run_convert(*arguments)[0] == read_exit(tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -211,9 +224,10 @@ def test_matching_alone_in_half_precision(place: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "half")
     tf.AutoTokenizer.from_pretrained(place / "llama").save_pretrained(tmp_path / "half")
     code, out, err = run_convert(
-        tmp_path / "half", tmp_path / "out", "--calibration", place / "text.txt", "--attention", "lln", "--json"
-    )
-    assert code == 0, err
+        tmp_path / "half", tmp_path / "out", "--calibration", place / "text.txt", "--attention", "lln", "--json",
+        "--match-only",
+    )  # fmt: skip
+    assert code == read_exit(tmp_path / "out"), err
     report = json.loads(out)
     assert report["stages"] == ["matched"]
     assert all(row["matched"]["mix"] is None for row in report["layers"])
@@ -227,9 +241,10 @@ def test_matching_alone_in_half_precision(place: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_other_matchings_need_no_learning(kind: str, place: Path, tmp_path: Path) -> None:
     code, _, err = run_convert(
-        place / kind, tmp_path / "out", "--calibration", place / "text.txt", "--matching", "entropy", "--block-size", 8
-    )
-    assert code == 0, err
+        place / kind, tmp_path / "out", "--calibration", place / "text.txt", "--matching", "entropy", "--block-size", 8,
+        "--match-only",
+    )  # fmt: skip
+    assert code == read_exit(tmp_path / "out"), err
     model = tf.AutoModel.from_pretrained(tmp_path / "out")
     attention = conversion_modules(model)[0][1].lln
     assert (attention.matching, attention.statistics) == ("entropy", "sample" if kind == "bert" else "running")
@@ -254,8 +269,19 @@ def test_other_matchings_need_no_learning(kind: str, place: Path, tmp_path: Path
             ["attention must be 'lln' or 'lln_diag'"],
         ),
         (["{bert}", "{out}", "--calibration", "{text}", "--matching", "best"], ["matching must be 'paper'"]),
-        (["{bert}", "{out}", "--calibration", "{text}", "--distill", "3", "--matching", "paper"], ["matching='data'"]),
-        (["{bert}", "{out}", "--calibration", "{text}", "--feature-map", "linear"], ["learned by distillation"]),
+        (
+            ["{bert}", "{out}", "--calibration", "{text}", "--read", "paper", "--matching", "paper"],
+            ["it goes with matching='data'"],
+        ),
+        (
+            ["{bert}", "{out}", "--calibration", "{text}", "--matching", "paper"],
+            ["matching='paper' goes with read='paper' or match_only"],
+        ),
+        (
+            ["{bert}", "{out}", "--calibration", "{text}", "--read", "paper", "--directions", "8"],
+            ["directions go with read='evidence'"],
+        ),
+        (["{bert}", "{out}", "--calibration", "{text}", "--read", "best"], ["read must be 'paper' or 'evidence'"]),
         (["{bert}", "{out}", "--calibration", "{text}", "--rate", "0"], ["rate must be positive"]),
         (["{tmp}/nowhere", "{out}", "--calibration", "{text}"], ["there is no folder"]),
         (["{tmp}/vit", "{out}", "--calibration", "{text}"], ["which takes pictures", "--images FOLDER"]),
@@ -312,3 +338,55 @@ def test_text_is_cut_with_special_tokens_around_each_passage(place: Path) -> Non
     batch = as_batches(model, tokenizer, found[3:], 3)[0]
     assert batch["attention_mask"].sum(1).tolist() == [12, 4, 4]
     assert batch["input_ids"][1, 4:].tolist() == [0] * 8
+
+
+def test_a_text_that_is_too_short_decides_nothing_and_a_longer_model_is_made_where_asked_for(
+    place: Path, tmp_path: Path
+) -> None:
+    words = (place / "text.txt").read_text().split()
+    (tmp_path / "few.txt").write_text(" ".join(words[:600]))
+    small = ("--block-size", "8", "--length", "200", "--directions", "12", "--distill", "2")
+    code, out, err = run_convert(place / "bert", tmp_path / "out", "--calibration", tmp_path / "few.txt", *small)
+    assert code == 4, err
+    assert "Whether this keeps the model is not decided" in out
+    model = tf.AutoModelForMaskedLM.from_pretrained(tmp_path / "out")
+    assert model.config.max_position_embeddings == 200  # it had 96
+    assert model(torch.full((1, 200), 5)).logits.shape[1] == 200
+    assert tf.AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == 200
+
+
+def test_other_weights_in_the_same_folder_are_another_model(place: Path, tmp_path: Path) -> None:
+    """Old results are never passed off as new: the files have the same sizes."""
+    card = "---\nlicense: apache-2.0\nbase_model: somebody/bert\n---\n# Mine\n"
+    for kind in (0, 1):
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / "README.md").write_text(card)
+        model = build_model("bert", "sdpa", tf.AutoModelForMaskedLM).float()
+        with torch.no_grad():
+            model.base_model.embeddings.word_embeddings.weight.add_(kind)
+        model.save_pretrained(tmp_path / "model")
+        tf.AutoTokenizer.from_pretrained(place / "bert").save_pretrained(tmp_path / "model")
+        arguments = tmp_path / "model", tmp_path / "out", "--calibration", place / "text.txt"
+        code, _, err = run_convert(*arguments, *SMALL, "--distill", "0")
+        assert (code in EXITS.values()) if kind == 0 else code == 2
+    assert_said(err, "asked for differently: weights is")
+    told = (tmp_path / "out" / "README.md").read_text()
+    for part in ("license: apache-2.0", "base_model: somebody/bert", "- lln-attention", "is apache-2.0."):
+        assert part in told
+
+
+def test_a_verdict_needs_the_bar_and_more_than_blocks() -> None:
+    def decide(*given: Any) -> str:
+        return str(judge(*given)["verdict"])
+
+    assert decide(0.97, 0.8, 20, True, False) == "kept"
+    assert decide(0.94, 0.8, 20, True, False) == "not kept"
+    assert decide(0.97, 0.98, 20, True, False) == "not kept"
+    assert decide(0.97, 0.8, 7, True, False) == "not decided"
+    assert decide(0.97, 0.8, 20, False, False) == "not decided"
+    assert decide(1.04, 1.2, 2, True, True) == "kept"  # a perplexity over softmax's: less is better
+    assert decide(1.04, 1.01, 2, True, True) == "not kept"
+    ones = torch.tensor([0.1, 0.5, 0.2, 0.9])
+    assert compare(ones, ones.exp()) == pytest.approx(1.0)
+    assert compare(-ones, ones) == pytest.approx(-1.0)
+    assert compare(torch.tensor(2.0), torch.tensor(1.0)) == pytest.approx(2.718281828)

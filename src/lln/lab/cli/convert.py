@@ -46,7 +46,8 @@ def convert(
 
     Args:
         out: Folder for the converted model.
-        calibration: A text file, laid end to end and cut into passages; may be given several times.
+        calibration: A text file, laid end to end and cut into passages; may be given several times. A verdict takes 24
+            passages or more.
         images: A folder with picture files in it or below; may be given several times.
         attention: lln or lln_diag.
         read: evidence (for pretrained weights), or paper.

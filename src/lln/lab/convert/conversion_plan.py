@@ -55,6 +55,10 @@ class ConversionPlan:
                 f"distill starts from numbers that do not change with the input, so it goes with matching='data'; got "
                 f"{self.matching!r}."
             )
+        if self.read == "evidence" and not self.match_only:
+            for name, usual in (("matching", "data"), ("coefficients", "channel")):
+                if getattr(self, name) != usual:
+                    raise ValueError(f"{name}={getattr(self, name)!r} goes with read='paper' or match_only.")
         if self.read == "paper" and self.directions is not None:
             raise ValueError(f"directions go with read='evidence'; got directions={self.directions} and read='paper'.")
 

@@ -143,9 +143,9 @@ def describe_verdict(result: dict[str, Any]) -> list[str]:
     return write_paragraphs("conversion.md", "verdict", **result, size=name_size(result))
 
 
-def write_report(result: dict[str, Any]) -> str:
-    """Markdown, for the model card."""
+def write_report(result: dict[str, Any], licence: str | None = None) -> str:
+    """Markdown, for the model card. licence: of the model that it was made from, where that says so."""
     columns, *rows = list_rows(result)
-    facts = {"columns": columns, "rows": rows, "numbers": name_stages(result), "titles": TITLES}
+    facts = {"columns": columns, "rows": rows, "numbers": name_stages(result), "titles": TITLES, "licence": licence}
     facts |= {"size": name_size(result)}
     return write_markdown("conversion.md", **result, **facts)

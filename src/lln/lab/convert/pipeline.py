@@ -1,5 +1,6 @@
 """A softmax checkpoint in, an LLN checkpoint out: fit, distillation, fine-tuning, a report of each layer, a verdict."""
 
+import contextlib
 import functools
 import hashlib
 import shutil
@@ -9,8 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 import transformers
+from huggingface_hub.repocard import metadata_load, metadata_save
 from torch import Tensor
 from transformers import PreTrainedModel
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from lln.files import hash_file, write_text
 from lln.hf.converting import convert
@@ -100,9 +103,10 @@ def convert_checkpoint(
 
 
 def split(found: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
-    """(those for the report, those to learn from): one in eight is kept apart where there are eight or more."""
-    count = min(len(found) // 8 if len(found) < 8 * FEWEST else max(FEWEST, len(found) // 8), JUDGED)
-    if not count:
+    """(those to judge by, those to learn from): one in eight is kept apart, or as many as a verdict needs where
+    that is no more than a third. Of very few all serve for both."""
+    count = min(max(len(found) // 8, min(FEWEST, len(found) // 3)), JUDGED)
+    if len(found) < 8:
         return found, found
     apart = {at * len(found) // count for at in range(count)}
     return [p for i, p in enumerate(found) if i in apart], [p for i, p in enumerate(found) if i not in apart]
@@ -265,6 +269,20 @@ def save(model: PreTrainedModel, processor: Any, work: Workplace, name: str, res
         model.save_pretrained(folder)
         processor.save_pretrained(folder)
     card = folder / "README.md"
-    said = f"## How it was converted\n\n{write_report(result)}"
+    inherited = read_card(name)
+    said = f"## How it was converted\n\n{write_report(result, inherited.get('license'))}"
     write_text(card, card.read_text(encoding="utf-8").rstrip("\n") + "\n\n" + said)
+    metadata_save(card, (metadata_load(card) or {}) | inherited)
     work.finish(result)
+
+
+def read_card(name: str) -> dict[str, Any]:
+    """What the card of a converted model takes over from that of the model: its licence and what it is for."""
+    own = Path(name).expanduser() / "README.md"
+    facts: dict[str, Any] = {} if own.parent.is_dir() else {"base_model": name}
+    if own.is_file():
+        with contextlib.suppress(ValueError, YAMLError):  # a card that nobody can read says nothing
+            held = metadata_load(own) or {}
+            names = ("base_model", "license", "license_name", "license_link", "language", "pipeline_tag")
+            facts |= {name: held[name] for name in names if name in held}
+    return facts
