@@ -164,7 +164,7 @@ def gte(folder: Path, args: argparse.Namespace) -> Iterator[Task]:
 
     what = f"100 Spearman on {len(pairs)} pairs of STS-B"
     for block in (64, 16):
-        learn, _ = text_batches(model, tokenizer, 4 * block, argparse.Namespace(**vars(args) | {"batch": 256 // block}))
+        learn, _ = text_batches(model, tokenizer, 4 * block, argparse.Namespace(**vars(args) | {"batch": 128 // block}))
         yield Task(f"gte-small, blocks of {block}", model, learn, measure, what, block, lambda value: value - 1)
 
 
