@@ -15,7 +15,7 @@ Each model is a folder of transformers, and each option is measured where it is 
 - AntiBERTy (`--antiberty`), an encoder: accuracy, in percent, on masked residues of antibodies (`--sequences`).
 
 `--text` is a document in each line, `--sequences` a sequence. What is measured on is never learned from. A result
-stands beside those of other models in the same file, and what it holds already is not measured again.
+stands beside those of other models in the same file.
 """
 
 from __future__ import annotations
@@ -254,27 +254,24 @@ def main() -> None:
     made = provenance(args.seed, torch.device("cpu")) | {"transformers": transformers.__version__}
     how = {name: getattr(args, name) for name in ("distill", "fine_tune", "batch", "learned", "judged", "rate", "seed")}
 
-    def stored() -> dict[str, Any]:
-        held: dict[str, Any] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {"models": {}}
-        return held
+    result: dict[str, Any] = {"models": {}}
 
-    result = stored()
+    def store(title: str, about: dict[str, Any]) -> None:
+        if args.out and args.out.exists():  # another process may have added to it
+            result.update(json.loads(args.out.read_text()))
+        result["models"][title] = about
+        if args.out:
+            write_json(args.out, result)
+
     for name, maker in TASKS.items():
         for task in maker(getattr(args, name), args) if getattr(args, name) else ():
-            if task.title in result["models"]:
-                continue
-            began = time.monotonic()
             value = task.measure(task.softmax)
-            found: dict[str, Any] = {"softmax": {"value": value, "seconds": 0.0}}
+            rows: dict[str, Any] = {"softmax": {"value": value, "seconds": 0.0}}
             about = {"what": task.what, "block_size": task.block_size, "bar": task.bar(value), "how": how}
-            print(f"{task.title}, softmax: {value:.3f} ({time.monotonic() - began:.0f} s)", flush=True)
             for row, figure, seconds in task.rows(args):
-                found[row] = {"value": figure, "seconds": round(seconds, 1)}
-                print(f"{task.title}, {row}: {found[row]}", flush=True)
-            result = stored()  # another process may have added to it
-            result["models"][task.title] = about | {"rows": found, "provenance": made}
-            if args.out:
-                write_json(args.out, result)
+                rows[row] = {"value": figure, "seconds": round(seconds, 1)}
+                print(f"{task.title}, softmax {value:.3f}, {row}: {rows[row]}", flush=True)
+                store(task.title, about | {"rows": rows, "provenance": made})
     print(table(result))
 
 
