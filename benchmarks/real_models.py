@@ -163,7 +163,7 @@ def gte(folder: Path, args: argparse.Namespace) -> Iterator[Task]:
         return 100 * spearman(torch.cosine_similarity(sides[0], sides[1]), gold)
 
     what = f"100 Spearman on {len(pairs)} pairs of STS-B"
-    for block in (64, 16):
+    for block in (16, 64):
         learn, _ = text_batches(model, tokenizer, 4 * block, argparse.Namespace(**vars(args) | {"batch": 128 // block}))
         yield Task(f"gte-small, blocks of {block}", model, learn, measure, what, block, lambda value: value - 1)
 
