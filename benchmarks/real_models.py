@@ -252,7 +252,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     transformers.utils.logging.disable_progress_bar()
     made = provenance(args.seed, torch.device("cpu")) | {"transformers": transformers.__version__}
-    how = {name: getattr(args, name) for name in ("distill", "fine_tune", "batch", "learned", "judged", "rate", "seed")}
+    how = {name: getattr(args, name) for name in ("distill", "fine_tune", "learned", "judged", "rate", "seed")}
 
     result: dict[str, Any] = {"models": {}}
 
@@ -267,7 +267,9 @@ def main() -> None:
         for task in maker(getattr(args, name), args) if getattr(args, name) else ():
             value = task.measure(task.softmax)
             rows: dict[str, Any] = {"softmax": {"value": value, "seconds": 0.0}}
-            about = {"what": task.what, "block_size": task.block_size, "bar": task.bar(value), "how": how}
+            batch, length = task.learn[0]["input_ids"].shape
+            about = {"what": task.what, "block_size": task.block_size, "bar": task.bar(value)}
+            about |= {"how": how | {"batch": batch, "length": length}}
             for row, figure, seconds in task.rows(args):
                 rows[row] = {"value": figure, "seconds": round(seconds, 1)}
                 print(f"{task.title}, softmax {value:.3f}, {row}: {rows[row]}", flush=True)
