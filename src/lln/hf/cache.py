@@ -88,22 +88,23 @@ class StateLayer(CacheLayerMixin):
             mine.copy_(new)
 
     # An encoder's sequence is asked for again in every step: there is nothing left of it but the state.
-    def nothing(self, side: int) -> Tensor | None:
-        """No keys (2) or values (3) [B, key heads, 0, D or E], as the state's are, and on them this layer."""
-        if self.state is None:
-            return None
-        mean = self.state.mean_value  # [B, key heads, D, E]
-        none = mean.new_empty(*mean.shape[:2], 0, mean.shape[side], dtype=self.dtype)
+    def nothing(self, like: Tensor, width: int) -> Tensor:
+        """No keys or values [B, key heads, 0, width], and on them this layer."""
+        none = like.new_empty(*like.shape[:2], 0, width, dtype=self.dtype)
         setattr(none, TAG, self)
         return none
 
     @property
     def keys(self) -> Tensor | None:
-        return self.nothing(2)
+        if self.state is None:
+            return None
+        mean, key = self.state.mean_value, self.state.mean_key  # [B, key heads, channels, E], [..., channels, D]
+        # Of the evidence read there may be more channels than a key has.
+        return self.nothing(mean, mean.shape[2] if key is None else key.shape[3])
 
     @property
     def values(self) -> Tensor | None:
-        return self.nothing(3)
+        return None if self.state is None else self.nothing(self.state.mean_value, self.state.mean_value.shape[3])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
         """(keys that an attention function is given, keys before them)"""
