@@ -150,7 +150,11 @@ def conversion() -> list[str]:
     path = RESULTS / "conversion.json"
     if not path.exists():
         return []
-    return ["## Conversion of MiniLM", "", program("conversion").table(stored(path)).strip(), ""]
+    lines = ["## Conversion of MiniLM", "", program("conversion").table(stored(path)).strip(), ""]
+    others = RESULTS / "real_models.json"
+    if others.exists():
+        lines += ["## Conversion of other models", "", program("real_models").table(stored(others)).strip(), ""]
+    return lines
 
 
 def markdown() -> str:
