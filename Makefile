@@ -9,7 +9,7 @@ OUT ?= report
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 READY = $(VENV)/.ready
 
-.PHONY: report docs pages test test-gpu test-matrix check bench bench-conversion bench-gpu clean
+.PHONY: report docs pages test test-long test-gpu test-matrix check bench bench-conversion bench-gpu clean
 
 report: $(READY)
 	$(VENV)/bin/lln report --out $(OUT)
@@ -25,6 +25,10 @@ pages: $(READY)
 
 test: check
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
+
+# The tests that `make test` leaves out, because they take minutes and a change seldom concerns them.
+test-long: $(READY)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m long
 
 # The tests that a GPU changes something for, with kernels compiled rather than interpreted. Needs a CUDA build of torch:
 # make VENV_FLAGS=--system-site-packages test-gpu

@@ -32,7 +32,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 import lln.hf
 from in_readme import command, put
 from lln.files import write_json
-from lln.lab.convert.passages import as_batches, special_tokens
+from lln.lab.convert.passages import pad_batches, special_tokens
 from lln.lab.core.provenance import provenance
 from lln.lab.core.tables import markdown_table
 
@@ -43,6 +43,7 @@ CHOSEN = 64  # passages of the learning half, kept from learning, that a rate is
 EVIDENCE = {"read": "evidence"}
 MEAN = {"read": "evidence", "beta": 1e-6}  # channels that weigh all keys alike: the plain mean of all values
 SCALES, MAP = {"mix": "scales"}, {"mix": "scales", "feature_map": "linear"}
+WEIGHED = {"mix": "evidence"}  # each query weighs its block against what lies outside
 # (what it is called, implementation, options of lln.hf.convert, what is done then). `directions`: times the head dim.
 ROWS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "blocks": ("blocks alone", "lln_diag", {"mix": 0.0}, ""),
@@ -51,19 +52,28 @@ ROWS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "paper_fit": ("LLN+Diag, the paper's read, fitted", "lln_diag", {"matching": "data", **SCALES}, "fit"),
     "evidence": ("LLN+Diag, evidence read", "lln_diag", EVIDENCE, ""),
     "signed": ("LLN+Diag, evidence read, [k, -k]", "lln_diag", {**EVIDENCE, "directions": "signed"}, ""),
-    "fit": ("LLN+Diag, evidence read, fitted", "lln_diag", {**EVIDENCE, "directions": 2, **SCALES}, "fit"),
+    "fit": ("LLN+Diag, evidence read, learned mix, fitted", "lln_diag", {**EVIDENCE, "directions": 2, **SCALES}, "fit"),
+    "weighed": ("LLN+Diag, evidence read and mix", "lln_diag", {**EVIDENCE, "directions": "signed", **WEIGHED}, ""),
+    "weighed_fit": (
+        "LLN+Diag, evidence read and mix, fitted", "lln_diag", {**EVIDENCE, "directions": 4, **WEIGHED}, "fit",
+    ),
     "lln_paper": ("LLN alone, the paper's read", "lln", {}, ""),
     "lln_evidence": ("LLN alone, evidence read", "lln", EVIDENCE, ""),
     "lln_signed": ("LLN alone, evidence read, [k, -k]", "lln", {**EVIDENCE, "directions": "signed"}, ""),
     "lln_fit": ("LLN alone, evidence read, fitted", "lln", {**EVIDENCE, "directions": 2}, "fit"),
+    "blocks_distilled": ("blocks alone, distilled", "lln_diag", {"mix": 0.0, "feature_map": "linear"}, "distill"),
     "mean_distilled": ("blocks and the plain mean, distilled", "lln_diag", {**MEAN, **MAP}, "fit distill"),
     "hedgehog": ("Hedgehog and blocks, distilled", "hedgehog", {"block_size": 64}, "distill"),
-    "distilled": ("LLN+Diag, distilled", "lln_diag", {**EVIDENCE, "directions": 4, **MAP}, "fit distill"),
+    "distilled": ("LLN+Diag, learned mix, distilled", "lln_diag", {**EVIDENCE, "directions": 4, **MAP}, "fit distill"),
+    "weighed_distilled": (
+        "LLN+Diag, distilled", "lln_diag", {**EVIDENCE, "directions": 4, **MAP, **WEIGHED}, "fit distill",
+    ),
     "lln_distilled": (
         "LLN alone, distilled", "lln", {**EVIDENCE, "directions": 4, "feature_map": "linear"}, "fit distill",
     ),
     "fine_tuned": (
-        "LLN+Diag, distilled, fine-tuned", "lln_diag", {**EVIDENCE, "directions": 4, **MAP}, "fit distill tune",
+        "LLN+Diag, distilled, fine-tuned", "lln_diag", {**EVIDENCE, "directions": 4, **MAP, **WEIGHED},
+        "fit distill tune",
     ),
 }  # fmt: skip
 
@@ -128,7 +138,7 @@ class Measure:
         self.softmax = AutoModel.from_pretrained(args.model or minilm(), dtype=torch.float32).to(args.device).eval()
 
         def batches(part: Passages) -> list[dict[str, Tensor]]:
-            made = as_batches(self.softmax, tokenizer, part, args.batch)
+            made = pad_batches(self.softmax, tokenizer, part, args.batch)
             return [{name: t.to(args.device) for name, t in batch.items()} for batch in made]
 
         self.batches, self.judged, self.choosing = batches(self.learn), batches(judge), batches(chosen)
@@ -216,6 +226,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--rates", type=lambda text: [float(x) for x in text.split(",")], default=[0.01, 0.03])
     parser.add_argument("--most", type=int, help="passages to learn from and to measure on, at most")
+    parser.add_argument("--measured", type=int, help="of them to measure on")
     parser.add_argument("--only", help="rows, with commas between")
     parser.add_argument("--model", type=Path, help="the folder of a copy of MiniLM; default: the package's")
     parser.add_argument("--device", default="cpu")
@@ -230,7 +241,7 @@ def main() -> None:
         learn, judge = documents(tokenizer, Path(file), args.length, args.each)
     else:
         learn, judge = pydoc(tokenizer, args.length)
-    learn, judge = learn[: args.most], judge[: args.most]
+    learn, judge = learn[: args.most], judge[: args.measured or args.most]
     print(f"{name}: {len(learn)} passages to learn from, {len(judge)} to measure on", flush=True)
     made = provenance(args.seed, torch.device(args.device)) | {"transformers": transformers.__version__}
     # Where a machine keeps its texts is nobody's business.

@@ -40,7 +40,7 @@ def build(name: str, seed: int) -> PreTrainedModel:
     return model if name == "sdpa" else lln.hf.convert(model, name, statistics="fixed")
 
 
-def filled(model: PreTrainedModel, name: str, tokens: torch.Tensor) -> Any:
+def fill_cache(model: PreTrainedModel, name: str, tokens: torch.Tensor) -> Any:
     """A cache that has seen the tokens."""
     if name == "sdpa":
         cache = DynamicCache()
@@ -94,7 +94,7 @@ def measure(repeats: int, threads: int, seed: int) -> dict[str, Any]:
             check(model, torch.randint(SHAPE["vocabulary"], (1, 1_001)))
         works: dict[str, Work] = {}
         for position in POSITIONS:
-            cache = filled(model, name, torch.randint(SHAPE["vocabulary"], (1, position)))
+            cache = fill_cache(model, name, torch.randint(SHAPE["vocabulary"], (1, position)))
             sizes.setdefault(title, {})[str(position)] = size(cache)
             works[str(position)] = stepper(model, cache, position)
         # Not in turns with the others: softmax's keys would push everything out of the processor's cache.

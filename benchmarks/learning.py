@@ -27,7 +27,7 @@ TASKS = [("mlm", None), ("glue", "sst2"), ("glue", "qqp"), ("image", None), *(("
 LEAST = {"image": 0.90}  # accuracy; elsewhere the bar is the guess
 
 
-def learned(task: str, metrics: dict[str, float], guess: dict[str, float]) -> bool:
+def has_learned(task: str, metrics: dict[str, float], guess: dict[str, float]) -> bool:
     if task == "mlm":
         return metrics["loss"] < guess["loss"]
     return metrics["accuracy"] > max(guess["accuracy"], LEAST.get(task, 0.0))
@@ -40,7 +40,7 @@ def row(task: str, name: str | None, attention: str, runs: Path) -> dict[str, An
     command = ["lln train", task, *(["--name", name] if name else []), "--attention", attention]
     return {
         "command": " ".join(command), "task": task, "name": name, "attention": attention, "metrics": metrics,
-        "guess": guess, "seconds": round(result["seconds"], 1), "learned": learned(task, metrics, guess),
+        "guess": guess, "seconds": round(result["seconds"], 1), "learned": has_learned(task, metrics, guess),
         "notes": result["notes"], "commit": result["provenance"]["commit"],
     }  # fmt: skip
 

@@ -27,7 +27,7 @@ from transformers import RobertaConfig, RobertaForMaskedLM
 import lln
 import lln.hf
 from lln.files import write_json
-from lln.kernels.triton import known, tape
+from lln.kernels.triton import recognise, tape
 from lln.lab.bench.model_times import measure_model, plan_model
 from lln.lab.core.provenance import provenance
 from lln.lab.core.timing import Timing, summarize, time_calls
@@ -131,7 +131,7 @@ def measure_shapes(store: Store, shapes: int = 1000) -> None:
             torch.cuda.synchronize()
             marks.append({"length": length, "bytes": torch.cuda.memory_allocated(), "compilations": len(compiled)})
     after = time_calls(works, repeats=100, device=DEVICE, warmup=20)["512"]
-    kept = {"known": len(known.KNOWN), "tapes": len(tape.TAPES)}
+    kept = {"known": len(recognise.KNOWN), "tapes": len(tape.TAPES)}
     print("shapes", shapes, marks, kept, f"{before.median:.3f} ms before, {after.median:.3f} ms after", flush=True)
     found = {"shapes": shapes, "marks": marks, "kept": kept}
     store("shapes", found | {"before": dataclasses.asdict(before), "after": dataclasses.asdict(after)})

@@ -39,7 +39,7 @@ import lln.hf
 from conversion import cut
 from lln.files import write_json
 from lln.hf.find import attention_modules, read_sizes
-from lln.lab.convert.passages import as_batches
+from lln.lab.convert.passages import pad_batches
 from lln.lab.convert.verdict import measure_model
 from lln.lab.core.provenance import provenance
 from lln.lab.core.tables import markdown_table
@@ -134,7 +134,7 @@ def text_batches(model: Any, tokenizer: Any, length: int, args: argparse.Namespa
         if len(found) == args.learned + args.judged:
             break
     learn, judged = found[args.judged :], found[: args.judged]
-    return as_batches(model, tokenizer, learn, args.batch), as_batches(model, tokenizer, judged, args.batch)
+    return pad_batches(model, tokenizer, learn, args.batch), pad_batches(model, tokenizer, judged, args.batch)
 
 
 def gte(folder: Path, args: argparse.Namespace) -> Iterator[Task]:
@@ -190,7 +190,7 @@ def antiberty(folder: Path, args: argparse.Namespace) -> Iterator[Task]:
     def hide(part: list[list[int]]) -> list[tuple[dict[str, Tensor], Tensor]]:
         """Batches with 15 % of the residues masked, and the residues there, -100 elsewhere."""
         found = []
-        for batch in as_batches(model, tokenizer, part, args.batch):
+        for batch in pad_batches(model, tokenizer, part, args.batch):
             x = batch["input_ids"]
             chosen = (torch.rand(x.shape, generator=generator) < 0.15) & (x > ids["[MASK]"])
             labels = x.masked_fill(~chosen, -100)

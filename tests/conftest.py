@@ -21,9 +21,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for repeatable sums in `poisoned_memory`
 
-collect_ignore_glob = [] if torch.cuda.is_available() else ["triton/test_triton_cuda.py"]
-if TRITON is None or TRITON < OLDEST_TRITON:  # the kernels cannot run
-    collect_ignore_glob.append("triton/*")
+LEFT_OUT: dict[str, str] = {}  # which files cannot run here, and why
+if TRITON is None or TRITON < OLDEST_TRITON:
+    there = "no Triton" if TRITON is None else "Triton {}.{}".format(*TRITON)
+    LEFT_OUT["triton/test_*.py"] = "there is {}, and the kernels need {}.{}".format(there, *OLDEST_TRITON)
+elif not torch.cuda.is_available():
+    LEFT_OUT["triton/test_triton_cuda.py"] = "there is no GPU"
+collect_ignore_glob = list(LEFT_OUT)
 
 
 # What the extras and the development tools bring. `pip install lln-attention` alone has none of it.
@@ -55,6 +59,13 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
     return report
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Said at the end, where tools/test_matrix.py reads it."""
+    for files, why in LEFT_OUT.items():
+        count = len(list(Path(__file__).parent.glob(files)))
+        terminalreporter.write_line(f"LEFT OUT {count}: tests/{files}: {why}")
+
+
 def pytest_runtest_setup() -> None:
     """Whether a warning that comes once a process comes in a test does not depend on the tests before it."""
     if (hooks := sys.modules.get("lln.hf.hooks")) is not None:
@@ -62,7 +73,7 @@ def pytest_runtest_setup() -> None:
 
 
 @contextlib.contextmanager
-def shortened() -> Iterator[None]:
+def shorten_chunks() -> Iterator[None]:
     """Chunks of 16 rows and the shortest spans, so that small inputs cross several."""
     with mock.patch("lln.kernels.common.SPAN_ELEMENTS", {"cpu": 1}), mock.patch("lln.kernels.causal.CHUNK", 16):
         yield
@@ -70,14 +81,14 @@ def shortened() -> Iterator[None]:
 
 @pytest.fixture
 def short_chunks() -> Iterator[None]:
-    with shortened():
+    with shorten_chunks():
         yield
 
 
 @pytest.fixture(scope="module")
 def short_chunks_throughout() -> Iterator[None]:
     """For every test of a module: Hypothesis does not take fixtures that are made anew for each test."""
-    with shortened():
+    with shorten_chunks():
         yield
 
 

@@ -33,11 +33,11 @@ def program(name: str) -> Any:
         sys.path.pop()
 
 
-def stored(path: Path) -> Any:
+def load_stored(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def made(result: dict[str, Any]) -> str:
+def describe_origin(result: dict[str, Any]) -> str:
     p = result["provenance"]
     threads = f", {p['threads']} threads" if p["threads"] > 1 else ", 1 thread"
     return f"{p['device']}{'' if 'cuda' in p else threads}, torch {p['torch']}, {p['date'][:10]}, commit {p['commit']}"
@@ -48,7 +48,7 @@ def link(path: Path) -> str:
 
 
 def cpu() -> list[str]:
-    result = stored(RESULTS / "cpu_forward.json")
+    result = load_stored(RESULTS / "cpu_forward.json")
     lines = [
         "## Forward on a CPU", "", program("cpu_forward").table(result).strip(), "",
         '"Bare products" is `q @ (k^T v)`, the arithmetic that no linear attention can avoid.', "",
@@ -105,8 +105,8 @@ def gpu() -> list[str]:
     ]
     for part, (title, words) in PARTS.items():
         folder = sorted(RESULTS.glob(f"*-h200/{part}"))[-1]
-        result = stored(folder / "bench.json")
-        lines += [f"### {title}", "", f"{words} {made(result)}. `{result['provenance']['command']}`", ""]
+        result = load_stored(folder / "bench.json")
+        lines += [f"### {title}", "", f"{words} {describe_origin(result)}. `{result['provenance']['command']}`", ""]
         for path in sorted(folder.glob("time-*.svg")):
             lines += [f"![Milliseconds against length, {path.stem.removeprefix('time-')}]({link(path)})", ""]
         kinds = sorted({r["causal"] for r in result["rows"]})
@@ -120,17 +120,17 @@ def gpu() -> list[str]:
             lines += [f"![Share of the floor in %]({link(path)})", ""]
         if not result["finished"]:
             lines += ["This part was stopped before its end; what it had measured is here.", ""]
-    lines += ["How it is measured: " + stored(GPU / "batch1" / "bench.json")["how"], ""]
+    lines += ["How it is measured: " + load_stored(GPU / "batch1" / "bench.json")["how"], ""]
     return lines
 
 
 def decoding() -> list[str]:
-    result = stored(RESULTS / "decoding.json")
+    result = load_stored(RESULTS / "decoding.json")
     return ["## One step of decoding", "", program("decoding").table(result).strip(), ""]
 
 
 def instruments() -> list[str]:
-    result, record = stored(RESULTS / "instruments.json"), stored(RESULTS / "record.json")
+    result, record = load_stored(RESULTS / "instruments.json"), load_stored(RESULTS / "record.json")
     rows = [
         [name, case["heads"], f"{case['length']:,}", show_number(case["ms"]["median"] / 1e3),
          f"{case['resident_bytes'] / GIB:.2f}"]
@@ -139,8 +139,8 @@ def instruments() -> list[str]:
     lines = ["## Instruments", "", *markdown_table(["", "heads", "tokens", "s", "process, GiB"], rows)]
     worst = max(result["deviation_at_512"].values())
     lines += [
-        "", f"{made(result)}; torch itself is in the memory of the process. Checked against the dense matrix at 512 "
-        f"tokens: off by at most {worst:.0e}.", "", program("record").sentence(record).strip(), "",
+        "", f"{describe_origin(result)}; torch itself is in the memory of the process. Checked against the dense "
+        f"matrix at 512 tokens: off by at most {worst:.0e}.", "", program("record").sentence(record).strip(), "",
     ]  # fmt: skip
     return lines
 
@@ -150,10 +150,10 @@ def conversion() -> list[str]:
     path = RESULTS / "conversion.json"
     if not path.exists():
         return []
-    lines = ["## Conversion of MiniLM", "", program("conversion").table(stored(path)).strip(), ""]
+    lines = ["## Conversion of MiniLM", "", program("conversion").table(load_stored(path)).strip(), ""]
     others = RESULTS / "real_models.json"
     if others.exists():
-        lines += ["## Conversion of other models", "", program("real_models").table(stored(others)).strip(), ""]
+        lines += ["## Conversion of other models", "", program("real_models").table(load_stored(others)).strip(), ""]
     return lines
 
 

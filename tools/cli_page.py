@@ -28,14 +28,14 @@ to stderr. Exit codes: 0 it worked, 1 it failed, 2 it was asked for in a wrong w
 """
 
 
-def plain(text: str) -> str:
+def strip_markup(text: str) -> str:
     """Help text without rich's markup; what it shows in bold, commands, as code."""
     coded = re.sub(r"\[bold\](.*?)\[/bold\]", r"`\1`", text.strip(), flags=re.DOTALL)
     return Text.from_markup(coded).plain
 
 
 def paragraphs(text: str) -> str:
-    return "\n\n".join(" ".join(part.split()) for part in plain(text).split("\n\n"))
+    return "\n\n".join(" ".join(part.split()) for part in strip_markup(text).split("\n\n"))
 
 
 def names(parameter: inspect.Parameter, info: Any) -> str:
@@ -73,7 +73,7 @@ def table(function: Callable[..., Any]) -> list[str]:
         info = next((extra for extra in extras if hasattr(extra, "param_decls")), None)
         if info is None or info.hidden:
             continue
-        told = " ".join(filter(None, (plain(" ".join((info.help or "").split())), value(parameter, kind, info))))
+        told = " ".join(filter(None, (strip_markup(" ".join((info.help or "").split())), value(parameter, kind, info))))
         rows.append((names(parameter, info), told))
     return [*markdown_table(["option", "what it means"], rows, "l"), ""] if rows else []
 

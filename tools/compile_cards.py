@@ -85,7 +85,7 @@ def pretend(target: str, registers: bool) -> list[dict[str, Any]]:
     counted = registers or target.startswith("gfx")
     prepare, rehearse, looked = Launch.__init__, fit.Rehearsal.launch, dict[Settings, Needs]()
 
-    def as_on_a_gpu(self: Launch, *given: Any) -> None:
+    def init_as_on_a_gpu(self: Launch, *given: Any) -> None:
         prepare(self, *given)
         if self.dtype == torch.bfloat16:
             self.values["DOT"] = tl.bfloat16
@@ -117,7 +117,7 @@ def pretend(target: str, registers: bool) -> list[dict[str, Any]]:
     CUDABackend.make_cubin = lambda self, *args, **options: b""
     HIPBackend.make_hsaco = staticmethod(lambda *args, **options: b"")
     patched: Any = Launch
-    patched.__init__ = as_on_a_gpu
+    patched.__init__ = init_as_on_a_gpu
     rehearsals: Any = fit.Rehearsal
     rehearsals.launch = launch
     cards: Any = plan
@@ -174,11 +174,11 @@ def compile_statistics(card: Card, dtype: str, dim: int) -> dict[str, Any]:
     patched: Any = JITFunction
     module: Any = moments
 
-    def compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    def note_compiled(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         shared = run(self, *args, grid=grid, warmup=True, **options).metadata.shared
         found.append({"kernel": self.fn.__name__, "warps": options["num_warps"], "shared": shared})
 
-    patched.run = compiled
+    patched.run = note_compiled
     module.replayed = lambda key, given, launches, *rest: launches(None)
     begun, reason = time.perf_counter(), ""
     try:

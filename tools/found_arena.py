@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from found_runs import RESULTS, beyond, grid, load
+from found_runs import RESULTS, describe_beyond, grid, load
 from lln.lab.paper.run_tables import show_cell
 
 
@@ -61,5 +61,5 @@ def small_arena() -> list[str]:
             *([row["attention"], *(show_cell(row["cells"].get(c), 1) for c in columns)] for row in table["rows"]),
             ["a guess", *(" or ".join(f"{value:.1f}" for value in sorted(guesses[c])) for c in columns)],
         ]),
-        *beyond(table),
+        *describe_beyond(table),
     ]  # fmt: skip

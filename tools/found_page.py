@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from found_arena import arena
-from found_runs import RESULTS, ROOT, accuracy, grid, known, load, matching, needles, stored, variants, vision
+from found_runs import RESULTS, ROOT, accuracy, grid, list_known, load, load_stored, matching, needles, variants, vision
 from lln.lab.core.tables import markdown_table
 from paper_page import HOLDS
 
@@ -48,7 +48,7 @@ No training was done at the paper's scale. At scale mini, which separates mechan
 """
 
 
-def missing() -> str:
+def list_missing() -> str:
     """The list, which is written: it stops here where what it says is no longer so."""
     assert {n for _, n in step_times("table2-16384-tokens-compiled")} == {1024, 16384, 65536}
     assert {name for name, _ in step_times("table2-16384-tokens-compiled")} == {"torch", "lln_diag"}
@@ -67,7 +67,7 @@ def missing() -> str:
     assert empty == {
         *itertools.product(("reformer", "skyformer"), ("text", "image", "pathfinder")), ("performer", "pathfinder")
     }  # fmt: skip
-    assert {cell["accuracy"]["n"] for cell in stored("lengths", "mini")["cells"]} == {1}
+    assert {cell["accuracy"]["n"] for cell in load_stored("lengths", "mini")["cells"]} == {1}
     return MISSING
 
 
@@ -103,11 +103,11 @@ def use() -> list[str]:
     parts = [value["median"] / eager[place]["median"] for place, value in compiled.items() if place[0] == "lln_diag"]
     assert len(parts) == 3
     saved = f"{min(parts):.2f} to {max(parts):.2f}"
-    assert "3,000 steps" in stored("variants", "mini")["marks"]["MLM loss"]["budget"][0]
-    ways = {row["attention"]: row["cells"]["MLM loss"]["values"] for row in stored("matching", "mini")["rows"]}
+    assert "3,000 steps" in load_stored("variants", "mini")["marks"]["MLM loss"]["budget"][0]
+    ways = {row["attention"]: row["cells"]["MLM loss"]["values"] for row in load_stored("matching", "mini")["rows"]}
     assert all(value < ways["lln"][seed] for seed, value in ways["lln:matching=entropy"].items())
-    tables = (stored("matching", scale) for scale in ("mini", "tiny"))
-    assert not [d for t in tables for d in known(t) if d["beyond"] and abs(d["difference"]) > MATTERS]
+    tables = (load_stored("matching", scale) for scale in ("mini", "tiny"))
+    assert not [d for t in tables for d in list_known(t) if d["beyond"] and abs(d["difference"]) > MATTERS]
     return [
         "## What to use", "",
         "- **LLN+Diag, not LLN alone.** Its blocks draw the local patterns that a matrix of low rank cannot. Where "
@@ -195,4 +195,4 @@ def markdown() -> str:
         verdicts("While a model trains", "mini/fig1", "mini/fig8", "mini/fig9"),
         verdicts("The analysis", "fig2", "fig5a", "fig5b", "fig6a", "fig6b", "fig7"),
     ]  # fmt: skip
-    return HEAD + "\n".join(line for part in parts for line in part) + "\n" + missing()
+    return HEAD + "\n".join(line for part in parts for line in part) + "\n" + list_missing()

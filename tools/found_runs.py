@@ -23,7 +23,7 @@ def load(path: Path) -> Table:
     return found
 
 
-def stored(name: str, scale: str) -> Table:
+def load_stored(name: str, scale: str) -> Table:
     """Of our own experiments."""
     return load(ROOT / "results" / name / scale / f"{name}.json")
 
@@ -34,7 +34,7 @@ def losses(table: Table) -> tuple[dict[str, Table], dict[str, float]]:
     return rows, {name: cells["MLM loss"]["mean"] for name, cells in rows.items()}
 
 
-def known(table: Table) -> list[Table]:
+def list_known(table: Table) -> list[Table]:
     """Differences between two ways for one attention, with more than one seed each."""
     found: list[Table] = table["differences"]
     return [d for d in found if d["noise"] is not None and d["a"].split(":")[0] == d["b"].split(":")[0]]
@@ -49,7 +49,7 @@ def column(table: Table, name: str, digits: int) -> list[str]:
     return grid(["attention", name], [[r["attention"], show_cell(r["cells"][name], digits)] for r in table["rows"]])
 
 
-def beyond(table: Table) -> list[str]:
+def describe_beyond(table: Table) -> list[str]:
     """What can be said of softmax or LLN+Diag and another attention in spite of the noise."""
     said, within = (tell_differences(table)[which] for which in (True, False))
     every = f"{len(said) + len(within)} differences against softmax and LLN+Diag that have a noise"
@@ -91,7 +91,7 @@ def accuracy() -> list[str]:
             *([name, *(show_cell(cells.get(c), d) for c, d in columns.items())] for name, cells in rows.items()),
             ["a guess", f"{guess['mlm']:.3f}", *(f"{100 * guess[c]:.1f}" for c in list(columns)[1:])],
         ]),
-        *beyond(table),
+        *describe_beyond(table),
         f"LLN+Diag comes within {behind['lln_diag']:.2f} of softmax's loss, its blocks alone within "
         f"{behind['block_diagonal']:.2f}: in sequences of four blocks the linear part has little to add. With "
         f"{rows['softmax']['MLM loss']['n']} pre-trainings of each, nothing between LLN+Diag and softmax is beyond the "
@@ -119,7 +119,7 @@ def vision() -> list[str]:
         f"Dogs vs Cats (Table 3), a part of it. {' '.join(marks['model'] + marks['budget'] + marks['data'])} "
         "Accuracy in %, mean ± standard deviation (seeds):", "",
         *column(table, "accuracy", 1),
-        *beyond(table),
+        *describe_beyond(table),
         "Few images and no pre-training: all overfit, with losses on the test images far above a guess's. Fixed alpha "
         "and beta (Fig. 10a):", "",
         *(f"- {WORDS[v['holds']]}: {v['claim']} {v['sentence']}" for v in fixed["verdicts"]), "",
@@ -129,7 +129,7 @@ def vision() -> list[str]:
 
 
 def matching() -> list[str]:
-    table = stored("matching", "mini")
+    table = load_stored("matching", "mini")
     rows, loss = losses(table)
     ways = list(dict.fromkeys(name.partition(":")[2] for name in loss))
     kinds = ("lln_diag", "lln")
@@ -153,14 +153,14 @@ def matching() -> list[str]:
     for kind in kinds:
         plain, entropy = (rows[name]["MLM loss"]["values"] for name in (kind, f"{kind}:matching=entropy"))
         gains.append(", ".join(f"{entropy[seed] - plain[seed]:+.3f}" for seed in entropy))
-    sizes = [d["noise"] for d in known(table)]
+    sizes = [d["noise"] for d in list_known(table)]
     return [
         *lines,
         f"The lowest losses are those of {' and '.join(lowest)}. Entropy matching less the paper's, seed by seed: "
         f"{gains[0]} (LLN+Diag); {gains[1]} (LLN). Statistics of a sample alone do not let one sequence see another; "
         "they were tried once. Runs with entropy or variance matching were not compiled, the others were. Of "
         f"{len(sizes)} differences between two ways for one attention that have a noise to be compared with "
-        f"({min(sizes):.2f} to {max(sizes):.2f}), {sum(d['beyond'] for d in known(table))} exceed it: "
+        f"({min(sizes):.2f} to {max(sizes):.2f}), {sum(d['beyond'] for d in list_known(table))} exceed it: "
         "two seeds decide little.", "",
         *small_matching(),
     ]  # fmt: skip
@@ -168,24 +168,24 @@ def matching() -> list[str]:
 
 def small_matching() -> list[str]:
     """The same with several seeds, where they are cheap."""
-    table = stored("matching", "tiny")
-    apart = [f"{d['a']} - {d['b']} = {d['difference']:+.3f} ({d['column']})" for d in known(table) if d["beyond"]]
+    table = load_stored("matching", "tiny")
+    apart = [f"{d['a']} - {d['b']} = {d['difference']:+.3f} ({d['column']})" for d in list_known(table) if d["beyond"]]
     return [
         f"With several seeds, at scale tiny. {' '.join(table['marks']['MLM loss']['budget'])} Loss, mean ± standard "
         "deviation (seeds):", "",
         *column(table, "MLM loss", 3),
-        f"Of {len(known(table))} differences between two ways for one attention, these are beyond the noise (one in "
-        f"twenty is by chance): {'; '.join(apart) or 'none'}.", "",
+        f"Of {len(list_known(table))} differences between two ways for one attention, these are beyond the noise (one "
+        f"in twenty is by chance): {'; '.join(apart) or 'none'}.", "",
     ]  # fmt: skip
 
 
 def variants() -> list[str]:
-    table = stored("variants", "mini")
+    table = load_stored("variants", "mini")
     rows, loss = losses(table)
     convolved = [name for name in ("softmax", "lln", "lln_diag") if f"{name}:convolution=5" in loss]
     gains = {name: loss[f"{name}:convolution=5"] - loss[name] for name in convolved}
     first = {name: cells["MLM loss"]["values"]["seed 0"] for name, cells in rows.items()}
-    fixed = losses(stored("matching", "mini"))[0]["lln:alpha=2"]["MLM loss"]["values"]["seed 0"]
+    fixed = losses(load_stored("matching", "mini"))[0]["lln:alpha=2"]["MLM loss"]["values"]["seed 0"]
     assert abs(first["lln:alpha=2:learnable=channel"] - fixed) < 0.01
     assert -0.1 < first["lln:feature_map=linear:statistics=fixed"] - fixed < 0
     passed, ahead = 3250, load(RESULTS / "mini" / "fig8.json")["rows"]
@@ -193,7 +193,7 @@ def variants() -> list[str]:
     assert at["softmax"] < at["lln_diag"]
     gap, left = (loss[f"lln{end}"] - loss[f"softmax{end}"] for end in ("", ":convolution=5"))
     assert loss["lln_diag"] < loss["softmax"]
-    judged = {d["a"]: d for d in known(table) if d["column"] == "MLM loss" and d["b"] == f"{d['a']}:convolution=5"}
+    judged = {d["a"]: d for d in list_known(table) if d["column"] == "MLM loss" and d["b"] == f"{d['a']}:convolution=5"}
     assert {name: judged[name]["beyond"] for name in convolved} == {"softmax": True, "lln": True, "lln_diag": False}
     assert max(gains.values()) < -0.3
     tuned = {name: rows[f"{name}:convolution=5"]["sst2"]["mean"] - rows[name]["sst2"]["mean"] for name in convolved}
@@ -231,10 +231,10 @@ def variants() -> list[str]:
 
 def small_variants() -> list[str]:
     """The same with several seeds, where they are cheap."""
-    table = stored("variants", "tiny")
+    table = load_stored("variants", "tiny")
     rows, loss = losses(table)
     learned = min(loss[name] for name in loss if name.startswith("lln:") and "convolution" not in name)
-    apart = {d["b"]: d for d in known(table) if d["column"] == "MLM loss" and d["b"] == f"{d['a']}:convolution=5"}
+    apart = {d["b"]: d for d in list_known(table) if d["column"] == "MLM loss" and d["b"] == f"{d['a']}:convolution=5"}
     said = [f"{d['a']} by {d['difference']:.2f} (noise {d['noise']:.2f})" for d in apart.values()]
     assert len(said) == 3
     assert all(d["difference"] > 1 for d in apart.values())
@@ -264,7 +264,7 @@ def needles() -> list[str]:
         "sequence go on from those of a shorter one. Accuracy in %.", "",
     ]  # fmt: skip
     for scale in ("mini", "tiny"):
-        result = stored("lengths", scale)
+        result = load_stored("lengths", scale)
         lengths, found = result["lengths"], {(c["attention"], c["length"]): c["accuracy"] for c in result["cells"]}
         p, seeds = result["runs"][0]["provenance"], found["lln_diag", lengths[0]]["n"]
         guesses = [result["guess"][str(n)] for n in lengths]

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 OUTSIDE = re.compile(r"\]\(\.\./([^)\s#]+)\)")
 
 
-def outside(page: str, text: str) -> list[str]:
+def find_outside(page: str, text: str) -> list[str]:
     """Paths in the repository that a page links to. Pages in folders link to other pages with `../`."""
     return [] if "/" in page else OUTSIDE.findall(text)
 
@@ -25,7 +25,7 @@ def outside(page: str, text: str) -> list[str]:
 def on_files(files: Files, config: Any) -> Files:
     wanted: dict[str, str] = {}
     for page in files.documentation_pages():
-        for path in outside(page.src_uri, page.content_string):
+        for path in find_outside(page.src_uri, page.content_string):
             wanted.setdefault(path, page.src_uri)
     for path, linking in wanted.items():
         source = ROOT / path

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lln.lab.core.documents import write_block
-from lln.lab.core.provenance import without_places
+from lln.lab.core.provenance import drop_places
 from lln.lab.core.tables import markdown_table
 from lln.lab.paper import costs
 from lln.lab.paper.fig5_fig7 import FAR, STRAIGHT
@@ -171,24 +171,24 @@ def section(item: Item) -> list[str]:
         lines += ["**Ours.** Not run yet; there is no stored result at any scale.", ""]
     lines += [f"**The difference.** {item.differs}", ""]
     if item.numbers is not None and not paths:
-        lines += published(item)
+        lines += tabulate_published(item)
     if item.name in costs.TABLES:
         facts = costs.prepare_costs(costs.TABLES[item.name], {"rows": []})
         lines += write_block("costs.md", "published", **facts).splitlines()
     return lines
 
 
-def about(result: dict[str, Any]) -> str:
+def describe_origin(result: dict[str, Any]) -> str:
     p = result["provenance"]
     scale = f"Scale {result['scale']}: not the paper's. " if result.get("scale", "paper") != "paper" else ""
-    command = without_places(p["command"])
+    command = drop_places(p["command"])
     made = [run["provenance"] for run in result.get("runs", ())] or [p]  # runs may be older than the table of them
     devices, commits = (", ".join(dict.fromkeys(one[name] for one in made)) for name in ("device", "commit"))
     return f"{scale}`{command}`, {devices}, {max(one['date'] for one in made)[:10]}, commit {commits}."
 
 
 def ours(path: Path, result: dict[str, Any]) -> list[str]:
-    lines = [f"**Ours.** {about(result)}", ""]
+    lines = [f"**Ours.** {describe_origin(result)}", ""]
     if "verdicts" in result:
         rows = [[v["claim"], HOLDS[v["holds"]], v["sentence"]] for v in result["verdicts"]]
         lines += [*markdown_table(["the claim", "holds", "the numbers"], rows, "l"), ""]
@@ -196,7 +196,7 @@ def ours(path: Path, result: dict[str, Any]) -> list[str]:
             lines += [text, ""]
     elif result["table"] in costs.TABLES:
         facts = costs.prepare_costs(costs.TABLES[result["table"]], result)
-        lines = [f"**Ours**, {write_block('costs.md', 'batches', **facts)}. {about(result)}", ""]
+        lines = [f"**Ours**, {write_block('costs.md', 'batches', **facts)}. {describe_origin(result)}", ""]
         lines += write_block("costs.md", "measured", **facts).splitlines()
     else:
         facts = prepare_table(result)
@@ -216,7 +216,7 @@ def owner(chart: Path) -> Path | None:
     return chart.with_name(f"{max(stems, key=len)}.json") if stems else None
 
 
-def published(item: Item) -> list[str]:
+def tabulate_published(item: Item) -> list[str]:
     assert item.numbers is not None
     rows = [[name, *(show_published(row[c]) for c in item.columns)] for name, row in item.numbers.items()]
     return ["The paper's numbers, %:", "", *markdown_table(["", *item.columns], rows), ""]

@@ -13,17 +13,17 @@ ROOT = Path(__file__).parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "results" / "paper"
 
 
-def stored(name: str) -> dict[str, Any]:
+def load_stored(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return found
 
 
-def by_sigma(name: str, what: str, series: str) -> dict[float, float]:
-    return {row["sigma"]: row[what] for row in stored(name)["rows"] if row["series"] == series}
+def index_by_sigma(name: str, what: str, series: str) -> dict[float, float]:
+    return {row["sigma"]: row[what] for row in load_stored(name)["rows"] if row["series"] == series}
 
 
 def settings(name: str) -> str:
-    result = stored(name)
+    result = load_stored(name)
     plan, p = result["settings"], result["provenance"]
     shape = f"{plan['length']:,} tokens, head dim {plan['dim']}, {plan['seeds']} seeds"
     return f"{shape}; `lln reproduce {name}`, commit {p['commit']}"
@@ -32,7 +32,7 @@ def settings(name: str) -> str:
 def matching() -> str:
     """Entropies of softmax and of LLN by matching."""
     kinds = ("softmax", "paper", "variance", "entropy")
-    found = {kind: by_sigma("fig2", "entropy", kind) for kind in kinds}
+    found = {kind: index_by_sigma("fig2", "entropy", kind) for kind in kinds}
     header = ["sigma_q = sigma_k", "temperature", "softmax, bits", *(f'`"{kind}"`' for kind in kinds[1:])]
     rows = [
         [f"{sigma:.3g}", f"{1 / sigma**2:.2f}", *(f"{found[kind][sigma]:.2f}" for kind in kinds)]
@@ -44,17 +44,17 @@ def matching() -> str:
 
 def line() -> str:
     """The variance of log P after matching over softmax's."""
-    softmax = by_sigma("fig5b", "variance", "softmax")
-    found = {kind: by_sigma("fig5b", "variance", kind) for kind in ("paper", "variance")}
+    softmax = index_by_sigma("fig5b", "variance", "softmax")
+    found = {kind: index_by_sigma("fig5b", "variance", kind) for kind in ("paper", "variance")}
     rows = [[f'`"{kind}"`', *(f"{x[sigma] / softmax[sigma]:.2f}" for sigma in softmax)] for kind, x in found.items()]
     lines = markdown_table(["sigma_q = sigma_k", *(f"{sigma:g}" for sigma in softmax)], rows)
     return "\n".join([*lines, "", f"Variance of log P over softmax's (1 is right), {settings('fig5b')}.", ""])
 
 
 def lognormal() -> str:
-    fits = {row["series"]: row for row in stored("fig7")["rows"] if row["kind"] == "fit"}
+    fits = {row["series"]: row for row in load_stored("fig7")["rows"] if row["kind"] == "fit"}
     softmax, lln = fits["softmax"], fits["paper"]
-    moments = {v["claim"]: v["numbers"] for v in stored("fig5a")["verdicts"]}
+    moments = {v["claim"]: v["numbers"] for v in load_stored("fig5a")["verdicts"]}
     moderate = next(n["largest_deviation"] for n in moments.values() if "largest_deviation" in n)
     far = next(n["deviation_at_largest_sigma"] for n in moments.values() if "deviation_at_largest_sigma" in n)
     return (
@@ -66,9 +66,9 @@ def lognormal() -> str:
     )
 
 
-def trained() -> str:
+def describe_trained() -> str:
     """What the README says of models trained from scratch."""
-    table = stored("mini/table1")
+    table = load_stored("mini/table1")
     (near,) = (
         d for d in table["differences"] if d["column"] == "MLM loss" and {d["a"], d["b"]} == {"softmax", "lln_diag"}
     )
@@ -106,7 +106,7 @@ def convolution() -> str:
 
 
 QUOTES = {
-    ROOT / "README.md": {"trained": trained},
+    ROOT / "README.md": {"trained": describe_trained},
     DOCS / "matching.md": {"matching": matching},
     DOCS / "mechanism.md": {"convolved": convolution},
     DOCS / "limits.md": {"line": line, "lognormal": lognormal},

@@ -3,7 +3,8 @@
     make test-matrix
 
 Each combination gets an environment of its own below .venv-matrix/ (gigabytes, where torch brings CUDA), and a line in
-results/test-matrix.json when it is through. A Python that is not found is told so, and the others go on.
+results/test-matrix.json when it is through: what passed and failed, and which files of tests were left out, and why (an
+old torch brings a Triton that the kernels cannot use). A Python that is not found is told so, and the others go on.
 """
 
 from __future__ import annotations
@@ -92,12 +93,16 @@ def run(cell: Cell, folder: Path, more: list[str]) -> dict[str, object]:
     counts = dict.fromkeys(("passed", "failed", "error", "skipped"), 0)
     for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", lines[-1] if lines else ""):
         counts[word] = int(number)
+    left_out = [
+        {"files": int(count), "which": which, "why": why}
+        for count, which, why in re.findall(r"^LEFT OUT (\d+): (\S+): (.*)$", done.stdout, re.MULTILINE)
+    ]
     versions = {name: ask_version(inside, name) for name in ("torch", "transformers")}
     outcome = "passed" if done.returncode == 0 else "failed"
     seconds = round(time.monotonic() - start)
     return {
         "cell": cell.name, "python": ask_python(inside), **versions, "outcome": outcome, **counts, "names": failed,
-        "seconds": seconds,
+        "left_out": left_out, "seconds": seconds,
     }  # fmt: skip
 
 

@@ -15,39 +15,54 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# Old name -> new name; what is not there has moved with its room. Not by lln.files: that is a module of lln, too.
-MOVED: dict[str, str] = json.loads((Path(__file__).parent / "data" / "moved.json").read_text(encoding="utf-8"))
+# Old name -> new name, or several where what was one module is now more; what is not there has moved with its room. Not
+# by lln.files: that is a module of lln, too.
+MOVED: dict[str, str | list[str]] = json.loads((Path(__file__).parent / "data" / "moved.json").read_text("utf-8"))
 FUNCTIONS = ("attention", "mechanisms")  # of lln, which the modules of these names must not hide
 WARNED: set[str] = set()  # a search for a module, without importing it, comes here as well
 
 
-def find_new(old: str) -> str | None:
-    """The new name of a module, or None where it has not moved.
+def find_new(old: str) -> list[str]:
+    """The new names of a module: one, several where its names are now in several, none where it has not moved.
 
     >>> find_new("lln.training.config")
-    'lln.lab.train.config'
+    ['lln.lab.train.config']
     """
     room, rest = old, ""
     while room not in MOVED:
         room, dot, last = room.rpartition(".")
         if not dot:
-            return None
+            return []
         rest = f".{last}{rest}"
-    return MOVED[room] + rest
+    new = MOVED[room]
+    return [name + rest for name in ([new] if isinstance(new, str) else new)]
+
+
+def warn_once(old: str) -> None:
+    if old not in WARNED:
+        WARNED.add(old)
+        warnings.warn(
+            f"{old} is now {' and '.join(find_new(old))}; the old name works in this release and not in the next.",
+            DeprecationWarning,
+            stacklevel=3,
+        )
 
 
 class Room(types.ModuleType):
-    """A package by its old name, with the names of the new one. It is not the new one: that has its own name, by which
-    Python would look for the modules that have left it."""
+    """A package, or a module that is now several, by its old name and with the names of the new ones. A package is not
+    the new one: that has its own name, by which Python would look for the modules that have left it."""
 
-    def __init__(self, old: str, new: types.ModuleType) -> None:
-        super().__init__(old, new.__doc__)
+    def __init__(self, old: str, new: list[types.ModuleType]) -> None:
+        super().__init__(old, new[0].__doc__)
         self._new = new
 
     def __getattr__(self, name: str) -> Any:
         if f"{self.__name__}.{name}" in MOVED:  # whatever the new room calls so is something else
             raise AttributeError(f"{self.__name__}.{name} is a module that was not imported yet.")
-        return getattr(self._new, name)
+        found = getattr(next((new for new in self._new if hasattr(new, name)), self._new[0]), name)
+        if not name.startswith("__"):  # Python's own names are asked for on the way to a module of the room
+            warn_once(self.__name__)
+        return found
 
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
@@ -58,15 +73,16 @@ class Room(types.ModuleType):
 
 
 class Loader(importlib.abc.Loader):
-    """Gives the module in its new place, the very same; in the place of a package, a room."""
+    """Gives the module in its new place, the very same; in the place of a package, or of several modules, a room."""
 
-    def __init__(self, new: str) -> None:
+    def __init__(self, new: list[str]) -> None:
         self.new = new
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        module = importlib.import_module(self.new)
-        self.own = module.__spec__
-        return module if spec.submodule_search_locations is None else Room(spec.name, module)
+        modules = [importlib.import_module(name) for name in self.new]
+        self.own = modules[0].__spec__
+        is_same = spec.submodule_search_locations is None and len(modules) == 1
+        return modules[0] if is_same else Room(spec.name, modules)
 
     def exec_module(self, module: types.ModuleType) -> None:
         if not isinstance(module, Room):
@@ -79,18 +95,13 @@ class Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        new = find_new(fullname) if fullname.startswith("lln.") else None
-        found = new and importlib.util.find_spec(new)
-        if new is None or not found:
+        new = find_new(fullname) if fullname.startswith("lln.") else []
+        found = importlib.util.find_spec(new[0]) if new else None
+        if found is None:
             return None
-        if fullname not in WARNED:
-            WARNED.add(fullname)
-            warnings.warn(
-                f"{fullname} is now {new}; the old name works in this release and not in the next.",
-                DeprecationWarning,
-                stacklevel=2,
-            )
         is_room = found.submodule_search_locations is not None
+        if not is_room:  # a room warns when a name of it is used: it may be imported for the sake of a module in it
+            warn_once(fullname)
         return importlib.machinery.ModuleSpec(fullname, Loader(new), is_package=is_room)
 
 

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from lln.backend import block_start
 from lln.kernels.call import Call
+from lln.kernels.carry import Layout
 from lln.kernels.common import compute_dtype, constant
 from lln.kernels.evidence import SIGNED, count_channels
 from lln.state import LLNState, check_state
 from lln.values import check_choice, check_flag, check_fraction, check_number, describe
 
 Coefficient = float | Tensor
-Mix = Coefficient | tuple[Coefficient, Coefficient]
+Mix = Coefficient | tuple[Coefficient, Coefficient] | Literal["evidence"]
 Backend = Literal["auto", "eager", "triton"]
 CuSeqlens = Tensor | tuple[Tensor, Tensor]
 Matching = Literal["paper", "variance", "entropy"]
@@ -66,6 +67,8 @@ def check_call(
     directions: Directions | None = None,
     block_size: int | None = None,
     mix: Mix = 0.5,
+    overlap: bool = False,
+    evidence_offset: Coefficient = 0.0,
     is_causal: bool = False,
     dropout_p: float = 0.0,
     state: LLNState | None = None,
@@ -90,10 +93,14 @@ def check_call(
     width = channels if isinstance(channelled, Tensor) else dim
     alpha = coefficient("alpha", 1.0 if alpha is None else alpha, (batch, query_heads, dim), dtype, query.device)
     given, beta = beta, coefficient("beta", beta, (batch, key_heads, width), dtype, query.device)
-    weights = mix_weights(mix, block_size, (batch, query_heads, value_dim), dtype, query.device)
+    weights: tuple[Tensor | None, Tensor | None] = None, None
+    joint = check_joint(mix, read, block_size, overlap, evidence_offset)
+    offset = joint_offset(evidence_offset, (batch, query_heads), dtype, query.device) if joint else None
+    if not joint:
+        weights = mix_weights(mix, block_size, (batch, query_heads, value_dim), dtype, query.device)
     if state is not None:
         used = beta.detach() if isinstance(given, Tensor) else float(given)  # type: ignore[arg-type]
-        check_state(state, batch, key, value, block_size, used, read, channels)
+        check_state(state, batch, key, value, block_size, used, read, channels, joint, overlap)
     scale = 1.0 / math.sqrt(dim) if scale is None else check_number("scale", scale)
     count = None if state is None else state.count
     return Call(
@@ -119,7 +126,12 @@ def check_call(
         mean_key=None if state is None else state.mean_key,
         entropy=None if state is None else state.entropy,
         count=count,
-        start=None if block_size is None else block_start(key, key_mask, cu_key, count, block_size),
+        joint=joint,
+        overlap=overlap,
+        offset=offset,
+        start=None
+        if block_size is None
+        else block_start(key, key_mask, cu_key, count, Layout.choose(block_size, overlap, is_causal).rows),
         open_key=None if state is None else state.block_key,
         open_value=None if state is None else state.block_value,
         open_mask=None if state is None else state.block_mask,
@@ -132,10 +144,43 @@ def check_read(read: Any, alpha: Any, beta: Any, directions: Any) -> None:
     if beta is None or (alpha is None and read == "paper"):
         name = "beta" if beta is None else "alpha"
         raise TypeError(f"{name} is missing; give a positive number or a tensor, as of lln.match_moments.")
-    if read == "evidence" and alpha is not None:
-        raise ValueError("alpha: the evidence read has none, its temperature is scale; leave alpha out.")
+    if read == "evidence":
+        check_no_alpha(alpha)
     if read == "paper" and directions is not None:
         raise ValueError(f"directions go with read='evidence'; got {describe(directions)} and read='paper'.")
+
+
+def check_joint(mix: Any, read: str, block_size: int | None, overlap: bool, offset: Any) -> bool:
+    """Whether the evidence decides about the mix; ValueError for what does not go with that, or with another mix."""
+    check_flag("overlap", overlap)
+    if not isinstance(mix, str):
+        for name, given in (("overlap", overlap), ("evidence_offset", isinstance(offset, Tensor) or offset != 0.0)):
+            if given:
+                raise ValueError(f"{name} goes with mix='evidence'; got mix={describe(mix)}.")
+        return False
+    if mix != "evidence":
+        raise ValueError(f"mix must be a number, a tensor, a pair of them, or 'evidence'; got {mix!r}.")
+    if block_size is None or read != "evidence":
+        raise ValueError(
+            "mix='evidence' weighs blocks against what the evidence read says of all else, and needs block_size and "
+            f"read='evidence'; got block_size={block_size!r} and read={read!r}."
+        )
+    if overlap and block_size % 4:
+        raise ValueError(f"overlap needs a block_size that is a multiple of 4; got {block_size}.")
+    return True
+
+
+def joint_offset(offset: Any, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """[batch, heads, 1], where any size may be 1; None for 0."""
+    if not isinstance(offset, Tensor) and check_number("evidence_offset", offset, " or a tensor") == 0.0:
+        return None
+    return coefficient("evidence_offset", offset, (*shape, 1), dtype, device, positive=False)
+
+
+def check_no_alpha(alpha: Any) -> None:
+    """Of the evidence read."""
+    if alpha is not None:
+        raise ValueError("alpha: the evidence read has none, its temperature is scale; leave alpha out.")
 
 
 def check_directions(directions: Any, key: Tensor) -> Tensor | str | None:
@@ -333,13 +378,18 @@ def coefficient(
     )
 
 
+def check_no_mix(mix: Any) -> None:
+    """Of attention without blocks."""
+    if not isinstance(mix, (int, float)) or mix != 0.5:
+        raise ValueError(f"mix weighs LLN against the blocks and needs block_size; got {describe(mix)}.")
+
+
 def mix_weights(
     mix: Any, block_size: int | None, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """(factor of the linear part, factor of the block part), None where there are no blocks."""
     if block_size is None:
-        if not isinstance(mix, (int, float)) or mix != 0.5:
-            raise ValueError(f"mix weighs LLN against the blocks and needs block_size; got {describe(mix)}.")
+        check_no_mix(mix)
         return None, None
     if isinstance(mix, (tuple, list)):
         if len(mix) != 2:

@@ -22,7 +22,7 @@ from lln.checks import (
 )
 from lln.kernels import eager
 from lln.kernels.carry import open_block
-from lln.kernels.common import autocast_enabled
+from lln.kernels.common import is_autocast_enabled
 from lln.kernels.step import is_step, step
 from lln.kernels.triton import attend as triton
 from lln.state import LLNState
@@ -35,7 +35,7 @@ __all__ = ["Backend", "Coefficient", "CuSeqlens", "Mix", "lln_attention"]
 def lln_attention(
     query: Tensor, key: Tensor, value: Tensor, alpha: Coefficient | None = ..., beta: Coefficient | None = ..., *,
     read: Read = ..., directions: Directions | None = ..., block_size: int | None = ..., mix: Mix = ...,
-    is_causal: bool = ..., key_mask: Tensor | None = ...,
+    overlap: bool = ..., evidence_offset: Coefficient = ..., is_causal: bool = ..., key_mask: Tensor | None = ...,
     dropout_p: float = ..., cu_seqlens: CuSeqlens | None = ..., state: LLNState | None = ...,
     return_state: Literal[False] = ..., scale: float | None = ..., backend: Backend = ...,
 ) -> Tensor: ...  # fmt: skip
@@ -43,7 +43,7 @@ def lln_attention(
 def lln_attention(
     query: Tensor, key: Tensor, value: Tensor, alpha: Coefficient | None = ..., beta: Coefficient | None = ..., *,
     read: Read = ..., directions: Directions | None = ..., block_size: int | None = ..., mix: Mix = ...,
-    is_causal: bool = ..., key_mask: Tensor | None = ...,
+    overlap: bool = ..., evidence_offset: Coefficient = ..., is_causal: bool = ..., key_mask: Tensor | None = ...,
     dropout_p: float = ..., cu_seqlens: CuSeqlens | None = ..., state: LLNState | None = ...,
     return_state: Literal[True], scale: float | None = ..., backend: Backend = ...,
 ) -> tuple[Tensor, LLNState]: ...  # fmt: skip
@@ -51,7 +51,7 @@ def lln_attention(
 def lln_attention(
     query: Tensor, key: Tensor, value: Tensor, alpha: Coefficient | None = ..., beta: Coefficient | None = ..., *,
     read: Read = ..., directions: Directions | None = ..., block_size: int | None = ..., mix: Mix = ...,
-    is_causal: bool = ..., key_mask: Tensor | None = ...,
+    overlap: bool = ..., evidence_offset: Coefficient = ..., is_causal: bool = ..., key_mask: Tensor | None = ...,
     dropout_p: float = ..., cu_seqlens: CuSeqlens | None = ..., state: LLNState | None = ...,
     return_state: bool, scale: float | None = ..., backend: Backend = ...,
 ) -> Tensor | tuple[Tensor, LLNState]: ...  # fmt: skip
@@ -66,6 +66,8 @@ def lln_attention(
     directions: Directions | None = None,
     block_size: int | None = None,
     mix: Mix = 0.5,
+    overlap: bool = False,
+    evidence_offset: Coefficient = 0.0,
     is_causal: bool = False,
     key_mask: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -101,7 +103,17 @@ def lln_attention(
         block_size: LLN+Diag: adds softmax attention inside consecutive blocks of so many tokens, counted from each
             sequence's first valid token. None: LLN alone.
         mix: out = mix * lln + (1 - mix) * diag; a pair (r, p) gives r * lln + p * diag. Numbers, or tensors as alpha
-            (with value dim for dim). Needs block_size.
+            (with value dim for dim). Needs block_size. "evidence", with the evidence read: each query weighs its block
+            against all keys outside it by softmax's normaliser, which is known of the block and bounded from below
+            for the rest:
+
+                z_i = sum_c A_ic (scale q_i . K_c + H_c)      out_i = w_i far_i + (1 - w_i) near_i
+                A_i = softmax over c of what z_i averages     w_i = sigmoid(z_i + evidence_offset - ln Z_i)
+
+            with far_i and its K, H and S of the keys outside the block, Z_i = sum of exp(scale q_i . k_j) inside it.
+        overlap: with mix="evidence": in place of blocks, windows of block_size keys around every block_size / 2
+            queries, a quarter of it further on both sides; causal: half of it before them.
+        evidence_offset: with mix="evidence": a number, or a tensor [heads] or [batch, heads].
         is_causal: a query attends its own and earlier positions. Needs query and key of equal length.
         key_mask: [batch, key length] bool, True = attend. It hides keys; it never touches query rows. A row that has
             nothing to attend to gives zeros. What is hidden must still be finite: 0 times NaN is NaN.
@@ -172,17 +184,19 @@ def lln_attention(
         inputs = check_inputs(*autocast(query, key, value), key_mask=key_mask, cu_seqlens=cu_seqlens)
         return attend_checked(
             inputs, alpha, beta, state=state, return_state=return_state, backend=backend, block_size=block_size,
-            mix=mix, is_causal=is_causal, dropout_p=dropout_p, scale=scale, read=read, directions=directions,
+            mix=mix, overlap=overlap, evidence_offset=evidence_offset, is_causal=is_causal, dropout_p=dropout_p,
+            scale=scale, read=read, directions=directions,
         )  # fmt: skip
 
     found: Tensor | tuple[Tensor, LLNState]
     special = state is not None or return_state is not False or cu_seqlens is not None or read != "paper"
-    if special or directions is not None or backend == "eager":
+    special = special or directions is not None or overlap is not False or isinstance(evidence_offset, Tensor)
+    if special or backend == "eager":
         found = attend()
     else:
         tensors = alpha if isinstance(alpha, Tensor) else None, beta if isinstance(beta, Tensor) else None
         numbers = None if tensors[0] is not None else alpha, None if tensors[1] is not None else beta
-        options = (*numbers, block_size, mix, is_causal, dropout_p, scale, backend)
+        options = (*numbers, block_size, mix, evidence_offset, is_causal, dropout_p, scale, backend)
         found = triton.attend_known(options, (query, key, value, key_mask, *tensors), backend, attend)
     return found
 
@@ -196,12 +210,14 @@ def attend_checked(
     call = check_call(inputs, alpha=alpha, beta=beta, state=state, return_state=return_state, **options)
     check_choice("backend", backend, *BACKENDS)
     run = choose(backend, call)
+    block: dict[str, Any]
     if is_step(call) and (run is eager.attend or triton.can_step(call)):
         out, log_sum, mean_value, block = step(call) if run is eager.attend else triton.step(call)
     else:
         out, log_sum, mean_value, *more = run(call)
         block = open_block(call) if return_state and call.block_size is not None else {}
         block |= dict(zip(("mean_key", "entropy"), more, strict=False))
+        block |= {"outside": call.joint, "overlap": call.overlap}
     if not return_state:
         return out
     if inputs.key.shape[-2] == 0:  # no new keys, so whatever beta is now has no part in the state
@@ -214,7 +230,7 @@ def attend_checked(
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under torch.autocast the inputs take its dtype, as they do for scaled_dot_product_attention."""
-    if not isinstance(query, Tensor) or not autocast_enabled(query.device.type):
+    if not isinstance(query, Tensor) or not is_autocast_enabled(query.device.type):
         return query, key, value
     dtype = torch.get_autocast_dtype(query.device.type)
 

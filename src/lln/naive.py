@@ -70,11 +70,12 @@ def naive_lln_diag(
 
 def naive_evidence(
     query: Tensor, key: Tensor, value: Tensor, beta: Any, *, directions: Any = None, block_size: int | None = None,
-    mix: Any = 0.5, scale: float | None = None, is_causal: bool = False, key_mask: Tensor | None = None,
-    cu_seqlens: Any = None,
+    mix: Any = 0.5, overlap: bool = False, evidence_offset: Any = 0.0, scale: float | None = None,
+    is_causal: bool = False, key_mask: Tensor | None = None, cu_seqlens: Any = None,
 ) -> Tensor:  # fmt: skip
     """The evidence read, which is not the paper's, with or without blocks: [B, Hq, Nq, Dv] in float64. Each query has
-    the weights of its own keys written out, [B, Hk, Nq, Nk, channels].
+    the weights of its own keys written out, [B, Hk, Nq, Nk, channels]. With mix="evidence" these are the keys outside
+    its block, and how much they count follows from their evidence.
 
     >>> q, k, v = torch.randn(3, 1, 1, 4, 8, generator=torch.Generator().manual_seed(0)).double()
     >>> one = naive_evidence(q, k[:, :, :1], v[:, :, :1], 1.0)  # of one key nothing but its value can come
@@ -83,7 +84,8 @@ def naive_evidence(
     """
     return naive_attention(
         query, key, value, 1.0, beta, block_size=block_size, mix=mix, scale=scale, is_causal=is_causal,
-        key_mask=key_mask, cu_seqlens=cu_seqlens, read="evidence", directions=directions,
+        key_mask=key_mask, cu_seqlens=cu_seqlens, read="evidence", directions=directions, overlap=overlap,
+        evidence_offset=evidence_offset,
     ).out  # fmt: skip
 
 
@@ -107,11 +109,15 @@ def masked_softmax(score: Tensor, allowed: Tensor, dim: int = -1) -> Tensor:
     return score.masked_fill(~allowed, torch.finfo(score.dtype).min).softmax(dim) * allowed
 
 
-def per_head(number: Any, batch: int, heads: int, width: int) -> Tensor:
+def expand_per_head(number: Any, batch: int, heads: int, width: int) -> Tensor:
     """A number, [], [H], [B, H], [H, width] or [B, H, width] -> [B, H, 1 or width]."""
     x: Tensor = torch.as_tensor(number, dtype=torch.float64)
     if x.dim() == 2:
-        assert x.shape in ((batch, heads), (heads, width))
+        if x.shape not in ((batch, heads), (heads, width)):
+            raise ValueError(
+                f"alpha, beta and mix of two dimensions must be [batch, heads] = [{batch}, {heads}] or [heads, dim] = "
+                f"[{heads}, {width}]; got {list(x.shape)}."
+            )
         x = x[:, :, None] if x.shape == (batch, heads) else x[None]
     elif x.dim() < 2:
         x = x.reshape(1, -1, 1)
@@ -134,6 +140,8 @@ def naive_attention(
     scale: float | None = None,
     read: str = "paper",
     directions: Any = None,
+    overlap: bool = False,
+    evidence_offset: Any = 0.0,
 ) -> Result:
     """Any of them, and (log_sum, mean_value) of the state after it."""
     query, key, value = query.double(), key.double(), value.double()
@@ -141,9 +149,11 @@ def naive_attention(
     batch = query.shape[0] if cu_seqlens is None else len(packs[0]) - 1
     (hq, dim), (hk, value_dim) = query.shape[1::2], value.shape[1::2]
     width = directions.shape[-2] if isinstance(directions, Tensor) else dim
-    alpha, beta = per_head(alpha, batch, hq, dim), per_head(beta, batch, hk, width)
-    r, p = mix if isinstance(mix, Sequence) else (mix, 1 - mix)
-    r, p = per_head(r, batch, hq, value_dim), per_head(p, batch, hq, value_dim)
+    alpha, beta = expand_per_head(alpha, batch, hq, dim), expand_per_head(beta, batch, hk, width)
+    joint = isinstance(mix, str)
+    r, p = (0.5, 0.5) if joint else mix if isinstance(mix, Sequence) else (mix, 1 - mix)
+    offset = expand_per_head(evidence_offset, batch, hq, 1)  # [B, Hq, 1]
+    r, p = expand_per_head(r, batch, hq, value_dim), expand_per_head(p, batch, hq, value_dim)
     if key_mask is None:
         key_mask = torch.ones(key.shape[0], key.shape[2], dtype=torch.bool)
 
@@ -151,10 +161,11 @@ def naive_attention(
         parts = []
         for s in range(batch):
             rows, cols = (slice(int(cu[s]), int(cu[s + 1])) for cu in packs)
-            own = [x[s : s + 1] for x in (alpha, beta, r, p)]
+            own = [x[s : s + 1] for x in (alpha, beta, r, p, offset)]
             held = None if state is None else state.index_select(torch.tensor([s]))
             parts.append(naive_attention(
-                query[:, :, rows], key[:, :, cols], value[:, :, cols], *own[:2], mix=own[2:], block_size=block_size,
+                query[:, :, rows], key[:, :, cols], value[:, :, cols], *own[:2],
+                mix=mix if joint else own[2:4], overlap=overlap, evidence_offset=own[4], block_size=block_size,
                 is_causal=is_causal, key_mask=key_mask[:, cols], state=held, scale=scale, read=read,
                 directions=directions,
             ))  # fmt: skip
@@ -176,8 +187,18 @@ def naive_attention(
         visible = visible & torch.ones(n, m, dtype=torch.bool).tril()
 
     scale = dim**-0.5 if scale is None else scale
+    if joint:
+        assert block_size is not None
+        near = visible & see_window(key_mask, n, block_size, overlap, is_causal)
+        far, evidence = read_evidence(query, key, value, bk, visible & ~near, scale)
+        score = scale * query @ heads(key).transpose(-1, -2)
+        normaliser = score.masked_fill(~near, torch.finfo(score.dtype).min).logsumexp(-1)
+        weight = torch.sigmoid(evidence + offset - normaliser)
+        weight = torch.where(near.any(-1), weight, 1.0) * (visible & ~near).any(-1)
+        out = weight[..., None] * far + (1 - weight[..., None]) * (masked_softmax(score, near) @ heads(value))
+        return Result(out, *_fold(bk, value, key_mask, state))
     if read == "evidence":
-        out = read_evidence(query, key, value, bk, visible, scale)
+        out, _ = read_evidence(query, key, value, bk, visible, scale)
     else:
         # A state is D further keys that everyone sees: key c has the exponent log_sum_c in channel c, -inf in all
         # others, and the value mean_value_c. Its log similarity to query i is therefore alpha q_ic + log_sum_c.
@@ -205,9 +226,21 @@ def naive_attention(
     return Result(out, log_sum, mean_value)
 
 
-def read_evidence(query: Tensor, key: Tensor, value: Tensor, x: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """The linear part of the evidence read by its definition: zeros where a query sees nothing. x [B, Hk, Nk, M] are
-    the channels' exponents, visible [B, 1, Nq, Nk]."""
+def see_window(key_mask: Tensor, length: int, block_size: int, overlap: bool, is_causal: bool) -> Tensor:
+    """[B, 1, Nq, Nk]: whether a key lies in the query's block, or window, counted from the first valid key."""
+    first = key_mask.int().argmax(-1)[:, None, None, None] if length else torch.zeros(1, 1, 1, 1, dtype=torch.long)
+    row, column = torch.arange(length)[:, None] - first, torch.arange(length) - first
+    rows = block_size // 2 if overlap else block_size
+    before = (block_size // 2 if is_causal else block_size // 4) if overlap else 0
+    begin = row.div(rows, rounding_mode="floor") * rows - before
+    return (row >= 0) & (column >= begin) & (column < begin + block_size)
+
+
+def read_evidence(
+    query: Tensor, key: Tensor, value: Tensor, x: Tensor, visible: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(the linear part of the evidence read by its definition, zeros where a query sees nothing; its evidence [B, Hq,
+    Nq]). x [B, Hk, Nk, M] are the channels' exponents, visible [B, 1, Nq, Nk]."""
     seen = visible[..., None].expand(-1, -1, -1, -1, x.shape[-1])  # [B, 1, Nq, Nk, M]
     b = masked_softmax(x[:, :, None].expand(-1, -1, query.shape[2], -1, -1), seen, dim=3)  # [B, Hk, Nq, Nk, M]
     entropy = -(b * b.clamp_min(1e-300).log()).sum(3)  # [B, Hk, Nq, M]; 0 ln 0 = 0, also in the gradient
@@ -215,8 +248,9 @@ def read_evidence(query: Tensor, key: Tensor, value: Tensor, x: Tensor, visible:
     mean_value = torch.einsum("bhnjm,bhjd->bhnmd", b, value)
     group = query.shape[1] // key.shape[1]
     entropy, centre, mean_value = (t.repeat_interleave(group, dim=1) for t in (entropy, centre, mean_value))
-    a = (scale * torch.einsum("bhnd,bhnmd->bhnm", query, centre) + entropy).softmax(-1)
-    return torch.einsum("bhnm,bhnmd->bhnd", a, mean_value)
+    logits = scale * torch.einsum("bhnd,bhnmd->bhnm", query, centre) + entropy
+    a = logits.softmax(-1)
+    return torch.einsum("bhnm,bhnmd->bhnd", a, mean_value), (a * logits).sum(-1)
 
 
 def _fold(bk: Tensor, value: Tensor, key_mask: Tensor, state: Any) -> tuple[Tensor, Tensor]:

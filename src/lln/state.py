@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +58,8 @@ class LLNState:
     block_mask: Tensor | None = None  # [B, block_size] bool, which of the rows hold a key that may be attended to
     mean_key: Tensor | None = None  # [B, H, M, D] as mean_value; this and entropy only with the evidence read
     entropy: Tensor | None = None  # [B, H, M] float64
+    outside: bool = False  # mix="evidence": block_key and block_value hold keys that are in nothing else here
+    overlap: bool = False  # of them: half of block_key's rows come before the open group of as many
 
     def __post_init__(self) -> None:
         log_sum, mean = self.log_sum, self.mean_value
@@ -88,11 +91,14 @@ class LLNState:
         block_size: int | None = None,
         read: str = "paper",
         channels: int | None = None,
+        mix: str | None = None,
+        overlap: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> LLNState:
         """The state of no keys at all. `heads` are key heads; `dtype` is that of the keys and values to come;
-        `channels` are those of the evidence read where there are more than head_dim.
+        `channels` are those of the evidence read where there are more than head_dim; mix="evidence" and overlap are
+        for calls that have them.
 
         >>> LLNState.empty(1, 2, 8, block_size=4)
         LLNState(batch=1, heads=2, head_dim=8, value_dim=8, block_size=4, dtype=torch.float32, device=cpu)
@@ -103,10 +109,14 @@ class LLNState:
             raise ValueError(f"LLNState.empty: read must be 'paper' or 'evidence'; got {read!r}.")
         if channels is not None and read != "evidence":
             raise ValueError(f"LLNState.empty: channels go with read='evidence'; got read={read!r}.")
+        if mix not in (None, "evidence"):
+            raise ValueError(f"LLNState.empty: mix must be 'evidence', or left out for all others; got {mix!r}.")
+        if (mix is not None and (read != "evidence" or block_size is None)) or (overlap and mix is None):
+            raise ValueError("LLNState.empty: overlap needs mix='evidence', and that read='evidence' and block_size.")
         shape, wide = (batch, heads, head_dim if channels is None else channels), compute_dtype(dtype)
         log_sum = torch.full(shape, -torch.inf, dtype=wide_dtype(device), device=device)
         mean = torch.zeros(*shape, value_dim, dtype=wide, device=device)
-        more: dict[str, Tensor] = {}
+        more: dict[str, Any] = {}
         if read == "evidence":
             more["mean_key"] = torch.zeros(*shape, head_dim, dtype=wide, device=device)
             more["entropy"] = torch.zeros(shape, dtype=wide_dtype(device), device=device)
@@ -120,6 +130,8 @@ class LLNState:
             block_key=torch.zeros(batch, heads, block_size, head_dim, dtype=dtype, device=device),
             block_value=torch.zeros(batch, heads, block_size, value_dim, dtype=dtype, device=device),
             block_mask=torch.zeros(batch, block_size, dtype=torch.bool, device=device),
+            outside=mix is not None,
+            overlap=overlap,
         )
 
     @property
@@ -173,7 +185,8 @@ class LLNState:
             if mine != others:
                 raise ValueError(f"LLNState.merge: the states differ in {what}, {mine} and {others}; use .to() on one.")
         if self.block_size is not None or other.block_size is not None:
-            if self.block_size == other.block_size:
+            same = self.outside == other.outside and self.overlap == other.overlap
+            if self.block_size == other.block_size and same:
                 for state, rest in ((self, other), (other, self)):
                     if state.count is not None and not state.count.any():
                         return rest
@@ -182,7 +195,7 @@ class LLNState:
                 "depends on all that came before; pass the earlier state as lln_attention(..., state=...) with the "
                 "later tokens."
             )
-        if not same_beta(self.beta, other.beta):
+        if not is_same_beta(self.beta, other.beta):
             raise ValueError(
                 "LLNState.merge: the states were made with different beta, so their sums are not comparable; "
                 "make both with the same beta."
@@ -195,7 +208,8 @@ class LLNState:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> LLNState:
         held = [getattr(self, name) for name in FIELDS]
-        return LLNState(*(function(t) if isinstance(t, Tensor) else t for t in held))
+        moved: list[Any] = [function(t) if isinstance(t, Tensor) else t for t in held]
+        return LLNState(*moved)
 
     def to(
         self,
@@ -215,7 +229,7 @@ class LLNState:
         moved = self._map(lambda t: t.to(device=device, non_blocking=non_blocking))
         if dtype is None:
             return moved
-        cast = {"mean_value": moved.mean_value.to(compute_dtype(dtype))}
+        cast: dict[str, Any] = {"mean_value": moved.mean_value.to(compute_dtype(dtype))}
         if moved.mean_key is not None:
             cast["mean_key"] = moved.mean_key.to(compute_dtype(dtype))
         if moved.block_key is not None and moved.block_value is not None:
@@ -275,7 +289,7 @@ def list_evidence(state: LLNState) -> evidence.Held:
     return evidence.Held(state.log_sum, state.mean_value, state.mean_key, state.entropy)
 
 
-def same_beta(first: float | Tensor | None, second: float | Tensor | None) -> bool:
+def is_same_beta(first: float | Tensor | None, second: float | Tensor | None) -> bool:
     """Whether two states, or a state and a call, used one beta, as far as is known without waiting for a device."""
     if first is None or second is None or first is second:
         return True
@@ -289,9 +303,13 @@ def same_beta(first: float | Tensor | None, second: float | Tensor | None) -> bo
     return torch.allclose(one.float(), two.float(), rtol=1e-6, atol=0.0)
 
 
+def describe_mix(outside: bool, overlap: bool) -> str:
+    return f"{'' if outside else 'another mix than '}mix='evidence'{' and overlap=True' if overlap else ''}"
+
+
 def check_state(
     state: LLNState, batch: int, key: Tensor, value: Tensor, block_size: int | None, beta: float | Tensor, read: str,
-    channels: int,
+    channels: int, joint: bool, overlap: bool,
 ) -> None:  # fmt: skip
     """ValueError or TypeError where a call on these keys and values cannot go on from it. batch: of sequences."""
     if not isinstance(state, LLNState):
@@ -308,12 +326,17 @@ def check_state(
             f"state was made with block_size={state.block_size}, this call has block_size={block_size}; "
             "a sequence keeps one block_size from its start (LLNState.empty(..., block_size=...) begins one)."
         )
+    if (state.outside, state.overlap) != (joint, overlap):
+        raise ValueError(
+            f"state was made with {describe_mix(state.outside, state.overlap)}, this call has "
+            f"{describe_mix(joint, overlap)}; use one for both."
+        )
     if state.mean_value.device != key.device:
         raise ValueError(f"state is on {state.mean_value.device}, key on {key.device}; use state.to(key.device).")
     other = state.block_key is not None and state.block_key.dtype != key.dtype
     if other or state.mean_value.dtype != compute_dtype(key.dtype):
         raise ValueError(f"state is for keys of another dtype than {key.dtype}; use state.to({key.dtype}).")
-    if not same_beta(state.beta, beta):
+    if not is_same_beta(state.beta, beta):
         raise ValueError(
             "state was made with another beta than this call's, so their sums are not comparable; "
             "give every call of one sequence the same beta."

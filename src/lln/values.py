@@ -1,8 +1,10 @@
-"""Rules for single values: numbers, counts, flags and names, each refused in a sentence that names the argument."""
+"""Rules for single values: numbers, counts, flags and names, each refused in a sentence that names the argument; and
+seeds that follow from another."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from numbers import Real
 from typing import Any
 
@@ -56,3 +58,18 @@ def check_choice(name: str, value: Any, *allowed: Any) -> None:
     if value not in allowed:
         *first, last = map(repr, allowed)
         raise ValueError(f"{name} must be {', '.join(first)} or {last}; got {value!r}.")
+
+
+def check_listed(name: str, value: Any, allowed: Collection[str]) -> None:
+    """As `check_choice`, of many names."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
+
+
+def derive_seed(seed: int, number: int) -> int:
+    """The seed of the draw of that number, where one seed stands for many draws.
+
+    >>> derive_seed(2, 7)
+    2000013
+    """
+    return seed * 1_000_003 + number

@@ -1,6 +1,5 @@
 """The convolution of queries, keys and values is its formula written out, wherever it is used."""
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,9 +11,9 @@ from torch.nn import functional
 
 import lln
 import lln.hf
-from helpers.hf_models import build_model, guesses, make_batch, output, tokens
+from helpers.hf_models import build_model, expect_guess, make_batch, output, tokens
 from helpers.recorded import assert_instruments_see_p
-from helpers.runs import Stop, stop_at
+from helpers.runs import assert_goes_on
 from helpers.tensors import make_inputs, relative_error
 from helpers.untyped import attention, mechanism, naive_attention
 from lln.lab.paper.jobs import configure
@@ -28,7 +27,7 @@ WIDE = torch.float64
 OFFSETS = torch.tensor([0, 5, 5, 12, 13], dtype=torch.int32)
 
 
-def moved(heads: int, key_heads: int, dim: int, width: int, **options: Any) -> lln.LLNAttention:
+def make_moved(heads: int, key_heads: int, dim: int, width: int, **options: Any) -> lln.LLNAttention:
     """With kernels that are far from zero."""
     made = lln.LLNAttention(heads, dim, num_key_heads=key_heads, convolution=width, dtype=WIDE, **options)
     draw = torch.Generator().manual_seed(1)
@@ -38,7 +37,7 @@ def moved(heads: int, key_heads: int, dim: int, width: int, **options: Any) -> l
     return made.eval()
 
 
-def written_out(
+def convolve_by_hand(
     x: Tensor, kernel: Tensor, is_causal: bool, mask: Tensor | None = None, offsets: Tensor | None = None
 ) -> Tensor:
     """Number by number, each token asking its neighbours."""
@@ -67,7 +66,7 @@ def test_it_is_the_formula_written_out(length: int, width: int, is_causal: bool)
     kernel = torch.randn(3, 4, width, dtype=WIDE, generator=torch.Generator().manual_seed(2))
     found = convolve(x, kernel, is_causal=is_causal, mask=None)
     assert found.shape == x.shape
-    assert torch.allclose(found, written_out(x, kernel, is_causal), rtol=0, atol=1e-13)
+    assert torch.allclose(found, convolve_by_hand(x, kernel, is_causal), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -78,7 +77,7 @@ def test_hidden_tokens_and_other_sequences_reach_nobody(how: str, is_causal: boo
     mask = torch.rand(len(x), 13, generator=torch.Generator().manual_seed(3)) > 0.4 if how != "packed" else None
     offsets = OFFSETS if how != "masked" else None
     found = convolve(x, kernel, is_causal=is_causal, mask=mask, cu_seqlens=offsets)
-    assert torch.allclose(found, written_out(x, kernel, is_causal, mask, offsets), rtol=0, atol=1e-13)
+    assert torch.allclose(found, convolve_by_hand(x, kernel, is_causal, mask, offsets), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -124,7 +123,7 @@ def test_it_rounds_as_little_as_torch(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_autocast_and_a_compiled_graph_give_the_same(overlap: bool) -> None:
     q, k, v = (t.float() for t in make_inputs(2, 4, 2, 24, 8))
-    module = moved(4, 2, 8, 5, block_size=8, overlap=overlap).float()
+    module = make_moved(4, 2, 8, 5, block_size=8, overlap=overlap).float()
     mask = torch.arange(24) < torch.tensor([[24], [17]])
     want = module(q, k, v, key_mask=mask)
     with torch.autocast("cpu", torch.bfloat16):
@@ -148,12 +147,12 @@ def test_attention_is_that_of_the_convolved(
     q, k, v = make_inputs(2, heads, key_heads, 13, dim, value_dim)
     mask = torch.arange(13) < torch.tensor([[13], [9]])
     statistics: Literal["fixed", "sample"] = "fixed" if is_causal else "sample"
-    module = moved(
+    module = make_moved(
         heads, key_heads, dim, 5, statistics=statistics, block_size=4, mix=0.3, value_dim=value_dim, backend="eager"
     )
     plain = lln.LLNAttention(heads, dim, num_key_heads=key_heads, statistics=statistics, backend="eager")
     kernels = module.conv_q, module.conv_k, module.conv_v
-    near = [written_out(t, kernel.detach(), is_causal, mask) for t, kernel in zip((q, k, v), kernels, strict=True)]
+    near = [convolve_by_hand(t, kernel.detach(), is_causal, mask) for t, kernel in zip((q, k, v), kernels, strict=True)]
     alpha, beta = plain.coefficients(*near[:2], key_mask=mask, is_causal=is_causal)
     want = naive_attention(*near, alpha, beta, block_size=4, mix=0.3, key_mask=mask, is_causal=is_causal).out
     out = module(q, k, v, key_mask=mask, is_causal=is_causal)
@@ -177,7 +176,7 @@ def test_it_starts_at_nothing_to_the_last_bit(statistics: Any, dtype: torch.dtyp
 
 @pytest.mark.parametrize("statistics", ["sample", "fixed"])
 def test_padding_packing_and_batch_mates_are_invisible(statistics: Any) -> None:
-    module = moved(4, 2, 6, 5, statistics=statistics, block_size=4)
+    module = make_moved(4, 2, 6, 5, statistics=statistics, block_size=4)
     q, k, v = make_inputs(2, 4, 2, 17, 6)
     alone = module(q[:1, :, 3:14], k[:1, :, 3:14], v[:1, :, 3:14])
     mask = torch.zeros(2, 17, dtype=torch.bool)
@@ -197,7 +196,7 @@ def test_padding_packing_and_batch_mates_are_invisible(statistics: Any) -> None:
 
 
 def test_causal_attention_does_not_see_the_future() -> None:
-    module = moved(4, 2, 6, 5, statistics="fixed", block_size=4)
+    module = make_moved(4, 2, 6, 5, statistics="fixed", block_size=4)
     q, k, v = make_inputs(2, 4, 2, 12, 6)
     whole = module(q, k, v, is_causal=True)
     for length in (1, 3, 7, 11):
@@ -206,12 +205,12 @@ def test_causal_attention_does_not_see_the_future() -> None:
 
 
 def test_running_statistics_are_those_of_the_convolved() -> None:
-    module = moved(4, 2, 6, 5, statistics="running")
+    module = make_moved(4, 2, 6, 5, statistics="running")
     module.train()
     q, k, v = make_inputs(2, 4, 2, 30, 6)
     module(q, k, v)
     module.eval()
-    near = written_out(k, module.conv_k.detach(), False)
+    near = convolve_by_hand(k, module.conv_k.detach(), False)
     want = near.transpose(0, 1).flatten(1).var(1)
     assert torch.allclose(module.running_variance_k.double(), want, rtol=1e-5)
 
@@ -241,10 +240,10 @@ def test_batches_measure_the_convolved_and_data_matching_refuses_them() -> None:
 
 def test_p_and_the_instruments_are_those_of_the_convolved() -> None:
     q, k, v = make_inputs(2, 4, 2, 12, 8)
-    module = moved(4, 2, 8, 5, block_size=4)
+    module = make_moved(4, 2, 8, 5, block_size=4)
     mask = torch.arange(12) < torch.tensor([[12], [9]])
     p, out = assert_instruments_see_p(module, q, k, v, mask)
-    values = written_out(v, module.conv_v.detach(), False, mask).repeat_interleave(2, 1)
+    values = convolve_by_hand(v, module.conv_v.detach(), False, mask).repeat_interleave(2, 1)
     assert relative_error(p @ values, out) < 1e-12
 
 
@@ -258,7 +257,7 @@ def test_wrong_widths_are_named(wrong: Any) -> None:
 
 def test_calls_without_the_neighbours_are_refused_in_one_sentence() -> None:
     q, k, v = make_inputs(2, 2, 2, 6, 4)
-    module = moved(2, 2, 4, 3, statistics="fixed")
+    module = make_moved(2, 2, 4, 3, statistics="fixed")
     pair = torch.tensor([0, 6], dtype=torch.int32)
     state = lln.LLNState.empty(2, 2, 4, dtype=WIDE)
     for given in ({"state": state}, {"return_state": True}):
@@ -270,7 +269,7 @@ def test_calls_without_the_neighbours_are_refused_in_one_sentence() -> None:
         module(q[:1], k[:1], v[:1], cu_seqlens=(pair, pair))
     with pytest.raises(ValueError, match=r"value must have value_dim = 4 channels; got \[2, 2, 6, 3\]"):
         module(q, k, v[..., :3])
-    decoder = moved(2, 2, 4, 3, statistics="fixed", decoder=True)
+    decoder = make_moved(2, 2, 4, 3, statistics="fixed", decoder=True)
     with pytest.raises(ValueError, match="a decoder's attention that is not causal"):
         decoder(q, k, v)
     assert decoder(q, k, v, is_causal=True).shape == q.shape
@@ -279,7 +278,7 @@ def test_calls_without_the_neighbours_are_refused_in_one_sentence() -> None:
 # In models
 
 
-def shaken(model: Any) -> Any:
+def shake(model: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".conv_" in name:
@@ -291,17 +290,17 @@ def shaken(model: Any) -> Any:
 def test_models_keep_it_through_saving(kind: str, tmp_path: Path) -> None:
     model, given = build_model(kind), make_batch(kind, 0)
     before = output(model, **given)
-    with guesses():
+    with expect_guess():
         lln.hf.convert(model, convolution=5)
     assert torch.equal(output(model, **given), before)
     assert model.config.lln["convolution"] == 5
     names = [name for name, _ in model.named_parameters() if ".conv_" in name]
     layers = 4 if kind == "bart" else 2  # cross attention has none
     assert len(names) == 3 * layers
-    after = output(shaken(model), **given)
+    after = output(shake(model), **given)
     assert relative_error(after, before) > 1e-3
     model.save_pretrained(tmp_path)
-    with guesses():
+    with expect_guess():
         again = type(model).from_pretrained(tmp_path, dtype=WIDE)
     assert torch.equal(output(again.eval(), **given), after)
     model.set_attn_implementation("sdpa")
@@ -325,7 +324,7 @@ def test_a_softmax_checkpoint_begins_with_zeros(tmp_path: Path) -> None:
 def test_a_decoder_writes_without_a_cache_and_refuses_one() -> None:
     model = build_model("llama")
     lln.hf.convert(model, convolution=3, statistics="fixed")
-    shaken(model)
+    shake(model)
     ids = tokens(0, 2, 9)
     whole = model(ids, use_cache=False).logits
     assert relative_error(model(ids[:, :5], use_cache=False).logits, whole[:, :5]) < 1e-12
@@ -349,7 +348,7 @@ def test_softmax_with_the_same_convolution() -> None:
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(4)))
     for is_causal in (False, True):
         near = [
-            written_out(t, kernel.detach(), is_causal, mask)
+            convolve_by_hand(t, kernel.detach(), is_causal, mask)
             for t, kernel in zip((q, k, v), (module.conv_q, module.conv_k, module.conv_v), strict=True)
         ]
         hidden = ~mask[:, None, None] | (torch.ones(13, 13).triu(1).bool() if is_causal else False)
@@ -365,7 +364,7 @@ def test_a_model_runs_softmax_with_it_and_keeps_it(tmp_path: Path) -> None:
     before = output(model, **given)
     lln.hf.convert(model, "convolved_softmax", convolution=3)
     assert relative_error(output(model, **given), before) < 1e-12
-    after = output(shaken(model), **given)
+    after = output(shake(model), **given)
     assert relative_error(after, before) > 1e-3
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path, dtype=WIDE).eval()
@@ -404,16 +403,7 @@ def test_what_closes_the_gap_trains_and_goes_on_where_it_was_stopped(
     config = configure("mlm", "tiny", attention, 0, SMALL | {"graph": "yes", "precision": "bfloat16"})
     name, *options = attention.split(":")
     assert config.attention.label == ":".join([name, *sorted(options)])
-    whole = train(config, tmp_path / "whole", cache_dir=cache)
-    with pytest.raises(Stop):
-        train(config, tmp_path / "parts", cache_dir=cache, progress=stop_at(5))
-    said: list[str] = []
-    parts = train(config, tmp_path / "parts", cache_dir=cache, say=said.append)
-    assert "Going on from step 4." in said
-    assert parts["metrics"] == whole["metrics"]
-    lines = [(tmp_path / run / "metrics.jsonl").read_text() for run in ("whole", "parts")]
-    assert lines[0] == lines[1]
-    assert len({json.loads(line)["loss"] for line in lines[0].splitlines() if '"loss"' in line}) == 6
+    assert_goes_on(config, tmp_path, cache, stop=5)
     model = tf.AutoModelForMaskedLM.from_pretrained(tmp_path / "whole" / "model")
     fresh: Any = lln.LLNAttention(2, 16, statistics="fixed", learnable="head")
     learned = {n.split(".")[-1]: p for n, p in model.named_parameters() if ".lln." in n or ".lln_peer." in n}

@@ -1,8 +1,7 @@
 """On every device of this machine the op gives what it gives in float64 on the CPU: outputs, gradients, states."""
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 import lln
 from helpers.tensors import relative_error
 from helpers.untyped import attention, lln_attention, mechanism
+from helpers.waiting import forbid_waiting
 from lln import LLNAttention
 from lln.peers import draws
 
@@ -23,7 +23,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def on(device: str, dtype: torch.dtype, packed: bool, options: dict[str, Any]) -> list[torch.Tensor]:
+def attend_on(device: str, dtype: torch.dtype, packed: bool, options: dict[str, Any]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [(1 if packed else 2, heads, 70, dim) for heads, dim in ((4, 12), (2, 12), (2, 10))]
     q, k, v = (torch.randn(s, generator=generator).to(device, dtype).requires_grad_() for s in shapes)
@@ -47,9 +47,9 @@ def on(device: str, dtype: torch.dtype, packed: bool, options: dict[str, Any]) -
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", CALLS)
 def test_every_device_agrees_with_float64(device: str, packed: bool, name: str) -> None:
-    exact = on("cpu", torch.float64, packed, CALLS[name])
+    exact = attend_on("cpu", torch.float64, packed, CALLS[name])
     for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-        for got, wanted in zip(on(device, dtype, packed, CALLS[name]), exact, strict=True):
+        for got, wanted in zip(attend_on(device, dtype, packed, CALLS[name]), exact, strict=True):
             assert relative_error(got, wanted) < tolerance
 
 
@@ -82,22 +82,10 @@ def test_dropout_is_repeated_by_the_seed_on_every_device(device: str) -> None:
     assert not torch.equal(outs[0], outs[2])
 
 
-@contextlib.contextmanager
-def without_waiting(device: str) -> Iterator[None]:
-    """An error if the host waits for the device."""
-    if device == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        if device == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-
-
-def captured(device: str, call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+def capture(device: str, call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     """The call, checked not to wait; on a GPU its replay from a CUDA graph."""
     call()  # curves are brought to the device once
-    with without_waiting(device):
+    with forbid_waiting(device):
         call()
     if device != "cuda":
         return call
@@ -126,7 +114,7 @@ def test_statistics_and_matching_never_wait_for_the_device(device: str, matching
     expected = modules[0](*tensors, key_mask=key_mask)
     moved = [t.to(device) for t in tensors]
     hidden = key_mask.to(device)
-    out = captured(device, lambda: modules[1](*moved, key_mask=hidden))()
+    out = capture(device, lambda: modules[1](*moved, key_mask=hidden))()
     assert relative_error(out.cpu(), expected) < 1e-5
 
 
@@ -135,7 +123,7 @@ def test_running_statistics_move_on_in_a_captured_training_step(device: str) -> 
     attention = LLNAttention(2, 16, statistics="running", momentum=0.5).to(device)
     x = torch.ones(1, 2, 40, 16, device=device)
 
-    step = captured(device, lambda: attention(x, x, x))
+    step = capture(device, lambda: attention(x, x, x))
     for seed in range(12):
         x.copy_(3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
         step()
@@ -163,7 +151,7 @@ def test_no_mechanism_waits_for_the_device(name: str, device: str) -> None:
         torch.autograd.grad(out.square().sum(), moved, allow_unused=True)  # Reformer does not read its keys
         return out
 
-    assert relative_error(captured(device, step)().detach().cpu(), expected) < 1e-4
+    assert relative_error(capture(device, step)().detach().cpu(), expected) < 1e-4
 
 
 def test_what_is_drawn_for_a_mechanism_is_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import lln
 from helpers.untyped import lln_attention
 from lln import LLNState
 
@@ -24,12 +25,12 @@ def tensors(**changed: Any) -> dict[str, Any]:
     return given | changed
 
 
-def packed(**changed: Any) -> dict[str, Any]:
+def pack(**changed: Any) -> dict[str, Any]:
     given = {name: t[:1] for name, t in tensors().items() if isinstance(t, Tensor)}
     return tensors(**given, cu_seqlens=torch.tensor([0, 2, N], dtype=torch.int32)) | changed
 
 
-def state_of(**changed: Any) -> LLNState:
+def make_state(**changed: Any) -> LLNState:
     _, state = lln_attention(**tensors(is_causal=True, **changed), return_state=True)
     return state
 
@@ -112,29 +113,29 @@ REFUSED: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     ),
     # packing
     "packed batch": (ValueError, tensors(cu_seqlens=torch.tensor([0, N])), "cu_seqlens.*batch 1; got batch 2"),
-    "offset list": (TypeError, packed(cu_seqlens=[0, 2, N]), r"cu_seqlens must be an int32 tensor.*\[0, 2, 6\]"),
-    "float offsets": (ValueError, packed(cu_seqlens=torch.tensor([0.0, 6.0])), "cu_seqlens must be an int32 tensor"),
-    "one offset": (ValueError, packed(cu_seqlens=torch.tensor([0])), r"cu_seqlens.*at least \[2\]"),
-    "offsets too short": (ValueError, packed(cu_seqlens=torch.tensor([0, 5])), r"rise from 0 .* 6; got \[0, 5\]"),
-    "falling offsets": (ValueError, packed(cu_seqlens=torch.tensor([0, 4, 2, 6])), r"rise from 0 .*\[0, 4, 2, 6\]"),
+    "offset list": (TypeError, pack(cu_seqlens=[0, 2, N]), r"cu_seqlens must be an int32 tensor.*\[0, 2, 6\]"),
+    "float offsets": (ValueError, pack(cu_seqlens=torch.tensor([0.0, 6.0])), "cu_seqlens must be an int32 tensor"),
+    "one offset": (ValueError, pack(cu_seqlens=torch.tensor([0])), r"cu_seqlens.*at least \[2\]"),
+    "offsets too short": (ValueError, pack(cu_seqlens=torch.tensor([0, 5])), r"rise from 0 .* 6; got \[0, 5\]"),
+    "falling offsets": (ValueError, pack(cu_seqlens=torch.tensor([0, 4, 2, 6])), r"rise from 0 .*\[0, 4, 2, 6\]"),
     "offsets elsewhere": (
         ValueError,
-        packed(cu_seqlens=torch.tensor([0, 6], device="meta")),
+        pack(cu_seqlens=torch.tensor([0, 6], device="meta")),
         "cu_seqlens must be on the device",
     ),
     "unequal pair": (
         ValueError,
-        packed(cu_seqlens=(torch.tensor([0, 6]), torch.tensor([0, 3, 6]))),
+        pack(cu_seqlens=(torch.tensor([0, 6]), torch.tensor([0, 3, 6]))),
         "same number of sequences; got 1 and 2",
     ),
     "packed cross without a pair": (
         ValueError,
-        packed(query=torch.randn(1, HQ, 3, D), cu_seqlens=torch.tensor([0, 3])),
+        pack(query=torch.randn(1, HQ, 3, D), cu_seqlens=torch.tensor([0, 3])),
         "different lengths, 3 and 6; cross attention takes a pair",
     ),
     "packed causal pair": (
         ValueError,
-        packed(is_causal=True, cu_seqlens=(torch.tensor([0, 6]), torch.tensor([0, 6]))),
+        pack(is_causal=True, cu_seqlens=(torch.tensor([0, 6]), torch.tensor([0, 6]))),
         "is_causal needs query and key of one sequence; got a pair of cu_seqlens",
     ),
     # states
@@ -150,7 +151,7 @@ REFUSED: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
         r"use state.to\(torch.fl",
     ),
     "state elsewhere": (ValueError, tensors(state=LLNState.empty(B, HK, D, E, device="meta")), "state is on meta"),
-    "state of another beta": (ValueError, tensors(state=state_of(beta=1.0)), "state was made with another beta"),
+    "state of another beta": (ValueError, tensors(state=make_state(beta=1.0)), "state was made with another beta"),
     "bidirectional block state": (
         ValueError,
         tensors(block_size=4, return_state=True),
@@ -158,12 +159,12 @@ REFUSED: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     ),
     "state without its blocks": (
         ValueError,
-        tensors(block_size=4, is_causal=True, state=state_of()),
+        tensors(block_size=4, is_causal=True, state=make_state()),
         r"state was made with block_size=None, this call has block_size=4",
     ),
     "state with blocks": (
         ValueError,
-        tensors(is_causal=True, state=state_of(block_size=4)),
+        tensors(is_causal=True, state=make_state(block_size=4)),
         r"state was made with block_size=4, this call has block_size=None",
     ),
 }
@@ -185,7 +186,7 @@ def test_a_nested_tensor_is_sent_to_cu_seqlens() -> None:
 
 def test_the_right_arguments_are_accepted() -> None:
     assert lln_attention(**tensors()).shape == (B, HQ, N, E)
-    assert lln_attention(**packed()).shape == (1, HQ, N, E)
+    assert lln_attention(**pack()).shape == (1, HQ, N, E)
 
 
 def test_a_two_dimensional_alpha_that_can_be_read_two_ways_is_refused_and_the_remedy_works() -> None:
@@ -199,11 +200,11 @@ def test_a_two_dimensional_alpha_that_can_be_read_two_ways_is_refused_and_the_re
 
 
 def test_states_that_cannot_be_one_do_not_merge() -> None:
-    plain = state_of()
+    plain = make_state()
     with pytest.raises(ValueError, match=r"LLNState.merge: the states were made with different beta"):
-        plain.merge(state_of(beta=1.0))
+        plain.merge(make_state(beta=1.0))
     with pytest.raises(ValueError, match=r"LLNState.merge: states with an open block \(block_size\) do not merge"):
-        state_of(block_size=4).merge(state_of(block_size=4))
+        make_state(block_size=4).merge(make_state(block_size=4))
     with pytest.raises(ValueError, match=r"LLNState.merge: .* the same \[batch, heads, dim, value dim\]"):
         plain.merge(LLNState.empty(B, HK, D, 7))
     with pytest.raises(ValueError, match=r"LLNState.merge: the states differ in dtype"):
@@ -218,3 +219,26 @@ def test_a_state_of_mismatched_parts_is_refused() -> None:
         LLNState(log_sum[0], mean)
     with pytest.raises(ValueError, match="count, block_key, block_value and block_mask go together"):
         LLNState(log_sum, mean, count=torch.zeros(1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("name", ["op", "module", "multihead", "lln", "lln_diag"])
+def test_tensors_are_checked_once_whichever_way_they_come(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    usual = lln.checks.check_tensors
+
+    def check_and_note(query: Tensor, key: Tensor, value: Tensor) -> None:
+        seen.append(query)
+        usual(query, key, value)
+
+    monkeypatch.setattr(lln.checks, "check_tensors", check_and_note)
+    q = torch.randn(B, HQ, N, D)
+    if name == "op":
+        lln.lln_attention(q, q, q, 2.0, 2.0)
+    elif name == "module":
+        lln.LLNAttention(HQ, D)(q, q, q)
+    elif name == "multihead":
+        x = torch.randn(B, N, HQ * D)
+        lln.MultiheadAttention(HQ * D, HQ, batch_first=True)(x, x, x, need_weights=True)
+    else:
+        lln.attention(name, q, q, q)
+    assert len(seen) == 1

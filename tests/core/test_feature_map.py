@@ -15,7 +15,7 @@ from lln.nn.feature_map import map_features
 WIDE = torch.float64
 
 
-def moved(heads: int, key_heads: int, dim: int, **options: Any) -> lln.LLNAttention:
+def make_moved(heads: int, key_heads: int, dim: int, **options: Any) -> lln.LLNAttention:
     """With a map that is far from the identity."""
     made = lln.LLNAttention(
         heads, dim, num_key_heads=key_heads, statistics="fixed", alpha=1.3, beta=0.8, feature_map="linear",
@@ -32,7 +32,7 @@ def moved(heads: int, key_heads: int, dim: int, **options: Any) -> lln.LLNAttent
 def test_attention_is_that_of_the_formula_written_out(heads: int, key_heads: int, dim: int) -> None:
     """P_ij ~ sum_c exp(alpha q'_ic + beta k'_jc), and softmax of q' . k' inside blocks."""
     q, k, v = make_inputs(2, heads, key_heads, 13, dim)
-    module = moved(heads, key_heads, dim, block_size=4, mix=0.3)
+    module = make_moved(heads, key_heads, dim, block_size=4, mix=0.3)
     out, group = module(q, k, v), heads // key_heads
     block = torch.arange(13) // 4
     for head in range(heads):
@@ -76,7 +76,7 @@ def test_gradients(is_causal: bool) -> None:
 
 def test_a_split_sequence_is_the_whole_one_and_a_batch_mate_is_invisible() -> None:
     q, k, v = make_inputs(2, 4, 2, 20, 8)
-    module = moved(4, 2, 8, block_size=4)
+    module = make_moved(4, 2, 8, block_size=4)
     whole = module(q, k, v, is_causal=True)
     first, state = module(q[:, :, :7], k[:, :, :7], v[:, :, :7], is_causal=True, return_state=True)
     last = module(q[:, :, 7:], k[:, :, 7:], v[:, :, 7:], is_causal=True, state=state)
@@ -86,7 +86,7 @@ def test_a_split_sequence_is_the_whole_one_and_a_batch_mate_is_invisible() -> No
 
 def test_p_and_the_instruments_are_those_of_the_mapped_queries_and_keys() -> None:
     q, k, v = make_inputs(2, 4, 2, 12, 8)
-    module = moved(4, 2, 8, block_size=4)
+    module = make_moved(4, 2, 8, block_size=4)
     p, out = assert_instruments_see_p(module, q, k, v)
     assert relative_error(p @ v.repeat_interleave(2, 1), out) < 1e-12
 

@@ -1,7 +1,5 @@
 """Every gradient is the derivative of eq. (8), first and second, for every pair of options; and dropout."""
 
-import itertools
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from helpers.call_options import draw_coefficient, draw_mix, draw_state, make_offsets, mask_keys
+from helpers.call_options import cover_pairs, draw_coefficient, draw_mix, draw_state, make_offsets, mask_keys
 from helpers.tensors import normal, relative_error
 from helpers.untyped import lln_attention, naive_attention
 from lln import LLNState
@@ -34,37 +32,7 @@ OPTIONS: dict[str, list[Any]] = {
 }
 
 
-def is_legal(case: Case) -> bool:
-    if case["block_size"] is None:
-        return case["mix"] == "default" and case["scale"] is None
-    return case["is_causal"] or not (case["state"] or case["return_state"])  # an open block is causal only
-
-
-def pairs_of(case: Case) -> set[tuple]:
-    return {tuple(sorted(pair)) for pair in itertools.combinations([(n, str(x)) for n, x in case.items()], 2)}
-
-
-def all_pairs() -> list[Case]:
-    """Few cases that together contain every legal pair of option values (greedy, always the same list)."""
-    rng = random.Random(0)
-
-    def draw(**fixed: Any) -> Case:
-        return {name: fixed[name] if name in fixed else rng.choice(choices) for name, choices in OPTIONS.items()}
-
-    cases: list[Case] = []
-    covered: set[tuple] = set()
-    for first, second in itertools.combinations(OPTIONS, 2):
-        for x, y in itertools.product(OPTIONS[first], OPTIONS[second]):
-            if tuple(sorted([(first, str(x)), (second, str(y))])) in covered:
-                continue
-            drawn = [c for c in (draw(**{first: x, second: y}) for _ in range(200)) if is_legal(c)]
-            if drawn:  # otherwise the pair is illegal
-                cases.append(max(drawn, key=lambda c: len(pairs_of(c) - covered)))
-                covered |= pairs_of(cases[-1])
-    return cases
-
-
-CASES = all_pairs()
+CASES = cover_pairs(OPTIONS)
 BATCH, KEY_HEADS, DIM = 3, 2, 5
 LENGTHS = [66, 0, 7]  # of packed sequences; otherwise BATCH times 70: several of the short chunks below
 
@@ -96,7 +64,7 @@ def build(case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
     return inputs, options
 
 
-def tensors_in(inputs: dict[str, Any]) -> dict[str, Tensor]:
+def find_tensors(inputs: dict[str, Any]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, x in inputs.items():
         parts = x if isinstance(x, tuple) else (x,)  # a State is a tuple too
@@ -107,10 +75,10 @@ def tensors_in(inputs: dict[str, Any]) -> dict[str, Tensor]:
 
 def gradients(case: Case, dtype: torch.dtype, reference: bool) -> dict[str, Tensor]:
     inputs, options = build(case)
-    for name, x in tensors_in(inputs).items():
+    for name, x in find_tensors(inputs).items():
         x.data = x.data.to(torch.float64 if reference or name.endswith("log_sum") else dtype)
         x.requires_grad_()
-    leaves = tensors_in(inputs)
+    leaves = find_tensors(inputs)
     arguments = inputs | options
     if reference:
         results = naive_attention(**arguments) if case["return_state"] else [naive_attention(**arguments).out]
@@ -149,18 +117,18 @@ def test_gradients_are_those_of_equation_8(case: Case) -> None:
 def test_each_gradient_can_be_asked_for_alone(is_causal: bool, block_size: int | None) -> None:
     case = {name: choices[0] for name, choices in OPTIONS.items()} | {"alpha": "[H]", "beta": "[H, D]"}
     case |= {"is_causal": is_causal, "block_size": block_size, "mix": "wide pair"}
-    for name in tensors_in(build(case)[0]):
+    for name in find_tensors(build(case)[0]):
         found: list[Any] = []
         for function in (lln_attention, naive_attention):
             inputs, options = build(case)
-            leaf = tensors_in(inputs)[name].requires_grad_()
+            leaf = find_tensors(inputs)[name].requires_grad_()
             out = function(**inputs, **options)
             out = out if isinstance(out, Tensor) else out.out
             found += torch.autograd.grad((out * normal(30, *out.shape)).sum(), leaf)
         assert relative_error(*found) <= 1e-10
 
 
-def small(is_causal: bool, block_size: int | None, masked: bool, length: int = 5) -> tuple[Callable, list[Tensor]]:
+def make_small(is_causal: bool, block_size: int | None, masked: bool, length: int = 5) -> tuple[Callable, list[Tensor]]:
     """A function of leaves only, with the returned state among its results, and small leaves."""
     shapes = [(2, 2, length, 2), (2, 1, length, 2), (2, 1, length, 3), (2,), (1, 2)]
     leaves = [normal(s, *shape) for s, shape in enumerate(shapes)]
@@ -187,18 +155,18 @@ def small(is_causal: bool, block_size: int | None, masked: bool, length: int = 5
 @pytest.mark.parametrize("block_size", [None, 2])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradients_are_numerical_derivatives(is_causal: bool, block_size: int | None, masked: bool) -> None:
-    assert gradcheck(*small(is_causal, block_size, masked))
+    assert gradcheck(*make_small(is_causal, block_size, masked))
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("block_size", [None, 2])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_second_derivatives_are_numerical_derivatives(is_causal: bool, block_size: int | None, masked: bool) -> None:
-    assert gradgradcheck(*small(is_causal, block_size, masked), fast_mode=True)
+    assert gradgradcheck(*make_small(is_causal, block_size, masked), fast_mode=True)
 
 
 def test_second_derivatives_cross_chunks() -> None:
-    assert gradgradcheck(*small(True, 16, True, length=70), fast_mode=True)
+    assert gradgradcheck(*make_small(True, 16, True, length=70), fast_mode=True)
 
 
 def test_a_softmax_over_one_key_has_no_slope_and_one_over_none_neither() -> None:
@@ -215,7 +183,7 @@ def test_nothing_before_and_nothing_now_has_zero_gradient() -> None:
     inputs, _ = build({name: choices[0] for name, choices in OPTIONS.items()} | {"state": True})
     inputs["state"].log_sum.fill_(-torch.inf)
     inputs["state"].mean_value.zero_()
-    leaves = [x.requires_grad_() for x in tensors_in(inputs).values()]
+    leaves = [x.requires_grad_() for x in find_tensors(inputs).values()]
     given = LLNState(inputs["state"].log_sum, inputs["state"].mean_value)
     for is_causal in (False, True):
         key_mask = torch.zeros(BATCH, 70, dtype=torch.bool)

@@ -29,15 +29,15 @@ def module(*arguments: Any, **options: Any) -> MultiheadAttention:
     return made
 
 
-def fixed(**options: Any) -> MultiheadAttention:
+def make_fixed(**options: Any) -> MultiheadAttention:
     return module(statistics="fixed", alpha=1.5, beta=1.25, **options)
 
 
-def additive(hidden: Tensor) -> Tensor:
+def make_additive(hidden: Tensor) -> Tensor:
     return torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, -torch.inf)
 
 
-def projected(mha: MultiheadAttention, *inputs: Tensor) -> list[Tensor]:
+def project(mha: MultiheadAttention, *inputs: Tensor) -> list[Tensor]:
     weights = [mha.q_proj_weight, mha.k_proj_weight, mha.v_proj_weight]
     if mha.in_proj_weight is not None:
         weights = list(mha.in_proj_weight.split(E))
@@ -45,7 +45,7 @@ def projected(mha: MultiheadAttention, *inputs: Tensor) -> list[Tensor]:
     return [(x @ w.T + b).unflatten(-1, (H, D)).transpose(1, 2) for x, w, b in triples]
 
 
-def joined(mha: MultiheadAttention, out: Tensor) -> Tensor:
+def join_heads(mha: MultiheadAttention, out: Tensor) -> Tensor:
     return out.transpose(1, 2).flatten(2) @ mha.out_proj.weight.T + mha.out_proj.bias
 
 
@@ -77,13 +77,13 @@ def test_what_only_lln_has_is_kept_apart(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_it_is_lln_attention_between_projections(block_size: int | None, masked: bool, is_causal: bool) -> None:
     blocks = {} if block_size is None else {"block_size": block_size, "mix": 0.3}
-    x, mha = normal(1, B, L, E), fixed(**blocks)
-    q, k, v = projected(mha, x, x, x)
+    x, mha = normal(1, B, L, E), make_fixed(**blocks)
+    q, k, v = project(mha, x, x, x)
     key_mask = ~PADDING if masked else None
     expected = lln_attention(q, k, v, 1.5, 1.25, is_causal=is_causal, key_mask=key_mask, **blocks)
     padding = PADDING if masked else None
     out, weights = mha(x, x, x, padding, is_causal=is_causal, average_attn_weights=False)
-    assert_norm_close(out, joined(mha, expected))
+    assert_norm_close(out, join_heads(mha, expected))
     assert_norm_close(weights @ v, expected)  # the weights are the P that made the output
     rows = weights.sum(-1)[~PADDING[:, None].expand(-1, H, -1)]  # a block of padding alone has nothing to give
     assert_norm_close(rows, torch.ones_like(rows))
@@ -99,16 +99,16 @@ def test_weights_follow_the_coefficients_of_their_own_step(statistics: str) -> N
     for step in range(3):  # running statistics move from step to step
         x = (1 + step) * normal(step, B, L, E)
         out, weights = mha(x, x, x, PADDING, average_attn_weights=False)
-        assert_norm_close(out, joined(mha, weights @ projected(mha, x, x, x)[2]))
+        assert_norm_close(out, join_heads(mha, weights @ project(mha, x, x, x)[2]))
 
 
 def test_keys_and_values_of_other_sizes_and_long_keys_of_few_queries() -> None:
-    mha = fixed(kdim=5, vdim=9)
+    mha = make_fixed(kdim=5, vdim=9)
     query, key, value = normal(1, B, 1, E), normal(2, B, 150, 5), normal(3, B, 150, 9)
-    q, k, v = projected(mha, query, key, value)
+    q, k, v = project(mha, query, key, value)
     out, weights = mha(query, key, value, average_attn_weights=False)
     assert_norm_close(weights @ v, lln_attention(q, k, v, 1.5, 1.25))
-    assert_norm_close(out, joined(mha, weights @ v))
+    assert_norm_close(out, join_heads(mha, weights @ v))
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -134,7 +134,7 @@ def test_padding_is_invisible(options: dict[str, Any]) -> None:
     mha, x, other = module(**options), normal(1, B, L, E), normal(2, B, L, E)
     other[~PADDING] = x[~PADDING]
     out, weights = mha(x, x, x, PADDING)
-    for inputs, mask in ((other, PADDING), (x, additive(PADDING)), (x, additive(PADDING).float())):
+    for inputs, mask in ((other, PADDING), (x, make_additive(PADDING)), (x, make_additive(PADDING).float())):
         again, _ = mha(inputs, inputs, inputs, mask)
         assert_norm_close(again[~PADDING], out[~PADDING])
     for b, n in enumerate((~PADDING).sum(1).tolist()):
@@ -154,8 +154,8 @@ def test_a_sample_of_padding_alone_is_finite() -> None:
 
 
 def test_appended_keys_are_keys() -> None:
-    mha, x = fixed(add_bias_kv=True, add_zero_attn=True), normal(1, B, L, E)
-    q, k, v = projected(mha, x, x, x)
+    mha, x = make_fixed(add_bias_kv=True, add_zero_attn=True), normal(1, B, L, E)
+    q, k, v = project(mha, x, x, x)
     k, v = (
         torch.cat([t, bias.view(1, H, 1, D).expand(B, -1, -1, -1), torch.zeros(B, H, 1, D)], 2)
         for t, bias in ((k, mha.bias_k), (v, mha.bias_v))
@@ -165,20 +165,20 @@ def test_appended_keys_are_keys() -> None:
     expected = lln_attention(q, k, v, 1.5, 1.25, key_mask=key_mask)
     out, weights = mha(x, x, x, PADDING, average_attn_weights=False)
     assert_norm_close(weights @ v, expected)
-    assert_norm_close(out, joined(mha, expected))
+    assert_norm_close(out, join_heads(mha, expected))
 
 
 @pytest.mark.parametrize("hint", [False, True])
 @pytest.mark.parametrize("kind", ["bool", "float", "square_subsequent", "3-D", "with padding"])
 def test_a_causal_mask_is_found(kind: str, hint: bool) -> None:
-    mha, x = fixed(), normal(1, B, L, E)
+    mha, x = make_fixed(), normal(1, B, L, E)
     everything = (CAUSAL | PADDING[:, None]).repeat_interleave(H, 0)
     mask = {
         "bool": CAUSAL,
-        "float": additive(CAUSAL),
+        "float": make_additive(CAUSAL),
         "square_subsequent": nn.Transformer.generate_square_subsequent_mask(L),
         "3-D": CAUSAL.expand(B * H, L, L),
-        "with padding": additive(everything),
+        "with padding": make_additive(everything),
     }[kind]
     expected = mha(x, x, x, PADDING if kind == "with padding" else None, is_causal=True)
     for got, wanted in zip(mha(x, x, x, attn_mask=mask, is_causal=hint), expected, strict=True):
@@ -189,7 +189,7 @@ def test_a_mask_that_hides_the_same_keys_from_all_is_padding() -> None:
     mha, x = module(), normal(1, B, L, E)
     expected, _ = mha(x, x, x, PADDING)
     each = PADDING[:, None].expand(B, L, L).repeat_interleave(H, 0)
-    for mask in (each, additive(each)):
+    for mask in (each, make_additive(each)):
         assert_norm_close(mha(x, x, x, attn_mask=mask)[0], expected)
     assert_norm_close(
         mha(x, x, x, PADDING, attn_mask=PADDING[2].expand(L, L))[0], mha(x, x, x, PADDING | PADDING[2])[0]
@@ -203,12 +203,12 @@ def encoder_layer(**options: Any) -> nn.TransformerEncoderLayer:
     return layer
 
 
-def unused(made: nn.TransformerEncoderLayer) -> nn.TransformerEncoder:
+def warn_of_nested(made: nn.TransformerEncoderLayer) -> nn.TransformerEncoder:
     with pytest.warns(UserWarning, match="_qkv_same_embed_dim was not True"):
         return nn.TransformerEncoder(made, 2, enable_nested_tensor=True)
 
 
-def replaced(made: nn.TransformerEncoderLayer) -> nn.TransformerEncoder:
+def replace_attention(made: nn.TransformerEncoderLayer) -> nn.TransformerEncoder:
     softmax = nn.TransformerEncoderLayer(E, H, 16, 0.0, batch_first=True, dtype=torch.float64)
     encoder = nn.TransformerEncoder(softmax, 2, enable_nested_tensor=True)
     for layer in encoder.layers:
@@ -219,7 +219,9 @@ def replaced(made: nn.TransformerEncoderLayer) -> nn.TransformerEncoder:
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype stage:UserWarning")
 @pytest.mark.parametrize("padding", [None, PADDING])
-@pytest.mark.parametrize("build", [lambda layer: layer, unused, replaced], ids=["layer", "encoder", "replaced"])
+@pytest.mark.parametrize(
+    "build", [lambda layer: layer, warn_of_nested, replace_attention], ids=["layer", "encoder", "replaced"]
+)
 def test_encoders_run_it_in_eval_as_in_training(build: Any, padding: Tensor | None) -> None:
     layer, x = encoder_layer(), normal(1, B, L, E)
     model = build(layer).requires_grad_(False)
@@ -254,7 +256,7 @@ def test_a_decoder_does_not_see_the_future(statistics: str) -> None:
 @pytest.mark.parametrize("part", [0, 1])  # the output, the weights
 @pytest.mark.parametrize("options", [{}, {"kdim": E, "vdim": 9, "add_bias_kv": True}, LEARNABLE])
 def test_gradients_are_right_and_reach_all_parameters(options: dict[str, Any], part: int) -> None:
-    mha = fixed(**options)
+    mha = make_fixed(**options)
     query, key, value = normal(1, 2, 4, E), normal(2, 2, 4, E), normal(3, 2, 4, mha.vdim)
     names, parameters = zip(*mha.named_parameters(), strict=True)
 
@@ -289,7 +291,7 @@ def test_narrow_dtypes_come_out_as_they_went_in(dtype: torch.dtype, autocast: bo
     mha = copy.deepcopy(exact).to(torch.float32 if autocast else dtype)
     with torch.autocast("cpu", dtype, enabled=autocast and dtype != torch.float32):
         narrow = x.to(mha.out_proj.weight.dtype)
-        out, weights = mha(narrow, narrow, narrow, additive(PADDING))
+        out, weights = mha(narrow, narrow, narrow, make_additive(PADDING))
     assert out.dtype == weights.dtype == dtype
     tolerance = 16 * torch.finfo(dtype).eps
     for got, wanted in zip((out, weights), exact(x, x, x, PADDING), strict=True):
@@ -327,7 +329,7 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
 def test_what_linear_attention_cannot_do_is_refused(name: str) -> None:
     error, message, changed = REFUSED[name]
     with pytest.raises(error, match=message) as raised:
-        fixed()(**({"query": X, "key": X, "value": X} | changed))
+        make_fixed()(**({"query": X, "key": X, "value": X} | changed))
     assert "\n" not in str(raised.value)
 
 
@@ -338,7 +340,7 @@ def test_refusals_of_modules() -> None:
         with pytest.raises(ValueError, match=f"{name} appends a key .*block_size=None"):
             module(block_size=3, **{name: True})
         with pytest.raises(ValueError, match="is_causal: keys that add_bias_kv"):
-            fixed(**{name: True})(X, X, X, is_causal=True)
+            make_fixed(**{name: True})(X, X, X, is_causal=True)
     with pytest.raises(ValueError, match="need_weights: every value channel has its own P"):
         module(block_size=3, mix="scales")(X, X, X)
     with pytest.raises(ValueError, match="sample"):
@@ -346,7 +348,7 @@ def test_refusals_of_modules() -> None:
 
 
 def test_weights_too_large_to_keep_are_refused_before_they_are_made() -> None:
-    mha, x = fixed(dtype=torch.float32), torch.zeros(1, 1, E).expand(1, 2**13 + 1, E)
+    mha, x = make_fixed(dtype=torch.float32), torch.zeros(1, 1, E).expand(1, 2**13 + 1, E)
     with pytest.raises(ValueError, match=r"need_weights.*268,.*pass need_weights=False"):
         mha(x, x, x)
     assert mha(x, x, x, need_weights=False)[0].shape == x.shape

@@ -234,7 +234,7 @@ def test_constant_inputs_and_half_precision_stay_finite() -> None:
         ({"statistics": "fixed", "learnable": "row"}, "learnable must be None, 'head' or 'channel'; got 'row'"),
         ({"statistics": "fixed", "alpha": -1.0}, "alpha must be positive; got -1.0"),
         ({"mix": "ratio"}, "mix weighs LLN against the blocks and needs block_size"),
-        ({"mix": "sum", "block_size": 4}, "mix must be a number, 'ratio' or 'scales'; got 'sum'"),
+        ({"mix": "sum", "block_size": 4}, "mix must be a number, 'ratio', 'scales' or 'evidence'; got 'sum'"),
         ({"mix": 2.0, "block_size": 4}, "mix must lie between 0 and 1; got 2.0"),
         ({"num_key_heads": 3}, "num_heads must be a multiple of num_key_heads; got 4 and 3"),
     ],

@@ -1,6 +1,7 @@
 """LLNAttention in rough use: odd batches, casts, meta construction, loading, wrong input, compilation."""
 
 import copy
+import functools
 import pickle
 from typing import Any
 
@@ -13,12 +14,10 @@ from helpers.untyped import lln_attention, match_moments
 from lln import LLNAttention, MultiheadAttention
 from lln.matching import curves
 
-
-def draw_inputs(seed: int = 0, spread: float = 1.0) -> list[Tensor]:
-    return [spread * t for t in make_inputs(2, 2, 2, 30, 8, seed=seed, dtype=torch.float32)]
+draw_inputs = functools.partial(make_inputs, 2, 2, 2, 30, 8, dtype=torch.float32)
 
 
-def running(**options: Any) -> LLNAttention:
+def make_running(**options: Any) -> LLNAttention:
     return LLNAttention(2, 8, statistics="running", **options)
 
 
@@ -27,9 +26,9 @@ def variance(t: Tensor) -> Tensor:
 
 
 def test_a_batch_without_tokens_changes_nothing() -> None:
-    attention = running()
-    attention(*draw_inputs(0), key_mask=torch.zeros(2, 30, dtype=torch.bool))
-    q, k, v = draw_inputs(1, spread=3.0)
+    attention = make_running()
+    attention(*draw_inputs(seed=0), key_mask=torch.zeros(2, 30, dtype=torch.bool))
+    q, k, v = draw_inputs(seed=1, spread=3.0)
     attention(q, k, v)
     attention.eval()
     assert attention.running_count == 1
@@ -37,8 +36,8 @@ def test_a_batch_without_tokens_changes_nothing() -> None:
 
 
 def test_one_overflowing_batch_does_not_spoil_the_averages() -> None:
-    attention = running()
-    first, second = draw_inputs(0), draw_inputs(1)
+    attention = make_running()
+    first, second = draw_inputs(seed=0), draw_inputs(seed=1)
     attention(*first)
     second[1][0, 0, 0, 0] = torch.inf
     attention(*second)
@@ -47,7 +46,7 @@ def test_one_overflowing_batch_does_not_spoil_the_averages() -> None:
 
 
 def test_a_call_that_fails_is_not_counted() -> None:
-    attention = running()
+    attention = make_running()
     q, k, v = draw_inputs(spread=100.0)
     with pytest.raises(TypeError, match="state must be"):
         attention(q, k, v, state="nothing")
@@ -55,8 +54,8 @@ def test_a_call_that_fails_is_not_counted() -> None:
 
 
 def test_copies_and_pickles_keep_what_is_pending() -> None:
-    attention = running()
-    attention(*draw_inputs(0))
+    attention = make_running()
+    attention(*draw_inputs(seed=0))
     copies = [copy.deepcopy(attention), pickle.loads(pickle.dumps(attention))]
     attention.eval()
     for other in copies:
@@ -65,7 +64,7 @@ def test_copies_and_pickles_keep_what_is_pending() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_casting_a_module_leaves_its_statistics_alone(dtype: torch.dtype) -> None:
-    attention = running(momentum=0.5).to(dtype)
+    attention = make_running(momentum=0.5).to(dtype)
     attention(*(torch.ones(2, 2, 30, 8, dtype=dtype) for _ in range(3)))
     attention.eval()
     assert attention.running_variance_q.dtype == torch.float32
@@ -197,5 +196,5 @@ def test_a_module_compiles_as_one_graph(matching: Any, statistics: Any, monkeypa
     # With the decompositions of inductor: some of them read a value on the host.
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager_decomp_partition")
     for step in range(2):  # in training: running averages move from the first step to the second
-        tensors = draw_inputs(step, spread=1.5)
+        tensors = draw_inputs(seed=step, spread=1.5)
         torch.testing.assert_close(compiled(*tensors), other(*tensors), rtol=1e-4, atol=1e-5)

@@ -50,12 +50,12 @@ def windows(
     return out
 
 
-def made(heads: int, dim: int, size: int, **options: Any) -> lln.LLNAttention:
+def make_module(heads: int, dim: int, size: int, **options: Any) -> lln.LLNAttention:
     given = {"statistics": "fixed", "alpha": 1.3, "beta": 0.8, "dtype": WIDE, **options}
     return lln.LLNAttention(heads, dim, block_size=size, overlap=True, **given).eval()
 
 
-def hidden(how: str) -> tuple[Tensor | None, Tensor | None, int]:
+def hide_keys(how: str) -> tuple[Tensor | None, Tensor | None, int]:
     """(key mask, offsets, batch) over 31 tokens."""
     masks = {
         "left": torch.arange(31) >= torch.tensor([[0], [11]]),
@@ -74,9 +74,9 @@ def hidden(how: str) -> tuple[Tensor | None, Tensor | None, int]:
 )  # fmt: skip
 @pytest.mark.parametrize(("heads", "key_heads", "size"), [(3, 3, 8), (4, 2, 12)])
 def test_it_is_the_windows_written_out(heads: int, key_heads: int, size: int, how: str, is_causal: bool) -> None:
-    mask, offsets, batch = hidden(how)
+    mask, offsets, batch = hide_keys(how)
     q, k, v = make_inputs(batch, heads, key_heads, 31, 5, 3)
-    module = made(heads, 5, size, num_key_heads=key_heads, mix=0.3)
+    module = make_module(heads, 5, size, num_key_heads=key_heads, mix=0.3)
     where: dict[str, Any] = {"is_causal": is_causal, "key_mask": mask, "cu_seqlens": offsets}
     linear = naive_attention(q, k, v, 1.3, 0.8, **where).out
     want = 0.3 * linear + 0.7 * windows(q, k, v, size, is_causal, mask, offsets)
@@ -91,7 +91,7 @@ def test_it_is_the_windows_written_out(heads: int, key_heads: int, size: int, ho
 @pytest.mark.parametrize("length", [0, 1, 3, 4, 5, 8, 16, 17])
 def test_every_length(length: int, is_causal: bool) -> None:
     q, k, v = make_inputs(2, 2, 1, length, 4)
-    found = made(2, 4, 8, num_key_heads=1)(q, k, v, is_causal=is_causal)
+    found = make_module(2, 4, 8, num_key_heads=1)(q, k, v, is_causal=is_causal)
     linear = naive_attention(q, k, v, 1.3, 0.8, is_causal=is_causal).out if length else q
     assert found.shape == q.shape
     assert torch.allclose(found, 0.5 * (linear + windows(q, k, v, 8, is_causal)), rtol=0, atol=1e-12)
@@ -99,7 +99,7 @@ def test_every_length(length: int, is_causal: bool) -> None:
 
 def test_a_query_sees_as_many_keys_as_in_a_block_and_none_sits_at_the_edge() -> None:
     q, k, _ = make_inputs(2, 1, 1, 64, 4)
-    p = dense_weights(made(1, 4, 16, mix=0.0), q, k)[0, 0]
+    p = dense_weights(make_module(1, 4, 16, mix=0.0), q, k)[0, 0]
     counts = (p > 0).sum(-1)
     assert (counts[8:-8] == 16).all()
     for i in range(8, 56):
@@ -114,7 +114,7 @@ def test_gradients(how: str, is_causal: bool) -> None:
     q, k, v = make_inputs(1, 2, 1, 9, 3, 2)
     mask = torch.arange(9)[None] % 4 != 1 if how == "masked" else None
     offsets = torch.tensor([0, 3, 9], dtype=torch.int32) if how == "packed" else None
-    module = made(2, 3, 4, num_key_heads=1, value_dim=2, mix="scales")
+    module = make_module(2, 3, 4, num_key_heads=1, value_dim=2, mix="scales")
     scales = module.lln_scale, module.block_scale
 
     def run(q: Tensor, k: Tensor, v: Tensor, *scales: Tensor) -> Tensor:
@@ -129,11 +129,11 @@ def test_gradients(how: str, is_causal: bool) -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_narrow_dtypes_are_as_near_as_those_of_blocks(dtype: torch.dtype, masked: bool) -> None:
     q, k, v = (t.to(dtype) for t in make_inputs(2, 4, 2, 50, 8))
-    where: dict[str, Any] = {"key_mask": hidden("left")[0] if masked else None}
+    where: dict[str, Any] = {"key_mask": hide_keys("left")[0] if masked else None}
     if masked:
         q, k, v = (t[:, :, :31] for t in (q, k, v))
     options: dict[str, Any] = {"num_key_heads": 2, "dtype": dtype}
-    found = made(4, 8, 16, **options)(q, k, v, **where)
+    found = make_module(4, 8, 16, **options)(q, k, v, **where)
     wide = q.double(), k.double(), v.double()
     linear = naive_attention(*wide, 1.3, 0.8, **where).out
     mask = where["key_mask"]
@@ -148,9 +148,9 @@ def test_narrow_dtypes_are_as_near_as_those_of_blocks(dtype: torch.dtype, masked
 
 
 def test_padding_packing_batch_mates_and_the_future_are_invisible() -> None:
-    module = made(4, 6, 8, num_key_heads=2, statistics="sample", alpha=None, beta=None)
+    module = make_module(4, 6, 8, num_key_heads=2, statistics="sample", alpha=None, beta=None)
     q, k, v = make_inputs(2, 4, 2, 31, 6)
-    mask = hidden("left")[0]
+    mask = hide_keys("left")[0]
     assert mask is not None
     alone = module(*(t[1:, :, 11:] for t in (q, k, v)))
     for loud in (1.0, 30.0):
@@ -162,7 +162,7 @@ def test_padding_packing_batch_mates_and_the_future_are_invisible() -> None:
     for start, end in [(0, 9), (9, 24), (24, 25), (25, 31)]:
         part = module(*(t[:, :, start:end] for t in (q, k, v)))
         assert relative_error(packed[:, :, start:end], part) < 1e-13
-    causal = made(4, 6, 8, num_key_heads=2)
+    causal = make_module(4, 6, 8, num_key_heads=2)
     whole = causal(q, k, v, is_causal=True)
     for length in (1, 5, 12, 20):
         prefix = causal(*(t[:, :, :length] for t in (q, k, v)), is_causal=True)
@@ -171,7 +171,7 @@ def test_padding_packing_batch_mates_and_the_future_are_invisible() -> None:
 
 @pytest.mark.parametrize("how", ["plain", "masked", "causal", "packed"])
 def test_no_tensor_grows_faster_than_the_length(how: str) -> None:
-    def largest(length: int) -> int:
+    def find_largest(length: int) -> int:
         q, k, v = (t.float().requires_grad_() for t in make_inputs(1, 2, 1, length, 8))
         where: dict[str, Any] = {"is_causal": how == "causal"}
         if how == "masked":
@@ -179,17 +179,17 @@ def test_no_tensor_grows_faster_than_the_length(how: str) -> None:
         if how == "packed":
             where["cu_seqlens"] = torch.arange(0, length + 1, 256, dtype=torch.int32)
         with LargestTensor() as seen:
-            made(2, 8, 16, num_key_heads=1, dtype=torch.float32)(q, k, v, **where).sum().backward()
+            make_module(2, 8, 16, num_key_heads=1, dtype=torch.float32)(q, k, v, **where).sum().backward()
         return seen.numel
 
-    short, long = largest(1024), largest(2048)
+    short, long = find_largest(1024), find_largest(2048)
     assert long <= 2 * short
     assert long < 2048 * 2 * 16 * 4  # of scores and windows; a matrix of all pairs would be 16 times that
 
 
 def test_the_mix_is_learned() -> None:
     q, k, v = make_inputs(2, 4, 2, 20, 6)
-    module = made(4, 6, 8, num_key_heads=2, mix="ratio")
+    module = make_module(4, 6, 8, num_key_heads=2, mix="ratio")
     with torch.no_grad():
         module.mix_logit.copy_(torch.tensor([-1.0, 0.0, 1.0, 3.0]))
     r = torch.tensor([-1.0, 0.0, 1.0, 3.0], dtype=WIDE).sigmoid()[:, None, None]
@@ -199,7 +199,7 @@ def test_the_mix_is_learned() -> None:
 
 def test_dropout_acts_in_training_alone_and_keeps_the_mean() -> None:
     q, k, v = make_inputs(2, 2, 2, 24, 6)
-    module = made(2, 6, 8, dropout=0.3, mix=0.0)
+    module = make_module(2, 6, 8, dropout=0.3, mix=0.0)
     still = module(q, k, v)
     module.train()
     torch.manual_seed(0)
@@ -211,9 +211,9 @@ def test_dropout_acts_in_training_alone_and_keeps_the_mean() -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("how", ["plain", "left", "right", "holes"])
 def test_p_and_the_instruments_are_those_of_the_windows(how: str, is_causal: bool) -> None:
-    mask, _, _ = hidden(how)
+    mask, _, _ = hide_keys(how)
     q, k, v = make_inputs(2, 4, 2, 31, 6)
-    module = made(4, 6, 8, num_key_heads=2, mix=0.4)
+    module = make_module(4, 6, 8, num_key_heads=2, mix=0.4)
     where: dict[str, Any] = {"is_causal": is_causal, "key_mask": mask}
     p, out = dense_weights(module, q, k, **where), module(q, k, v, **where)
     assert relative_error(p @ v.repeat_interleave(2, 1), out) < 1e-12
@@ -249,7 +249,7 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
 
 def test_what_has_no_windows_is_refused_in_one_sentence() -> None:
     q, k, v = make_inputs(2, 2, 2, 8, 4)
-    module = made(2, 4, 4)
+    module = make_module(2, 4, 4)
     with pytest.raises(ValueError, match="overlap: a state keeps one open block, and overlapping windows reach"):
         module(q, k, v, is_causal=True, return_state=True)
     with pytest.raises(ValueError, match="block_size: blocks along the diagonal need query and key of one sequence"):

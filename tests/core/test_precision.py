@@ -10,7 +10,7 @@ from helpers.tensors import normal, relative_error
 from helpers.untyped import lln_attention
 
 
-def plain(*qkv: Tensor, alpha: float, beta: float, is_causal: bool) -> Tensor:
+def attend_plainly(*qkv: Tensor, alpha: float, beta: float, is_causal: bool) -> Tensor:
     """Two softmaxes as anyone would write them; causal: one prefix after the other."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -35,10 +35,10 @@ def test_float32_outputs_and_gradients_are_as_good_as_plain_pytorch(size: float,
         *qkv, g = normal(seed, 4, 1, 2, 200, 16, dtype=torch.float64)
         alpha, beta = (size / t.abs().max().item() for t in qkv[:2])
         qkv[1] = qkv[1] + shift / beta
-        exact = results(lambda *t: plain(*t, alpha=alpha, beta=beta, is_causal=is_causal), qkv, g)  # noqa: B023
+        exact = results(lambda *t: attend_plainly(*t, alpha=alpha, beta=beta, is_causal=is_causal), qkv, g)  # noqa: B023
         narrow, g32 = [t.float() for t in qkv], g.float()
         mine = results(lambda *t: lln_attention(*t, alpha, beta, is_causal=is_causal), narrow, g32)  # noqa: B023
-        theirs = results(lambda *t: plain(*t, alpha=alpha, beta=beta, is_causal=is_causal), narrow, g32)  # noqa: B023
+        theirs = results(lambda *t: attend_plainly(*t, alpha=alpha, beta=beta, is_causal=is_causal), narrow, g32)  # noqa: B023
         ours.append([relative_error(a, b) for a, b in zip(mine, exact, strict=True)])
         others.append([relative_error(a, b) for a, b in zip(theirs, exact, strict=True)])
     for i, name in enumerate(("out", "dq", "dk", "dv")):
@@ -66,7 +66,7 @@ def test_the_usual_form_shrinks_to_zero_where_the_two_softmaxes_hold() -> None:
     """Subtract the maxima of q and of k, add an epsilon: what linear attention code usually does."""
     q, k, v, _ = normal(0, 4, 1, 2, 200, 16, dtype=torch.float64)
     alpha, beta = (400.0 / t.abs().max().item() for t in (q, k))
-    exact = plain(q, k, v, alpha=alpha, beta=beta, is_causal=False)
+    exact = attend_plainly(q, k, v, alpha=alpha, beta=beta, is_causal=False)
     a, b = ((factor * t.float()) for factor, t in ((alpha, q), (beta, k)))
     a, b = (a - a.amax()).exp(), (b - b.amax()).exp()
     usual = a @ (b.transpose(-1, -2) @ v.float()) / ((a * b.sum(-2, keepdim=True)).sum(-1, keepdim=True) + 1e-8)

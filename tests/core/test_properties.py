@@ -1,6 +1,7 @@
 """What attention must be whatever the numbers: distributions, blind to padding, batch mates and the future,
 and a fold whose parts may be computed anywhere and merged."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,8 +30,7 @@ def holds_for(*strategies: Any) -> Callable[[Callable], Callable]:
     return lambda test: rules(given(*strategies)(test))
 
 
-def draw_inputs(seed: int, length: int, batch: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    return make_inputs(batch, 4, 2, length, 4, 3, seed=3 * seed, exact=True)
+draw_inputs = functools.partial(make_inputs, batch=1, heads=4, key_heads=2, dim=4, value_dim=3, exact=True)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
@@ -41,7 +41,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
 def test_each_row_is_a_distribution_over_keys(
     seed: int, length: int, block_size: int | None, is_causal: bool, size: float
 ) -> None:
-    q, k, _ = draw_inputs(seed, length)
+    q, k, _ = draw_inputs(seed=seed, length=length)
     identity = torch.eye(length, dtype=torch.float64).expand(1, 2, -1, -1)  # then the output is P itself
     p = attend(size * q, size * k, identity, block_size=block_size, is_causal=is_causal)
     assert p.min() >= 0
@@ -54,7 +54,7 @@ def test_each_row_is_a_distribution_over_keys(
 
 @holds_for(SEEDS, LENGTHS)
 def test_the_order_of_keys_is_invisible(seed: int, length: int) -> None:
-    q, k, v = draw_inputs(seed, length)
+    q, k, v = draw_inputs(seed=seed, length=length)
     order = torch.randperm(length, generator=torch.Generator().manual_seed(seed))
     assert relative_error(attend(q, k[:, :, order], v[:, :, order]), attend(q, k, v)) <= EXACT
 
@@ -63,7 +63,7 @@ def test_the_order_of_keys_is_invisible(seed: int, length: int) -> None:
 def test_padding_is_invisible(
     seed: int, length: int, block_size: int | None, is_causal: bool, left: int, right: int
 ) -> None:
-    plain = [x.requires_grad_() for x in draw_inputs(seed, length)]
+    plain = [x.requires_grad_() for x in draw_inputs(seed=seed, length=length)]
     rows = slice(left, left + length)
     padded = [100 * normal(seed + s, *x.shape[:2], left + length + right, x.shape[3]) for s, x in enumerate(plain)]
     for x, y in zip(padded, plain, strict=True):
@@ -87,7 +87,7 @@ def test_padding_is_invisible(
 @holds_for(SEEDS, LENGTHS, BLOCKS, st.booleans())
 def test_batch_mates_are_invisible(seed: int, length: int, block_size: int | None, is_causal: bool) -> None:
     options: dict[str, Any] = {"block_size": block_size, "is_causal": is_causal}
-    batch = draw_inputs(seed, length, batch=3)
+    batch = draw_inputs(seed=seed, length=length, batch=3)
     for x in batch:
         x[1:] *= 1e3
     key_mask = normal(seed, 3, length) > 0
@@ -99,7 +99,7 @@ def test_batch_mates_are_invisible(seed: int, length: int, block_size: int | Non
 @holds_for(SEEDS, st.integers(2, 140), st.data(), BLOCKS)
 def test_prefixes_do_not_see_the_future(seed: int, length: int, data: st.DataObject, block_size: int | None) -> None:
     now = data.draw(st.integers(1, length - 1))
-    q, k, v = (x.float() for x in draw_inputs(seed, length))
+    q, k, v = (x.float() for x in draw_inputs(seed=seed, length=length))
     before = attend(q, k, v, is_causal=True, block_size=block_size)
     for x in (q, k, v):
         x[:, :, now:] *= 1e3
@@ -113,7 +113,7 @@ def test_prefixes_do_not_see_the_future(seed: int, length: int, data: st.DataObj
 def test_only_the_products_alpha_q_and_beta_k_matter(
     seed: int, length: int, c: float, block_size: int | None, is_causal: bool
 ) -> None:
-    q, k, v = draw_inputs(seed, length)
+    q, k, v = draw_inputs(seed=seed, length=length)
     options: dict[str, Any] = {"block_size": block_size, "is_causal": is_causal}
     rescaled = lln_attention(c * q, k / c, v, 1.25 / c, 1.75 * c, **options)
     assert relative_error(rescaled, attend(q, k, v, **options)) <= EXACT
@@ -124,15 +124,15 @@ def fold(k: Tensor, v: Tensor, **options: Any) -> LLNState:
     return attend(k.repeat_interleave(2, dim=1)[:, :, :0], k, v, return_state=True, **options)[1]
 
 
-def cuts_of(data: st.DataObject, length: int) -> list[int]:
+def draw_cuts(data: st.DataObject, length: int) -> list[int]:
     return [0, *sorted(data.draw(st.lists(st.integers(0, length), min_size=1, max_size=4))), length]
 
 
 @holds_for(SEEDS, LENGTHS, st.data())
 def test_merged_parts_are_the_whole(seed: int, length: int, data: st.DataObject) -> None:
-    q, k, v = draw_inputs(seed, length, batch=2)
+    q, k, v = draw_inputs(seed=seed, length=length, batch=2)
     key_mask = normal(seed, 2, length) > -0.5
-    cuts = cuts_of(data, length)
+    cuts = draw_cuts(data, length)
     state = LLNState.empty(2, 2, 4, 3, dtype=torch.float64)
     for a, b in itertools.pairwise(cuts):
         state = state.merge(fold(k[:, :, a:b], v[:, :, a:b], key_mask=key_mask[:, a:b]))
@@ -145,13 +145,13 @@ def test_a_causal_sequence_may_be_cut_anywhere(
     seed: int, length: int, block_size: int | None, left: int, data: st.DataObject
 ) -> None:
     """Outputs and all gradients through the carried state; one sample left padded, with a hole further on."""
-    q, k, v = leaves = [x.requires_grad_() for x in draw_inputs(seed, length, batch=2)]
+    q, k, v = leaves = [x.requires_grad_() for x in draw_inputs(seed=seed, length=length, batch=2)]
     key_mask = torch.ones(2, length, dtype=torch.bool)
     key_mask[1, : min(left, length - 1)] = False
     key_mask[1, length // 2 : length // 2 + 2] = False
     options: dict[str, Any] = {"is_causal": True, "block_size": block_size}
     whole, end = attend(q, k, v, key_mask=key_mask, return_state=True, **options)
-    cuts, parts = cuts_of(data, length), []
+    cuts, parts = draw_cuts(data, length), []
     state: Any = None
     for a, b in itertools.pairwise(cuts):
         part = (x[:, :, a:b] for x in leaves)
@@ -174,7 +174,7 @@ def test_a_causal_sequence_may_be_cut_anywhere(
 def test_packed_causal_sequences_may_be_cut_anywhere(
     seed: int, lengths: list[int], block_size: int | None, data: st.DataObject
 ) -> None:
-    samples = [draw_inputs(seed + s, n) for s, n in enumerate(lengths)]
+    samples = [draw_inputs(seed=seed + s, length=n) for s, n in enumerate(lengths)]
     cuts = [data.draw(st.integers(0, n)) for n in lengths]
 
     def pack(parts: Sequence[Sequence[Tensor]], state: LLNState | None) -> tuple[list[Tensor], LLNState]:
@@ -208,7 +208,7 @@ def test_merge_is_associative_commutative_and_has_an_identity(seed: int, lengths
     a, b, c = (
         fold(size * k, v, key_mask=normal(seed + s, 2, n) > 0)  # some samples end up empty
         for s, n in enumerate(lengths)
-        for _, k, v in [draw_inputs(seed + s, n, batch=2)]
+        for _, k, v in [draw_inputs(seed=seed + s, length=n, batch=2)]
     )
     empty = LLNState.empty(2, 2, 4, 3, dtype=torch.float64)
     assert agree(a.merge(b).merge(c), a.merge(b.merge(c)))
@@ -235,20 +235,21 @@ def test_a_hundred_thousand_single_tokens_merge_to_one_pass() -> None:
 
 
 def test_open_blocks_do_not_merge() -> None:
-    q, k, v = draw_inputs(0, 6)
+    q, k, v = draw_inputs(seed=0, length=6)
     _, state = attend(q, k, v, is_causal=True, block_size=4, return_state=True)
     with pytest.raises(ValueError, match="block"):
         state.merge(state)
     with pytest.raises(ValueError, match="block"):
         state.merge(fold(k, v))
     with pytest.raises(ValueError, match="causal"):
-        attend(*draw_inputs(1, 6), block_size=4, state=state)  # bidirectional
+        attend(*draw_inputs(seed=1, length=6), block_size=4, state=state)  # bidirectional
 
 
 def test_a_detached_state_stops_the_gradient() -> None:
-    q, k, v = (x.requires_grad_() for x in draw_inputs(0, 6))
+    q, k, v = (x.requires_grad_() for x in draw_inputs(seed=0, length=6))
     for block_size in (None, 4):
         _, state = attend(q, k, v, is_causal=True, block_size=block_size, return_state=True)
-        later = attend(*draw_inputs(1, 6), is_causal=True, block_size=block_size, state=state)
+        more = draw_inputs(seed=1, length=6)
+        later = attend(*more, is_causal=True, block_size=block_size, state=state)
         assert all(g.any() for g in torch.autograd.grad(later.sum(), (k, v)))
-        assert not attend(*draw_inputs(1, 6), is_causal=True, block_size=block_size, state=state.detach()).requires_grad
+        assert not attend(*more, is_causal=True, block_size=block_size, state=state.detach()).requires_grad

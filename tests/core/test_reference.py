@@ -58,6 +58,12 @@ def test_a_state_stands_for_the_keys_that_were_folded_into_it() -> None:
         assert relative_error(part, expected) <= 1e-14
 
 
+def test_a_coefficient_that_fits_nothing_is_refused() -> None:
+    q = normal(0, 2, 4, 9, 3)
+    with pytest.raises(ValueError, match=r"\[batch, heads\] = \[2, 4\] or \[heads, dim\] = \[4, 3\]; got \[4, 2\]"):
+        naive_attention(q, q, q, torch.ones(4, 2), 1.0)
+
+
 def test_reference_gradient_is_the_derivative() -> None:
     inputs = [normal(s, *shape).requires_grad_() for s, shape in enumerate([(1, 2, 4, 2), (1, 1, 4, 2), (1, 1, 4, 3)])]
     key_mask = torch.tensor([[False, True, True, False]])

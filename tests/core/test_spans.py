@@ -55,12 +55,12 @@ def test_dropout_in_spans_has_the_gradient_of_its_output(options: dict) -> None:
 
 
 def test_no_two_parts_of_a_call_share_their_dropout() -> None:
-    def dropped(block_size: int, length: int) -> torch.Tensor:
+    def drop_pairs(block_size: int, length: int) -> torch.Tensor:
         ones, eye = torch.ones(1, 1, length, 1), torch.eye(length)[None, None]
         return lln_attention(ones, ones, eye, 1.0, 1.0, block_size=block_size, mix=(0.0, 1.0), dropout_p=0.5)[0, 0] > 0
 
     torch.manual_seed(0)
-    p = dropped(8, 12)  # one whole block and a short one
+    p = drop_pairs(8, 12)  # one whole block and a short one
     assert not torch.equal(p[:8, :8].flatten()[:16], p[8:, 8:].flatten())
     q = torch.ones(1, 1, 40, 30)
     out = lln_attention(q, q, q, 1.0, 1.0, dropout_p=0.5, cu_seqlens=torch.tensor([0, 20, 40]))

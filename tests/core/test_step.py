@@ -14,7 +14,7 @@ from lln import LLNState
 FIELDS = ("log_sum", "mean_value", "count", "block_key", "block_value", "block_mask")
 
 
-def both_ways(*args: Any, **options: Any) -> tuple[tuple[Tensor, LLNState], tuple[Tensor, LLNState]]:
+def step_both_ways(*args: Any, **options: Any) -> tuple[tuple[Tensor, LLNState], tuple[Tensor, LLNState]]:
     with torch.no_grad():
         short = lln_attention(*args, is_causal=True, return_state=True, **options)
         with mock.patch("lln.functional.is_step", return_value=False):
@@ -39,7 +39,7 @@ def test_short_and_long_way_agree_in_every_number(block_size: int | None, dtype:
         k, v = torch.randn(batch, heads, 1, dim).to(dtype), torch.randn(batch, heads, 1, value_dim).to(dtype)
         # Left padding of 0, 2, 5 and 14 tokens, and a hole in the first row.
         mask = torch.tensor([[number != 6], [number >= 2], [number >= 5], [False]]) if masked else None
-        short, long = both_ways(q, k, v, alpha, beta, key_mask=mask, state=state, **options)
+        short, long = step_both_ways(q, k, v, alpha, beta, key_mask=mask, state=state, **options)
         assert short[0].dtype == dtype
         assert short[0].shape == long[0].shape
         assert relative_error(short[0].double(), long[0].double(), 1e-30) < tolerance

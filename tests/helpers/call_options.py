@@ -1,6 +1,7 @@
 """Options of a call of attention, drawn by the words that cases name them with."""
 
 import itertools
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,36 @@ import torch
 from torch import Tensor
 
 from helpers.tensors import State, normal
+
+
+def is_legal(case: dict[str, Any], usual_mix: str) -> bool:
+    if case["block_size"] is None:
+        return case["mix"] == usual_mix and case["scale"] is None
+    return case["is_causal"] or not (case["state"] or case["return_state"])  # an open block is causal only
+
+
+def cover_pairs(
+    options: dict[str, list[Any]], counted: Sequence[tuple[str, str]] | None = None
+) -> list[dict[str, Any]]:
+    """Few cases that together contain every legal pair of values of two options (greedy, always the same list).
+    counted: the pairs of options that have to meet, all unless they are named. The first `mix` is the usual one."""
+    names = list(itertools.combinations(options, 2)) if counted is None else counted
+    rng = random.Random(0)
+    cases: list[dict[str, Any]] = []
+    covered: set[tuple] = set()
+
+    def list_pairs(case: dict[str, Any]) -> set[tuple]:
+        return {(a, case[a], b, case[b]) for a, b in names}
+
+    for first, second in names:
+        for x, y in itertools.product(options[first], options[second]):
+            if (first, x, second, y) in covered:
+                continue
+            drawn = [{n: rng.choice(c) for n, c in options.items()} | {first: x, second: y} for _ in range(300)]
+            if legal := [case for case in drawn if is_legal(case, options["mix"][0])]:  # otherwise the pair is illegal
+                cases.append(max(legal, key=lambda case: len(list_pairs(case) - covered)))
+                covered |= list_pairs(cases[-1])
+    return cases
 
 
 def mask_keys(kind: str, lengths: Sequence[int]) -> Tensor:

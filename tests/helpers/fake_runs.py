@@ -11,7 +11,7 @@ from lln.lab.train.config import Config
 PROVENANCE = {"command": "lln", "commit": "abc", "date": "2026-01-01T00:00:00+00:00", "seed": 0, "device": "a machine"}
 
 
-def asked(runs: Path, **changed: Any) -> Asked:
+def make_asked(runs: Path, **changed: Any) -> Asked:
     settings: dict[str, Any] = {
         "scale": "tiny", "attentions": ("softmax", "lln"), "tasks": (), "seeds": 1, "tunings": 1, "changes": {},
         "device": "cpu",
@@ -19,11 +19,11 @@ def asked(runs: Path, **changed: Any) -> Asked:
     return Asked(**(settings | changed), runs=runs)
 
 
-def jobs_of(name: str, what: Asked) -> list[Job]:
+def list_jobs(name: str, what: Asked) -> list[Job]:
     return EXPERIMENTS[name].jobs(what)
 
 
-def result_of(config: Config, score: float, notes: list[str] | None = None, seconds: float = 2.0) -> dict[str, Any]:
+def make_result(config: Config, score: float, notes: list[str] | None = None, seconds: float = 2.0) -> dict[str, Any]:
     """score: accuracy (0 to 1), or the loss of mlm"""
     metrics = {"loss": score} if config.task == "mlm" else {"loss": 0.5, "accuracy": score}
     return {
@@ -43,7 +43,7 @@ def finish(
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config.to_dict()))
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines or []))
-    (path / "result.json").write_text(json.dumps(result_of(config, score, notes)))
+    (path / "result.json").write_text(json.dumps(make_result(config, score, notes)))
 
 
 def fail(path: Path, config: Config, sentence: str) -> None:

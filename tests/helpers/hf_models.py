@@ -59,7 +59,7 @@ ALL = (*ENCODERS, *IMAGES, *CAUSAL, "bart")
 
 
 @contextlib.contextmanager
-def guesses() -> Iterator[None]:
+def expect_guess() -> Iterator[None]:
     """A decoder that nobody converted says so; here that is expected."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* has causal or cross attention")
@@ -67,7 +67,7 @@ def guesses() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def harms() -> Iterator[None]:
+def expect_harm() -> Iterator[None]:
     """A softmax checkpoint that is given LLN attention by its name is harmed, and that is said; here it is expected."""
     with pytest.warns(UserWarning, match="loaded from a softmax checkpoint, which harms it"):
         yield
@@ -81,13 +81,24 @@ def build_model(
     torch.manual_seed(0)
     made = make_config(kind, **changes)
     maker = head or (tf.AutoModelForCausalLM if kind in CAUSAL else tf.AutoModel)
-    with guesses():
+    with expect_guess():
         model = maker.from_config(made, attn_implementation=implementation, dtype=torch.float64)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if any(part in name for part in ("query", "key", "q_lin", "k_lin", "q_proj", "k_proj", "c_attn", "q_attn")):
                 parameter *= spread
     return model.eval()
+
+
+class Bart:
+    """With a head that generates, in the place of one of transformers' Auto classes."""
+
+    from_config = staticmethod(tf.BartForConditionalGeneration._from_config)
+
+
+def build_writer(kind: str, implementation: str = "lln_diag", **changes: Any) -> Any:
+    """`build_model` of a kind that generates."""
+    return build_model(kind, implementation, head=Bart if kind == "bart" else None, **changes)
 
 
 def tokens(seed: int, batch: int = 3, length: int = LENGTH) -> Tensor:
@@ -129,7 +140,7 @@ class Call:
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[Call]]:
+def record_calls() -> Iterator[list[Call]]:
     """The calls that reach LLN attention while this is open."""
     calls: list[Call] = []
     original = attention.attend

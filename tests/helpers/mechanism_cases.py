@@ -30,7 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 BLOCK_SIZES = {"lln_diag": 8, "block_diagonal": 8}
 
 
-def supporting(*features: Any, names: list[str] = ON_QKV) -> list[str]:
+def list_supporting(*features: Any, names: list[str] = ON_QKV) -> list[str]:
     return [name for name in names if all(lln.mechanisms()[name].supports(f) for f in features)]
 
 

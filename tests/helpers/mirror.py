@@ -46,7 +46,7 @@ def write_set(root: Path, name: str, config: str, splits: Mapping[str, Mapping[s
     return folder
 
 
-def encoded_image(pixels: np.ndarray, kind: str = "PNG") -> dict[str, Any]:
+def encode_image(pixels: np.ndarray, kind: str = "PNG") -> dict[str, Any]:
     from PIL import Image
 
     buffer = io.BytesIO()

@@ -19,7 +19,7 @@ class Page(HTMLParser):
             self.open.append(tag)
         self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "srcset")]
 
-    def outside(self, folder: Path) -> list[str]:
+    def find_outside(self, folder: Path) -> list[str]:
         """Links to anything but this page and the files beside it, which a reader may follow and no page loads."""
         found = [link for link in self.links if not link.startswith("#") and link != "data:,"]
         return [link for link in found if not (folder / link).is_file()]

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from helpers.triton_cases import GPU
-from lln.kernels.triton import known, tape
+from lln.kernels.triton import recognise, tape
 
 
 class StandIn:
@@ -23,7 +23,7 @@ class StandIn:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def run(*args: Any, stream: int) -> None:
-            values = [a if kind is None else at(a, *kind) for a, kind in zip(args, self.kinds, strict=True)]
+            values = [a if kind is None else view_memory(a, *kind) for a, kind in zip(args, self.kinds, strict=True)]
             self.kernel[grid[:1]](*values)
 
         return run
@@ -34,7 +34,7 @@ def reach(t: Tensor) -> int:
     return 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
 
 
-def at(address: int, dtype: torch.dtype, count: int) -> Tensor:
+def view_memory(address: int, dtype: torch.dtype, count: int) -> Tensor:
     if not count:
         return torch.empty(0, dtype=dtype)
     memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
@@ -44,7 +44,7 @@ def at(address: int, dtype: torch.dtype, count: int) -> Tensor:
 def make_playable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing was called yet, and everything can be played."""
     monkeypatch.setattr(tape, "TAPES", {})
-    monkeypatch.setattr(known, "KNOWN", {})
+    monkeypatch.setattr(recognise, "KNOWN", {})
     if GPU:
         return
     monkeypatch.setattr(tape, "raw_stream", lambda device: 0)
@@ -58,18 +58,18 @@ def make_playable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def nothing_played() -> Iterator[None]:
+def forget_played() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tape, "TAPES", {})
-        patch.setattr(known, "KNOWN", {})
+        patch.setattr(recognise, "KNOWN", {})
         yield
 
 
-def played() -> int:
+def count_played() -> int:
     """Calls that have a tape."""
     return sum(found is not None for found in tape.TAPES.values())
 
 
-def recognised() -> int:
+def count_recognised() -> int:
     """Calls that are known as a whole."""
-    return sum(found is not known.NEVER for found in known.KNOWN.values())
+    return sum(found is not recognise.NEVER for found in recognise.KNOWN.values())

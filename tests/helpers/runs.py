@@ -1,12 +1,18 @@
 """Runs small enough for a test: their configs, how they are stopped, and what they write."""
 
+import contextlib
+import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from lln.hf.distillation import Learner
 from lln.lab.recipes import recipe
 from lln.lab.train.config import Config, change
+from lln.lab.train.run import train
 
 # The smallest language model that can be trained, as changes of a recipe.
 SMALLEST = {
@@ -27,7 +33,7 @@ def make_tiny(
     return change(recipe(task, "tiny", attention, name), kept | {k.replace("__", "."): v for k, v in changes.items()})
 
 
-def as_options(changes: Mapping[str, str]) -> list[str]:
+def write_options(changes: Mapping[str, str]) -> list[str]:
     """Changes of a config as options of the command line."""
     return [word for name, value in changes.items() for word in ("--set", f"{name}={value}")]
 
@@ -48,3 +54,34 @@ def stop_at(number: int) -> Callable[[int, dict[str, float]], None]:
             raise Stop
 
     return progress
+
+
+def assert_goes_on(config: Config, folder: Path, cache: Path, *, stop: int) -> None:
+    """A run in folder/parts that is stopped at that step, one after the last that is saved, ends as one in folder/whole
+    that is not; and no two of the steps that it tells of have the same loss."""
+    whole = train(config, folder / "whole", cache_dir=cache)
+    with pytest.raises(Stop):
+        train(config, folder / "parts", cache_dir=cache, progress=stop_at(stop))
+    said: list[str] = []
+    parts = train(config, folder / "parts", cache_dir=cache, say=said.append)
+    assert f"Going on from step {stop - 1}." in said
+    assert parts["metrics"] == whole["metrics"]
+    lines = [(folder / run / "metrics.jsonl").read_text() for run in ("whole", "parts")]
+    assert lines[0] == lines[1]
+    losses = [row["loss"] for row in read_metrics(folder / "whole") if "loss" in row]
+    assert len(set(losses)) == config.optimisation.steps // config.log_every
+
+
+@contextlib.contextmanager
+def interrupt_learning(after: int) -> Iterator[None]:
+    """Somebody presses Ctrl-C after so many steps of distillation and fine-tuning."""
+    plain, steps = Learner.step, itertools.count()
+
+    def stop(self: Learner, loss: float) -> None:
+        if next(steps) == after:
+            raise KeyboardInterrupt
+        plain(self, loss)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Learner, "step", stop)
+        yield

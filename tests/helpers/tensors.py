@@ -40,18 +40,20 @@ def make_inputs(
     key_length: int | None = None,
     seed: int = 0,
     exact: bool = False,
+    spread: float = 1.0,
     dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Standard normal q [B, Hq, Nq, D], k [B, Hk, Nk, D] and v [B, Hk, Nk, Dv]. `exact`: the numbers of `normal`, for
-    tests that compare types; otherwise one draw after the other."""
+    """Normal q [B, Hq, Nq, D], k [B, Hk, Nk, D] and v [B, Hk, Nk, Dv]. `exact`: the numbers of `normal`, for tests that
+    compare types; otherwise one draw after the other."""
     key_heads, key_length = heads if key_heads is None else key_heads, length if key_length is None else key_length
     value_dim = dim if value_dim is None else value_dim
     shapes = (batch, heads, length, dim), (batch, key_heads, key_length, dim), (batch, key_heads, key_length, value_dim)
     if exact:
-        q, k, v = (normal(seed + i, *shape).to(dtype) for i, shape in enumerate(shapes))
+        q, k, v = (spread * normal(3 * seed + i, *shape).to(device, dtype) for i, shape in enumerate(shapes))
     else:
         generator = torch.Generator().manual_seed(seed)
-        q, k, v = (torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
+        q, k, v = (spread * torch.randn(shape, generator=generator, dtype=dtype).to(device) for shape in shapes)
     return q, k, v
 
 

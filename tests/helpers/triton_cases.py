@@ -202,7 +202,7 @@ def errors(actual: Tensors, expected: Tensors) -> dict[str, float]:
     return found
 
 
-def allowed(name: str, dtype: torch.dtype, eager: float, least: float) -> float:
+def find_tolerance(name: str, dtype: torch.dtype, eager: float, least: float) -> float:
     """Twice the eager back end's error. What is float32 beside narrow inputs (states, gradients of alpha and beta) is
     made of products of narrow numbers, and as good as these."""
     narrow = name in ("out", "d query", "d key", "d value")
@@ -216,7 +216,7 @@ def check(case: Case, tolerance: float = 2e-5, **how: Any) -> None:
     limits = dict.fromkeys(found, tolerance)
     if case.dtype != torch.float32:
         eager = errors(evaluate(case, "eager", **how), expected)
-        limits = {n: allowed(n, case.dtype, e, tolerance) for n, e in eager.items()}
+        limits = {n: find_tolerance(n, case.dtype, e, tolerance) for n, e in eager.items()}
     assert all(e <= limits[n] for n, e in found.items()), {n: (e, limits[n]) for n, e in found.items()}
 
 

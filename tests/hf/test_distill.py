@@ -26,13 +26,13 @@ def batches(kind: str, count: int = 3) -> list[dict[str, Any]]:
     return [make_batch(kind, seed) for seed in range(count)]
 
 
-def matched(kind: str, implementation: str = "lln_diag", **learned: Any) -> Any:
+def convert_matched(kind: str, implementation: str = "lln_diag", **learned: Any) -> Any:
     model = build_model(kind, "sdpa")
     blocks: dict[str, Any] = {"block_size": BLOCK} if implementation == "lln_diag" else {}
     return lln.hf.convert(model, implementation, matching="data", batches=batches(kind), **blocks, **learned)
 
 
-def losses_of(model: Any, given: list[dict[str, Any]], **options: Any) -> list[float]:
+def collect_losses(model: Any, given: list[dict[str, Any]], **options: Any) -> list[float]:
     losses: list[float] = []
     lln.hf.distill(model, given, progress=lambda done, loss: losses.append(loss), **options)
     return losses
@@ -40,20 +40,20 @@ def losses_of(model: Any, given: list[dict[str, Any]], **options: Any) -> list[f
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_before_the_first_step_it_is_the_matched_model(kind: str) -> None:
-    plain, learnable = matched(kind), matched(kind, **ALL_OF_IT)
+    plain, learnable = convert_matched(kind), convert_matched(kind, **ALL_OF_IT)
     given = make_batch(kind, 7)
     # log and exp of alpha, and 0.5 a + 0.5 b in place of a number, round.
     assert relative_error(output(learnable, **given), output(plain, **given)) < 1e-12
-    mapped, unmapped = (matched(kind, **{**ALL_OF_IT, "feature_map": name}) for name in ("linear", None))
+    mapped, unmapped = (convert_matched(kind, **{**ALL_OF_IT, "feature_map": name}) for name in ("linear", None))
     assert torch.equal(output(mapped, **given), output(unmapped, **given))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_error_falls_and_nothing_else_changes(kind: str) -> None:
-    model, given = matched(kind, **ALL_OF_IT), batches(kind)
+    model, given = convert_matched(kind, **ALL_OF_IT), batches(kind)
     before = {name: t.clone() for name, t in model.state_dict().items()}
     rows = compare_layers(model, given)
-    losses = losses_of(model, given, steps=25)
+    losses = collect_losses(model, given, steps=25)
     assert losses[-1] < 0.9 * losses[0]
     for row, was in zip(compare_layers(model, given), rows, strict=True):
         assert row["lln"]["error"] < was["lln"]["error"]
@@ -75,22 +75,22 @@ def test_the_error_falls_and_nothing_else_changes(kind: str) -> None:
     ],
 )
 def test_what_is_asked_for_is_what_learns(learned: dict[str, Any], names: set[str]) -> None:
-    model = matched("bert", **learned)
+    model = convert_matched("bert", **learned)
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    losses_of(model, batches("bert"), steps=2)
+    collect_losses(model, batches("bert"), steps=2)
     changed = {name for name, t in model.state_dict().items() if not torch.equal(t, before[name])}
     assert changed == {f"{module}.lln.{name}" for module, _ in attention_modules(model) for name in names}
 
 
 def test_layers_learn_independently_of_each_other() -> None:
     """The inputs of a layer are those of the softmax model, whatever the layers below it have learned."""
-    model = matched("bert", **ALL_OF_IT)
+    model = convert_matched("bert", **ALL_OF_IT)
     other = copy.deepcopy(model)
     first, second = (name for name, _ in attention_modules(model))
     with torch.no_grad():
         other.get_submodule(first).lln.map_q.add_(0.5)
     for one in (model, other):
-        losses_of(one, batches("bert"), steps=3)
+        collect_losses(one, batches("bert"), steps=3)
     names = [name for name in model.state_dict() if name.startswith(f"{second}.lln")]
     assert names
     assert all(torch.equal(model.state_dict()[name], other.state_dict()[name]) for name in names)
@@ -103,7 +103,7 @@ def test_the_loss_is_the_relative_error_of_what_softmax_gives(kind: str) -> None
     lln.hf.convert(model, "lln_diag", matching="data", batches=[given], block_size=BLOCK, **ALL_OF_IT)
     ((name, module),) = attention_modules(model)
     (row,) = compare_layers(model, [given])
-    (loss,) = losses_of(copy.deepcopy(model), [given], steps=1)
+    (loss,) = collect_losses(copy.deepcopy(model), [given], steps=1)
     seen: list[torch.Tensor] = []
     last = module.o_proj if kind == "llama" else model.encoder.layer[0].attention.output.dense
     last.register_forward_pre_hook(lambda m, args: seen.append(args[0].detach()))
@@ -129,7 +129,7 @@ def test_padding_does_not_change_what_is_learned(kind: str) -> None:
     for given in ({"input_ids": short, "attention_mask": torch.ones_like(short)}, padded):
         model = build_model(kind, "sdpa")
         lln.hf.convert(model, "lln_diag", matching="data", batches=[given], block_size=4, **ALL_OF_IT)
-        losses_of(model, [given], steps=5)
+        collect_losses(model, [given], steps=5)
         models.append((model, compare_layers(model, [given])))
     (one, rows), (other, more) = models
     for name, t in one.state_dict().items():
@@ -142,8 +142,8 @@ def test_padding_does_not_change_what_is_learned(kind: str) -> None:
 def test_the_same_seed_gives_the_same_bits_and_another_one_another_order() -> None:
     found = []
     for seed in (0, 0, 1):
-        model = matched("bert", **ALL_OF_IT)
-        losses_of(model, batches("bert"), steps=4, seed=seed)
+        model = convert_matched("bert", **ALL_OF_IT)
+        collect_losses(model, batches("bert"), steps=4, seed=seed)
         found.append({name: t for name, t in model.state_dict().items() if ".lln." in name})
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     assert any(not torch.equal(found[0][name], found[2][name]) for name in found[0])
@@ -160,8 +160,8 @@ def test_every_batch_comes_once_before_any_comes_again() -> None:
 
 def test_a_learner_goes_on_from_its_state_to_the_last_bit() -> None:
     given = batches("llama")
-    whole, halves = matched("llama", **ALL_OF_IT), matched("llama", **ALL_OF_IT)
-    losses_of(whole, given, steps=6)
+    whole, halves = convert_matched("llama", **ALL_OF_IT), convert_matched("llama", **ALL_OF_IT)
+    collect_losses(whole, given, steps=6)
 
     class Stop(Exception):
         pass
@@ -208,8 +208,8 @@ def test_fine_tuning_brings_the_last_hidden_states_nearer(kind: str) -> None:
 
 def test_learned_values_survive_saving_and_generation_goes_on_in_constant_memory(tmp_path: Path) -> None:
     for kind, maker in (("bert", tf.AutoModel), ("llama", tf.AutoModelForCausalLM)):
-        model = matched(kind, **ALL_OF_IT)
-        losses_of(model, batches(kind), steps=3)
+        model = convert_matched(kind, **ALL_OF_IT)
+        collect_losses(model, batches(kind), steps=3)
         model.save_pretrained(tmp_path / kind)
         again = maker.from_pretrained(tmp_path / kind)
         assert torch.equal(output(again, **make_batch(kind, 5)), output(model, **make_batch(kind, 5)))
@@ -221,7 +221,7 @@ def test_learned_values_survive_saving_and_generation_goes_on_in_constant_memory
 
 
 def test_a_checkpoint_with_a_learned_mix_is_not_loaded_without_it(tmp_path: Path) -> None:
-    matched("bert", mix="ratio").save_pretrained(tmp_path)
+    convert_matched("bert", mix="ratio").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"the learned mix='ratio' .* would be lost") as problem:
         tf.AutoModel.from_pretrained(tmp_path, attn_implementation="lln")
     sentence(problem)
@@ -233,7 +233,7 @@ def test_a_checkpoint_with_a_learned_mix_is_not_loaded_without_it(tmp_path: Path
 
 def test_what_was_found_is_where_learning_begins() -> None:
     """alpha and beta that were found or given become parameters with the same values."""
-    model = matched("llama")
+    model = convert_matched("llama")
     layer = model.model.layers[0].self_attn
     found = layer.lln.fixed_alpha[0].clone(), layer.lln.fixed_beta[0].clone()
     lln.hf.convert(model, learnable="channel")
@@ -251,7 +251,7 @@ def test_what_was_found_is_where_learning_begins() -> None:
     ],
 )
 def test_wrong_batches_are_named(given: Any, message: str) -> None:
-    model = matched("bert", **ALL_OF_IT)
+    model = convert_matched("bert", **ALL_OF_IT)
     with pytest.raises((ValueError, TypeError), match=message) as problem:
         lln.hf.distill(model, given)
     sentence(problem)
@@ -260,15 +260,15 @@ def test_wrong_batches_are_named(given: Any, message: str) -> None:
 def test_what_cannot_be_distilled_is_named() -> None:
     given = batches("llama")
     with pytest.raises(ValueError, match="the model's attention has nothing to learn"):
-        lln.hf.distill(matched("llama"), given)
+        lln.hf.distill(convert_matched("llama"), given)
     with pytest.raises(ValueError, match=re.escape("first lln.hf.convert(model, 'lln_diag')")):
         lln.hf.distill(build_model("llama", "sdpa"), given)
     with pytest.raises(ValueError, match="steps must be a positive int; got 0"):
-        lln.hf.distill(matched("llama", **ALL_OF_IT), given, steps=0)
+        lln.hf.distill(convert_matched("llama", **ALL_OF_IT), given, steps=0)
     packed = {"input_ids": tokens(0, 1), "position_ids": torch.cat([torch.arange(15), torch.arange(8)])[None]}
     with pytest.raises(ValueError, match="hides other keys from each query"):
-        lln.hf.distill(matched("llama", **ALL_OF_IT), [packed | {"use_cache": False}])
-    model = matched("llama", **ALL_OF_IT)
+        lln.hf.distill(convert_matched("llama", **ALL_OF_IT), [packed | {"use_cache": False}])
+    model = convert_matched("llama", **ALL_OF_IT)
     with pytest.raises(ValueError, match="teacher must be another model"):
         lln.hf.fine_tune(model, model, given)
     with torch.no_grad():

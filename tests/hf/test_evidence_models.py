@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from torch import Tensor
 
 import lln.hf
-from helpers.hf_models import VOCABULARY, build_model, make_batch, output, sentence, tokens
+from helpers.hf_models import VOCABULARY, build_writer, make_batch, output, sentence, tokens
 from helpers.tensors import relative_error
 from lln.lab.convert.layer_report import compare_layers
 
@@ -18,14 +17,17 @@ EVIDENCE: dict[str, Any] = {"read": "evidence", "directions": 32, "mix": "scales
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 KINDS = ("bert", "llama", "bart")
 BLOCK = 4
-
-
-class Bart:
-    from_config = staticmethod(tf.BartForConditionalGeneration._from_config)
+# LLN alone, and LLN+Diag by how its two parts are laid out and mixed
+WAYS: dict[str, dict[str, Any]] = {
+    "lln": {"implementation": "lln", "mix": None},
+    "scales": {"implementation": "lln_diag", "block_size": BLOCK},
+    "evidence": {"implementation": "lln_diag", "block_size": BLOCK, "mix": "evidence"},
+    "overlap": {"implementation": "lln_diag", "block_size": BLOCK, "mix": "evidence", "overlap": True},
+}
 
 
 def softmax(kind: str) -> Any:
-    return build_model(kind, "sdpa", head=Bart if kind == "bart" else None)
+    return build_writer(kind, "sdpa")
 
 
 def batches(kind: str, count: int = 3) -> list[dict[str, Any]]:
@@ -36,15 +38,14 @@ def batches(kind: str, count: int = 3) -> list[dict[str, Any]]:
     return found
 
 
-def converted(kind: str, implementation: str = "lln_diag", **changes: Any) -> Any:
+def make_converted(kind: str, way: str = "scales") -> Any:
     """Not fitted yet: directions as they begin."""
-    options = EVIDENCE | ({"block_size": BLOCK} if implementation == "lln_diag" else {"mix": None}) | changes
-    return lln.hf.convert(softmax(kind), implementation, **options)
+    return lln.hf.convert(softmax(kind), **(EVIDENCE | WAYS[way]))
 
 
-def learned(kind: str, implementation: str = "lln_diag") -> Any:
+def make_learned(kind: str, way: str = "scales") -> Any:
     """Fitted, and with a feature map that is no identity."""
-    model = lln.hf.fit(converted(kind, implementation), batches(kind))
+    model = lln.hf.fit(make_converted(kind, way), batches(kind))
     return lln.hf.distill(model, batches(kind), steps=3).eval()
 
 
@@ -52,12 +53,10 @@ def errors(model: Any, given: list[dict[str, Any]]) -> list[float]:
     return [row["lln"]["error"] for row in compare_layers(model, given)]
 
 
-@pytest.mark.parametrize("implementation", ["lln", "lln_diag"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fit_and_then_distillation_come_nearer_to_softmax_and_change_nothing_else(
-    kind: str, implementation: str
-) -> None:
-    model, given = converted(kind, implementation), batches(kind)
+def test_a_fit_and_then_distillation_come_nearer_to_softmax_and_change_nothing_else(kind: str, way: str) -> None:
+    model, given = make_converted(kind, way), batches(kind)
     before, found = {name: t.clone() for name, t in model.state_dict().items()}, [errors(model, given)]
     seen: list[tuple[int, int]] = []
     lln.hf.fit(model, given, progress=lambda done, total: seen.append((done, total)))
@@ -73,7 +72,7 @@ def test_a_fit_and_then_distillation_come_nearer_to_softmax_and_change_nothing_e
 
 def test_a_fit_knows_what_is_padding() -> None:
     """What stands in padding, and that it is there, changes nothing that is found."""
-    padded, other, short = converted("bert"), converted("bert"), converted("bert")
+    padded, other, short = make_converted("bert"), make_converted("bert"), make_converted("bert")
     x, mask = tokens(1), torch.ones(3, 23, dtype=torch.long)
     mask[:, 15:] = 0
     lln.hf.fit(padded, [{"input_ids": x, "attention_mask": mask}])
@@ -84,10 +83,10 @@ def test_a_fit_knows_what_is_padding() -> None:
             assert relative_error(model.state_dict()[name].double(), tensor.double()) < 1e-9, name
 
 
-@pytest.mark.parametrize("implementation", ["lln", "lln_diag"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bart"])
-def test_generation_from_a_state_equals_full_recomputation(kind: str, implementation: str) -> None:
-    model = learned(kind, implementation)
+def test_generation_from_a_state_equals_full_recomputation(kind: str, way: str) -> None:
+    model = make_learned(kind, way)
     x = tokens(5)
     mask = torch.ones_like(x)
     mask[0, :9] = mask[2, :3] = 0
@@ -107,8 +106,9 @@ def test_generation_from_a_state_equals_full_recomputation(kind: str, implementa
         assert torch.equal(alone[0, -9:], want[0, -9:])
 
 
-def test_logits_of_rotary_keys_do_not_depend_on_where_a_sequence_is_cut() -> None:
-    model, x = learned("llama"), tokens(5, 2)
+@pytest.mark.parametrize("way", ["scales", "overlap"])
+def test_logits_of_rotary_keys_do_not_depend_on_where_a_sequence_is_cut(way: str) -> None:
+    model, x = make_learned("llama", way), tokens(5, 2)
     want = output(model, input_ids=x, use_cache=False)
     for cuts in ((1, 23), (4, 9, 23), (3, 4, 5, 23)):
         cache, found, start = lln.hf.LLNCache(), [], 0
@@ -116,31 +116,34 @@ def test_logits_of_rotary_keys_do_not_depend_on_where_a_sequence_is_cut() -> Non
             found.append(output(model, input_ids=x[:, start:end], past_key_values=cache))
             start = end
         assert relative_error(torch.cat(found, 1), want) < 1e-11
-    assert cache.nbytes == sizes_after(model, 40)
+    assert cache.nbytes == measure_after(model, 40)
 
 
-def sizes_after(model: Any, length: int) -> int:
+def measure_after(model: Any, length: int) -> int:
     cache = lln.hf.LLNCache()
     output(model, input_ids=tokens(6, 2, length), past_key_values=cache)
     return cache.nbytes
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_fitted_model_comes_back_as_it_was_saved(kind: str, tmp_path: Path) -> None:
-    model, given = learned(kind), make_batch(kind, 7)
+@pytest.mark.parametrize(
+    ("kind", "way"), [("bert", "scales"), ("bert", "evidence"), ("llama", "overlap"), ("bart", "lln")]
+)
+def test_a_fitted_model_comes_back_as_it_was_saved(kind: str, way: str, tmp_path: Path) -> None:
+    model, given = make_learned(kind, way), make_batch(kind, 7)
     model.save_pretrained(tmp_path)
     again, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert again.config.lln == model.config.lln
     assert torch.equal(output(again, **given), output(model, **given))
-    assert relative_error(output(converted(kind), **given), output(model, **given)) > 1e-3  # there is something to lose
+    before = output(make_converted(kind, way), **given)
+    assert relative_error(before, output(model, **given)) > 1e-3  # there is something to lose
 
 
 def test_the_seed_of_a_fit_is_all_that_it_depends_on() -> None:
     found: list[dict[str, Tensor]] = []
     for seed in (0, 0, 1):
-        model = lln.hf.fit(converted("bert"), batches("bert"), seed=seed)
+        model = lln.hf.fit(make_converted("bert"), batches("bert"), seed=seed)
         found.append({name: t for name, t in model.state_dict().items() if "channel_directions" in name})
     first, again, other = found
     assert first
@@ -159,7 +162,7 @@ def test_a_fit_of_the_papers_read_comes_nearer_too(mix: str) -> None:
 
 
 def test_what_cannot_be_fitted_is_refused_in_one_sentence() -> None:
-    given, model = batches("bert"), converted("bert")
+    given, model = batches("bert"), make_converted("bert")
     few = [{"input_ids": tokens(0, 1, 9)}]
     moved = lln.hf.distill(copy.deepcopy(model), given, steps=2)
     cases: list[tuple[Any, Any, type[Exception], str]] = [

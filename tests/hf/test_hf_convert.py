@@ -10,7 +10,7 @@ import torch
 import transformers as tf
 
 import lln.hf
-from helpers.hf_models import CAUSAL, ENCODERS, build_model, make_batch, output, recorded, sentence, tokens
+from helpers.hf_models import CAUSAL, ENCODERS, build_model, make_batch, output, record_calls, sentence, tokens
 from helpers.tensors import relative_error
 from lln.hf.find import attention_modules
 from lln.hf.watch import WATCHERS
@@ -80,7 +80,7 @@ def test_a_model_that_brings_scaled_queries_gets_the_same_attention() -> None:
     with torch.no_grad():
         model.decoder.layers[0].self_attn.q_proj.weight.mul_(30.0)
     lln.hf.convert(model, statistics="running", block_size=4, batches=[{"input_ids": tokens(0)}])
-    with recorded() as calls:
+    with record_calls() as calls:
         output(model, input_ids=tokens(0))
     call = calls[0]
     plain = lln.LLNAttention(4, 8, statistics="running", block_size=4, scale=1.0).eval()
@@ -98,7 +98,7 @@ def test_every_kind_of_matching_reaches_the_attention() -> None:
     for matching in kinds:
         model = build_model("bert")
         lln.hf.convert(model, "lln", matching=matching, batches=[given] if matching == "data" else None)
-        with recorded() as calls:
+        with record_calls() as calls:
             output(model, **given)
         call = calls[0]
         want = lln.LLNAttention(4, 8, matching="paper" if matching == "data" else matching)
@@ -170,7 +170,7 @@ def test_given_numbers_are_those_used() -> None:
     beta = {name: torch.linspace(1, 2, 32).view(4, 8) for name in names}
     lln.hf.convert(model, "lln", alpha=alpha, beta=beta)
     assert model.config.lln["coefficients"] == "channel"
-    with recorded() as calls:
+    with record_calls() as calls:
         output(model, **given)
     for call, name in zip(calls, names, strict=True):
         want = lln.lln_attention(

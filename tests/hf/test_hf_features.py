@@ -15,17 +15,18 @@ from helpers.hf_models import (
     CAUSAL,
     VOCABULARY,
     build_model,
-    guesses,
+    build_writer,
+    expect_guess,
     make_batch,
     make_config,
     output,
     parameter_gradients,
-    recorded,
+    record_calls,
     tokens,
 )
 from helpers.tensors import relative_error
 from lln.hf.find import attention_modules
-from lln.hf.interface import nothing_collected
+from lln.hf.interface import collect_nothing
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ALL if kind != "albert"])  # it has no checkpointing at all
@@ -153,9 +154,7 @@ def test_wrapped_projections_are_used() -> None:
 @pytest.mark.parametrize("name", ["lln", "lln_diag"])
 @pytest.mark.parametrize("kind", [*CAUSAL, "bart"])
 def test_generation_with_a_growing_cache_equals_full_recomputation(kind: str, name: str) -> None:
-    head = tf.BartForConditionalGeneration._from_config if kind == "bart" else None
-    maker = type("Maker", (), {"from_config": staticmethod(head)}) if head else None
-    model = build_model(kind, name, head=maker)
+    model = build_writer(kind, name)
     options: dict[str, Any] = {"block_size": 4} if name == "lln_diag" else {}
     batch = make_batch(kind)
     lln.hf.convert(model, statistics={"encoder": "sample", "decoder": "running"}, batches=[batch], **options)
@@ -231,7 +230,7 @@ def test_shared_modules_of_albert_are_one() -> None:
     lln.hf.convert(model, statistics="running")
     found = [module for module in model.modules() if isinstance(module, lln.LLNAttention)]
     assert len(found) == 1
-    with recorded() as calls:
+    with record_calls() as calls:
         output(model, **make_batch("albert"))
     assert len(calls) == 4
 
@@ -243,9 +242,9 @@ def test_switching_a_part_of_a_model_switches_that_part() -> None:
         vision_config={**text, "image_size": 20, "patch_size": 4},
     )
     model = tf.CLIPModel(made).eval()
-    with guesses():
+    with expect_guess():
         model.set_attn_implementation({"vision_config": "lln"})
-    with recorded() as calls:
+    with record_calls() as calls:
         model(input_ids=tokens(0, 1, 9), pixel_values=torch.randn(1, 3, 20, 20))
     assert [type(c.module).__name__ for c in calls] == ["CLIPAttention"]
     assert calls[0].q.shape[2] == 26
@@ -264,15 +263,15 @@ def test_a_model_of_two_models_switches_both(start: str, tmp_path: Path) -> None
     model = tf.EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
     given = {"input_ids": tokens(0), "decoder_input_ids": tokens(1, 3, 9)}
     for name, count in (("sdpa", 0), ("lln", 6), ("eager", 0), ("lln_diag", 6)):
-        with guesses():
+        with expect_guess():
             model.set_attn_implementation(name)
-        with recorded() as calls:
+        with record_calls() as calls:
             output(model, **given)
         assert len(calls) == count
     model.set_attn_implementation("sdpa")
     parts = {"encoder": "sample", "decoder": "running"}
     lln.hf.convert(model, statistics=parts, block_size=4, batches=[given])
-    with recorded() as calls:
+    with record_calls() as calls:
         want = output(model, **given)
     assert len(calls) == 6
     model.save_pretrained(tmp_path)
@@ -281,7 +280,7 @@ def test_a_model_of_two_models_switches_both(start: str, tmp_path: Path) -> None
 
 def test_a_model_that_collects_nothing_leaves_others_alone() -> None:
     one, two, x = build_model("bert", "lln"), build_model("bert", "lln"), make_batch("bert")
-    with nothing_collected(one):
+    with collect_nothing(one):
         assert not any(module.lln.collects for _, module in attention_modules(one))
         assert all(module.lln.collects for _, module in attention_modules(two))
         assert len(two(**x, output_attentions=True).attentions) == 2

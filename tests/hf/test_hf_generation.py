@@ -12,12 +12,13 @@ import lln.hf
 from helpers.hf_models import (
     CAUSAL,
     build_model,
-    guesses,
+    build_writer,
+    expect_guess,
     make_batch,
     make_config,
     output,
     parameter_gradients,
-    recorded,
+    record_calls,
     tokens,
 )
 from helpers.tensors import relative_error
@@ -27,18 +28,14 @@ GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 BLOCK = 4
 
 
-class Bart:
-    from_config = staticmethod(tf.BartForConditionalGeneration._from_config)
-
-
 def writer(kind: str, name: str = "lln_diag", **changes: Any) -> Any:
-    model = build_model(kind, name, head=Bart if kind == "bart" else None, **changes)
+    model = build_writer(kind, name, **changes)
     options: dict[str, Any] = {"block_size": BLOCK} if name == "lln_diag" else {}
     statistics = {"encoder": "sample", "decoder": "running"}
     return lln.hf.convert(model, statistics=statistics, batches=[make_batch(kind)], **options)
 
 
-def padded(lengths: list[int]) -> tuple[Tensor, Tensor]:
+def pad_left(lengths: list[int]) -> tuple[Tensor, Tensor]:
     """Rows of these lengths with padding on their left, and the mask."""
     x = tokens(5, len(lengths), max(lengths))
     mask = torch.ones_like(x)
@@ -47,12 +44,12 @@ def padded(lengths: list[int]) -> tuple[Tensor, Tensor]:
     return x.masked_fill(mask == 0, 0), mask
 
 
-def own(cache: Any) -> lln.hf.LLNCache:
+def take_own(cache: Any) -> lln.hf.LLNCache:
     """The part for the model's own tokens."""
     return cache.self_attention_cache if isinstance(cache, tf.EncoderDecoderCache) else cache
 
 
-def cache_of(kind: str, **options: Any) -> Any:
+def make_cache(kind: str, **options: Any) -> Any:
     caches = [lln.hf.LLNCache(**options) for _ in range(2)]
     return tf.EncoderDecoderCache(*caches) if kind == "bart" else caches[0]
 
@@ -61,18 +58,18 @@ def cache_of(kind: str, **options: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_way_to_decode_equals_full_recomputation(kind: str, name: str) -> None:
     model = writer(kind, name)
-    x, mask = padded([14, 23, 20])
+    x, mask = pad_left([14, 23, 20])
     how = {"max_new_tokens": 9, "attention_mask": mask, **GREEDY}
     want = model.generate(x, use_cache=False, **how)
     plain = model.generate(x, return_dict_in_generate=True, **how)
     assert torch.equal(plain.sequences, want)
-    assert isinstance(own(plain.past_key_values), lln.hf.LLNCache)
+    assert isinstance(take_own(plain.past_key_values), lln.hf.LLNCache)
     if kind == "bart":
         assert isinstance(plain.past_key_values.cross_attention_cache, lln.hf.LLNCache)
     handed = lln.hf.LLNCache()
     assert torch.equal(model.generate(x, past_key_values=handed, **how), want)
     assert handed.get_seq_length() == (9 if kind == "bart" else 23 + 8)
-    assert handed.nbytes == own(plain.past_key_values).nbytes > 0
+    assert handed.nbytes == take_own(plain.past_key_values).nbytes > 0
     if kind != "bart":
         assert torch.equal(model.generate(x, prefill_chunk_size=5, **how), want)
     for more in ({"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}, {"num_beams": 2, "do_sample": True}):
@@ -89,7 +86,7 @@ def test_every_way_to_decode_equals_full_recomputation(kind: str, name: str) -> 
 def test_padded_batches_equal_one_by_one(kind: str, name: str, dtype: torch.dtype) -> None:
     model = writer(kind, name).to(dtype)
     lengths = [1, 3, 4, 5, 17, 23]
-    x, mask = padded(lengths)
+    x, mask = pad_left(lengths)
     together = model.generate(x, attention_mask=mask, max_new_tokens=12, **GREEDY)
     for row, n in enumerate(lengths):
         alone = model.generate(x[row : row + 1, -n:], max_new_tokens=12, **GREEDY)
@@ -99,14 +96,14 @@ def test_padded_batches_equal_one_by_one(kind: str, name: str, dtype: torch.dtyp
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_of_a_sequence_cut_anywhere_are_those_of_the_whole(kind: str) -> None:
     model = writer(kind)
-    x, mask = padded([23, 16])
-    extra = {"input_ids": tokens(0, 2), "attention_mask": padded([19, 23])[1]} if kind == "bart" else {}
+    x, mask = pad_left([23, 16])
+    extra = {"input_ids": tokens(0, 2), "attention_mask": pad_left([19, 23])[1]} if kind == "bart" else {}
     ids, masks = ("decoder_input_ids", "decoder_attention_mask") if kind == "bart" else ("input_ids", "attention_mask")
     # Positions of a padded row, which generate makes, do not reach BART.
     places = {} if kind == "bart" else {"position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
     want = output(model, **extra, **{ids: x, masks: mask}, **places, use_cache=False)
     for cuts in ((1, 23), (2, 23), (3, 4, 5, 23), (4, 9, 23), (10, 23), (5, 6, 7, 8, 23)):
-        cache, found, start = cache_of(kind), [], 0
+        cache, found, start = make_cache(kind), [], 0
         for end in cuts:
             part = {k: v[:, start:end] for k, v in places.items()}
             given = {ids: x[:, start:end], masks: mask[:, :end], "past_key_values": cache, **part, **extra}
@@ -127,7 +124,7 @@ def test_a_long_prompt_then_decoding(name: str) -> None:
 @pytest.mark.parametrize("kind", CAUSAL)
 def test_going_on_from_a_returned_cache(kind: str) -> None:
     model = writer(kind)
-    x, mask = padded([9, 14])
+    x, mask = pad_left([9, 14])
     first = model.generate(x, attention_mask=mask, max_new_tokens=5, return_dict_in_generate=True, **GREEDY)
     more = tokens(8, 2, 3)
     turn = torch.cat([first.sequences, more], 1)
@@ -146,7 +143,7 @@ def test_going_on_from_a_returned_cache(kind: str) -> None:
 
 def test_going_on_with_an_encoder() -> None:
     model = writer("bart")
-    x, mask = padded([14, 23])
+    x, mask = pad_left([14, 23])
     how = {"attention_mask": mask, **GREEDY}
     first = model.generate(x, max_new_tokens=5, return_dict_in_generate=True, **how)
     found = model.generate(
@@ -170,13 +167,13 @@ def test_size_does_not_depend_on_length(kind: str, name: str) -> None:
         numbers = 2 * 2 * heads * (dim + dim * dim) * 8  # two rows, two layers, float64
         open_block = 2 * 2 * (2 * heads * BLOCK * dim * 8 + BLOCK + 8) if name == "lln_diag" else 0
         beta = 2 * heads * 8
-        assert own(cache).nbytes == numbers + open_block + beta
+        assert take_own(cache).nbytes == numbers + open_block + beta
     assert sizes[0] == sizes[1]
 
 
 def test_an_encoder_is_folded_once() -> None:
     model = writer("bart")
-    with recorded() as calls:
+    with record_calls() as calls:
         model.generate(
             **{k: v for k, v in make_batch("bart").items() if "decoder" not in k}, max_new_tokens=5, **GREEDY
         )
@@ -240,7 +237,7 @@ def test_compiled_decoding_with_a_static_cache(kind: str) -> None:
     one: dict[str, Any] = {"n_layer": 1} if kind == "gpt2" else {"num_hidden_layers": 1}
     one |= {"decoder_layers": 1, "encoder_layers": 1} if kind == "bart" else {}
     model = writer(kind, **one)
-    x, mask = padded([14, 23])
+    x, mask = pad_left([14, 23])
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiling = tf.CompileConfig(backend="aot_eager", fullgraph=True, mode=None, dynamic=False)
@@ -250,7 +247,7 @@ def test_compiled_decoding_with_a_static_cache(kind: str) -> None:
     static = {"cache_implementation": "static", "compile_config": compiling, "return_dict_in_generate": True}
     found = model.generate(x, **static, **how)
     assert torch.equal(found.sequences, want)
-    cache = own(found.past_key_values)
+    cache = take_own(found.past_key_values)
     assert cache.is_compileable
     assert cache.get_seq_length() == found.sequences.shape[1] - 1
     counters = torch._dynamo.utils.counters
@@ -284,7 +281,7 @@ def test_a_static_cache_stays_where_it_is() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 def test_a_compiled_forward_without_a_static_cache() -> None:
     model = writer("llama", num_hidden_layers=1)
-    x, mask = padded([14, 23])
+    x, mask = pad_left([14, 23])
     how = {"max_new_tokens": 6, "attention_mask": mask, **GREEDY}
     want = model.generate(x, **how)
     torch._dynamo.reset()
@@ -292,7 +289,7 @@ def test_a_compiled_forward_without_a_static_cache() -> None:
     assert torch.equal(model.generate(x, **how), want)
 
 
-def refused(match: str, call: Any) -> None:
+def assert_refused(match: str, call: Any) -> None:
     with pytest.raises((ValueError, RuntimeError), match=match) as problem:
         call()
     text = str(problem.value)
@@ -306,13 +303,17 @@ def test_what_takes_tokens_back_is_refused_in_one_sentence() -> None:
     how = {"max_new_tokens": 6, **GREEDY}
     lookup = {"prompt_lookup_num_tokens": 2}
     for more in (lookup, {"assistant_model": writer("llama")}, {**lookup, "past_key_values": lln.hf.LLNCache()}):
-        refused("assisted and prompt-lookup decoding take tokens back", lambda m=more: model.generate(x, **m, **how))
+        assert_refused(
+            "assisted and prompt-lookup decoding take tokens back", lambda m=more: model.generate(x, **m, **how)
+        )
     cache = lln.hf.LLNCache()
     output(model, input_ids=x, past_key_values=cache)
     assert not cache.is_croppable
-    refused("no token can be taken away again", lambda: cache.crop(-2))
+    assert_refused("no token can be taken away again", lambda: cache.crop(-2))
     for name in ("quantized", "offloaded", "offloaded_static"):
-        refused(f"cache_implementation='{name}'", lambda n=name: model.generate(x, cache_implementation=n, **how))
+        assert_refused(
+            f"cache_implementation='{name}'", lambda n=name: model.generate(x, cache_implementation=n, **how)
+        )
     # What is promised in its place: a cache that keeps everything.
     how["eos_token_id"] = 2
     want = model.generate(x, **how)
@@ -325,24 +326,24 @@ def test_what_a_state_cannot_know_is_refused_in_one_sentence() -> None:
     cache = lln.hf.LLNCache()
     first = model(input_ids=x[:, :7], past_key_values=cache, output_attentions=True)
     assert first.attentions[0].shape == (2, 4, 7, 7)
-    refused("output_attentions: the keys of earlier tokens are gone",
+    assert_refused("output_attentions: the keys of earlier tokens are gone",
             lambda: model(input_ids=x[:, 7:], past_key_values=cache, output_attentions=True))  # fmt: skip
     cache = lln.hf.LLNCache()
     output(model, input_ids=x[:, :7], past_key_values=cache)
-    refused("attention_mask must cover the 7 tokens in past_key_values and the 5 new ones; got 5",
+    assert_refused("attention_mask must cover the 7 tokens in past_key_values and the 5 new ones; got 5",
             lambda: model(input_ids=x[:, 7:], attention_mask=torch.ones(2, 5), past_key_values=cache))  # fmt: skip
     cu = torch.tensor([0, 24], dtype=torch.int32)
-    refused("packed sequences cannot go into a cache",
+    assert_refused("packed sequences cannot go into a cache",
             lambda: model(input_ids=x, past_key_values=lln.hf.LLNCache(), cu_seq_lens_q=cu))  # fmt: skip
     softmax, elu = build_model("llama", "sdpa"), build_model("llama", "elu")
     wrong = lln.hf.LLNCache()
     output(softmax, input_ids=x[:, :7], past_key_values=wrong)
-    refused("did not take the state", lambda: softmax(input_ids=x[:, 7:], past_key_values=wrong))
-    refused("LlamaAttention runs 'elu'", lambda: elu(input_ids=x, past_key_values=lln.hf.LLNCache()))
+    assert_refused("did not take the state", lambda: softmax(input_ids=x[:, 7:], past_key_values=wrong))
+    assert_refused("LlamaAttention runs 'elu'", lambda: elu(input_ids=x, past_key_values=lln.hf.LLNCache()))
     both = build_model("llama", "lln", is_causal=False)
-    refused("is not causal here", lambda: both(input_ids=x, past_key_values=lln.hf.LLNCache()))
+    assert_refused("is not causal here", lambda: both(input_ids=x, past_key_values=lln.hf.LLNCache()))
     bart = writer("bart")
-    refused(r"EncoderDecoderCache\(LLNCache\(\), LLNCache\(\)\)",
+    assert_refused(r"EncoderDecoderCache\(LLNCache\(\), LLNCache\(\)\)",
             lambda: bart(**make_batch("bart"), past_key_values=lln.hf.LLNCache()))  # fmt: skip
 
 
@@ -352,7 +353,7 @@ def test_other_models_keep_their_own_cache() -> None:
         assert type(found.past_key_values) is tf.DynamicCache
     made = make_config("llama")
     made.layer_types = ["full_attention", "linear_attention"]
-    with guesses():
+    with expect_guess():
         hybrid = tf.AutoModelForCausalLM.from_config(make_config("llama"), attn_implementation="lln")
     assert lln.hf.hooks.decodes_with_lln(hybrid)
     hybrid.config.layer_types = made.layer_types
@@ -362,8 +363,8 @@ def test_other_models_keep_their_own_cache() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_growing_cache_that_is_asked_for_is_used(kind: str) -> None:
     model = writer(kind)
-    x, mask = padded([14, 23])
+    x, mask = pad_left([14, 23])
     how = {"max_new_tokens": 6, "attention_mask": mask, **GREEDY}
     found = model.generate(x, cache_implementation="dynamic", return_dict_in_generate=True, **how)
-    assert type(own(found.past_key_values)) is tf.DynamicCache
+    assert type(take_own(found.past_key_values)) is tf.DynamicCache
     assert torch.equal(found.sequences, model.generate(x, **how))

@@ -11,7 +11,7 @@ import pytest
 import transformers as tf
 
 import lln.hf
-from helpers.hf_models import build_model, guesses, harms, make_batch, make_config, output
+from helpers.hf_models import build_model, expect_guess, expect_harm, make_batch, make_config, output
 from helpers.tensors import relative_error
 
 NAMES = ("lln", "lln_diag")
@@ -66,7 +66,7 @@ print(*("harms it" in str(warning.message) for warning in seen))
 
 def test_a_decoder_of_two_models_warns(tmp_path: Path) -> None:
     build_model("bart", "sdpa").save_pretrained(tmp_path)
-    with guesses(), harms():
+    with expect_guess(), expect_harm():
         tf.AutoModel.from_pretrained(tmp_path, attn_implementation="lln")
 
 
@@ -111,7 +111,7 @@ def test_nothing_is_said_where_nothing_was_trained_or_the_change_is_meant(
 
 def test_the_warning_changes_nothing(trained: Path) -> None:
     given = make_batch("bert")
-    with harms():
+    with expect_harm():
         named = tf.AutoModel.from_pretrained(trained, attn_implementation="lln_diag")
     meant = lln.hf.convert(tf.AutoModel.from_pretrained(trained), "lln_diag")
     assert relative_error(output(named, **given), output(meant, **given)) < 1e-12

@@ -14,7 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lln.hf
-from helpers.hf_models import build_model, make_batch, make_config, output, recorded, tokens
+from helpers.hf_models import build_model, make_batch, make_config, output, record_calls, tokens
 from helpers.tensors import relative_error
 from lln.hf.masks import lln_mask
 
@@ -69,7 +69,7 @@ except ValueError as problem:
 @pytest.mark.parametrize("name", PEERS)
 def test_bert_computes_what_lln_attention_computes(name: str) -> None:
     model, given = peer("bert", name), make_batch("bert")
-    with recorded() as calls:
+    with record_calls() as calls:
         ours = output(model, **given)
     assert len(calls) == 2
     for call in calls:
@@ -141,7 +141,7 @@ def test_cosformer_needs_a_length_in_causal_models() -> None:
 
 def test_encoder_decoder_with_blocks_in_self_attention_only() -> None:
     model, given = peer("bart", "elu"), make_batch("bart")
-    with recorded() as calls:
+    with record_calls() as calls:
         output(model, **given)
     for call in calls:
         cross = call.q.shape[2] != call.k.shape[2]
@@ -161,7 +161,7 @@ def test_saved_and_reloaded_with_options(name: str, tmp_path: Path) -> None:
     assert (held["implementation"], held["mechanisms"]) == (name, {name: OPTIONS[name]})
     again = tf.AutoModel.from_pretrained(tmp_path)
     assert again.config._attn_implementation == name
-    with recorded() as calls:
+    with record_calls() as calls:
         assert torch.equal(output(again, **given), output(model, **given))
     assert calls
     assert "import lln.hf" in (tmp_path / "README.md").read_text()
@@ -217,7 +217,7 @@ def test_wrong_options_are_named_and_leave_the_model_alone(arguments: dict[str, 
 
 def test_attention_maps_dropout_and_training() -> None:
     model, given = peer("bert", "elu"), make_batch("bert")
-    with recorded() as calls:
+    with record_calls() as calls:
         maps = model(**given, output_attentions=True).attentions
     for call, p in zip(calls, maps, strict=True):
         assert relative_error((p @ call.v).transpose(1, 2), call.out) < 1e-12

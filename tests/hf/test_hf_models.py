@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import lln.hf
-from helpers.hf_models import ALL, CAUSAL, ENCODERS, IMAGES, build_model, make_batch, output, recorded, tokens
+from helpers.hf_models import ALL, CAUSAL, ENCODERS, IMAGES, build_model, make_batch, output, record_calls, tokens
 from helpers.tensors import relative_error
 from helpers.untyped import naive_attention
 from lln.kernels.common import PAPER_A, PAPER_B
@@ -22,7 +22,7 @@ def eq_10(t: Tensor, of: Tensor) -> Tensor:
     return ((t - PAPER_B) / (2 * PAPER_A)).sqrt() / of
 
 
-def expected(call: Any, causal: bool, statistics: str, block_size: int | None) -> Tensor:
+def compute_expected(call: Any, causal: bool, statistics: str, block_size: int | None) -> Tensor:
     """Eq. (8) and (10) in float64 from the q, k, v that reached the attention: [B, N, H, E]."""
     q, k, v = call.q, call.k, call.v
     batch, keys = k.shape[0], k.shape[2]
@@ -50,7 +50,7 @@ def test_every_layer_computes_equation_8_and_not_softmax(kind: str, name: str) -
     model, given = build_model(kind, name), make_batch(kind)
     if name == "lln_diag":
         lln.hf.convert(model, block_size=8, statistics="fixed" if kind in (*CAUSAL,) else None)
-    with recorded() as calls:
+    with record_calls() as calls:
         ours = output(model, **given)
     assert len(calls) == (6 if kind == "bart" else 2)
     for call in calls:
@@ -58,7 +58,7 @@ def test_every_layer_computes_equation_8_and_not_softmax(kind: str, name: str) -
         causal = bool(call.module.is_causal)
         statistics = "fixed" if causal or cross else "sample"
         block = 8 if name == "lln_diag" and not cross else None
-        want = expected(call, causal, statistics, block)
+        want = compute_expected(call, causal, statistics, block)
         assert relative_error(call.out, want) < 1e-12
         assert call.module.lln.statistics == statistics
     model.set_attn_implementation("sdpa")
@@ -184,7 +184,7 @@ def test_a_causal_model_that_is_told_to_look_both_ways_does() -> None:
 def test_output_attentions_is_the_p_that_was_used(kind: str) -> None:
     model, given = build_model(kind), make_batch(kind)
     lln.hf.convert(model, block_size=8)
-    with recorded() as calls:
+    with record_calls() as calls:
         result = model(**given, output_attentions=True)
     names = ["attentions"] if kind != "bart" else ["encoder_attentions", "decoder_attentions", "cross_attentions"]
     maps = [p for name in names for p in result[name]]
@@ -215,13 +215,13 @@ def test_attention_dropout_acts_in_training_only(kind: str) -> None:
     torch.manual_seed(1)
     assert torch.equal(output(model, **given), first)
     # On average dropout changes nothing in one layer's output; here: the attention of the first layer.
-    with recorded() as calls:
+    with record_calls() as calls:
         for _ in range(100):
             output(model, **given)
     layers = len(calls) // 100
     mean = torch.stack([c.out for c in calls[::layers]]).mean(0)
     model.eval()
-    with recorded() as calls:
+    with record_calls() as calls:
         output(model, **given)
     assert relative_error(mean, calls[0].out) < 0.2
 

@@ -15,12 +15,12 @@ from helpers.hf_models import (
     BERT,
     CAUSAL,
     build_model,
+    expect_guess,
+    expect_harm,
     find_minilm,
-    guesses,
-    harms,
     make_config,
     output,
-    recorded,
+    record_calls,
     sentence,
     tokens,
 )
@@ -39,7 +39,7 @@ from lln.hf.masks import lln_mask
         ({"block_size": 0}, "block_size must be a positive int"),
         ({"block_size": None}, "implementation='lln'"),
         ({"mix": 2.0}, "mix must lie between 0 and 1"),
-        ({"mix": "both"}, "mix must be a number, 'ratio' or 'scales'"),
+        ({"mix": "both"}, "mix must be a number, 'ratio', 'scales' or 'evidence'"),
         ({"learnable": "head"}, "learnable goes with statistics='fixed'"),
         ({"learnable": "all", "statistics": "fixed"}, "learnable must be None, 'head' or 'channel'"),
         ({"coefficients": "row", "statistics": "fixed"}, "coefficients must be None"),
@@ -61,19 +61,19 @@ def test_wrong_options_in_a_config_are_named(held: Any, message: str) -> None:
     sentence(problem)
 
 
-def small(kind: type, **more: Any) -> Any:
+def make_small(kind: type, **more: Any) -> Any:
     return kind(**{**BERT, **more})
 
 
 REFUSED_MODELS = {
-    "mpnet": lambda: small(tf.MPNetConfig),
-    "falcon": lambda: small(tf.FalconConfig),
-    "longformer": lambda: small(tf.LongformerConfig, attention_window=8),
+    "mpnet": lambda: make_small(tf.MPNetConfig),
+    "falcon": lambda: make_small(tf.FalconConfig),
+    "longformer": lambda: make_small(tf.LongformerConfig, attention_window=8),
     "gpt_neo": lambda: tf.GPTNeoConfig(
         hidden_size=32, num_layers=1, num_heads=4, attention_types=[[["global"], 1]], vocab_size=61
     ),
     # Only a part of these ignores it.
-    "git": lambda: small(tf.GitConfig, bos_token_id=1, eos_token_id=2, vision_config={**BERT, "image_size": 16}),
+    "git": lambda: make_small(tf.GitConfig, bos_token_id=1, eos_token_id=2, vision_config={**BERT, "image_size": 16}),
     "siglip": lambda: tf.SiglipVisionConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=40, image_size=16, patch_size=4
     ),
@@ -98,7 +98,7 @@ def test_models_that_ignore_the_interface_raise(kind: str) -> None:
 def test_what_needs_pairs_is_refused_in_one_sentence(name: str) -> None:
     x = tokens(0)
     modern = tf.AutoModel.from_config(
-        small(tf.ModernBertConfig, local_attention=8, global_attn_every_n_layers=2), attn_implementation=name
+        make_small(tf.ModernBertConfig, local_attention=8, global_attn_every_n_layers=2), attn_implementation=name
     )
     with pytest.raises(ValueError, match="sliding_window") as problem:
         modern(input_ids=x)
@@ -163,7 +163,7 @@ def embed(model: Any, tokenizer: Any, sentences: list[str]) -> torch.Tensor:
 def test_minilm_embeds_sentences_saves_and_reloads(tmp_path: Path) -> None:
     folder = find_minilm()
     tokenizer = tf.AutoTokenizer.from_pretrained(folder)
-    with harms():
+    with expect_harm():
         model = tf.AutoModel.from_pretrained(folder, attn_implementation="lln_diag")
     softmax = tf.AutoModel.from_pretrained(folder)
     ours, theirs = (embed(m, tokenizer, SENTENCES) for m in (model, softmax))
@@ -178,7 +178,7 @@ def test_minilm_embeds_sentences_saves_and_reloads(tmp_path: Path) -> None:
     again = tf.AutoModel.from_pretrained(tmp_path)
     assert torch.equal(embed(again, tf.AutoTokenizer.from_pretrained(tmp_path), SENTENCES), ours)
     pipe = tf.pipeline("feature-extraction", model=again, tokenizer=tokenizer)
-    with recorded() as calls:
+    with record_calls() as calls:
         assert torch.tensor(pipe(SENTENCES[0])).shape[-1] == 384
     assert len(calls) == 6
 
@@ -201,7 +201,7 @@ def test_a_mask_shorter_than_what_the_cache_holds_is_named() -> None:
 
 
 def test_a_text_tower_that_turns_out_causal_is_refused_until_it_is_told_how() -> None:
-    model = tf.CLIPTextModel._from_config(small(tf.CLIPTextConfig), attn_implementation="lln_diag").double().eval()
+    model = tf.CLIPTextModel._from_config(make_small(tf.CLIPTextConfig), attn_implementation="lln_diag").double().eval()
     x = tokens(0)
     with pytest.raises(ValueError, match=r"CLIPAttention attends causally.*lln\.hf\.convert") as problem:
         model(input_ids=x)
@@ -216,7 +216,7 @@ def test_a_decoder_whose_self_attention_is_not_called_causal_has_blocks() -> Non
     sides = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in
              (("layers", 1), ("attention_heads", 4), ("ffn_dim", 40))}  # fmt: skip
     made = tf.NllbMoeConfig(d_model=32, vocab_size=61, num_experts=2, **sides)
-    with guesses():
+    with expect_guess():
         model = tf.NllbMoeModel._from_config(made, attn_implementation="lln_diag").double().eval()
     found = {name: (m.lln.kind, m.lln.cross, m.lln.block_size) for name, m in attention_modules(model)}
     assert found == {

@@ -14,7 +14,17 @@ import torch
 import transformers as tf
 
 import lln.hf
-from helpers.hf_models import ALL, CAUSAL, IMAGES, build_model, guesses, make_batch, make_config, output, recorded
+from helpers.hf_models import (
+    ALL,
+    CAUSAL,
+    IMAGES,
+    build_model,
+    expect_guess,
+    make_batch,
+    make_config,
+    output,
+    record_calls,
+)
 from helpers.tensors import relative_error
 from lln.hf.hooks import upload
 
@@ -47,7 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(kind: str, **options: Any) -> Any:
+def make_trained(kind: str, **options: Any) -> Any:
     """A model whose statistics and mix have moved away from where they begin."""
     model = build_model(kind)
     lln.hf.convert(model, "lln_diag", block_size=8, **options)
@@ -64,7 +74,7 @@ def trained(kind: str, **options: Any) -> Any:
 def test_two_rounds_through_fresh_processes_are_bit_equal(tmp_path: Path) -> None:
     wanted = {}
     for kind, options in CASES.items():
-        model, given = trained(kind, **options), make_batch(kind, 7)
+        model, given = make_trained(kind, **options), make_batch(kind, 7)
         with torch.no_grad():
             wanted[kind] = output(model, **given)
             forgetful = output(copy.deepcopy(model).apply(reset), **given)
@@ -92,11 +102,11 @@ def reset(module: Any) -> None:
 def test_a_plain_reload_runs_the_same_attention(kind: str, tmp_path: Path) -> None:
     model, given = build_model(kind, "lln"), make_batch(kind)
     model.save_pretrained(tmp_path)
-    with guesses():
+    with expect_guess():
         again, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    with recorded() as calls:
+    with record_calls() as calls:
         assert torch.equal(output(again.to(torch.float64), **given), output(model, **given))
     assert calls
     assert again.config._attn_implementation == "lln"
@@ -140,7 +150,7 @@ def load_alone(folder: Path, *arguments: str) -> set[str]:
 
 @pytest.mark.parametrize("kind", ["bert", "bart"])
 def test_without_lln_hf_no_class_runs_softmax_in_the_place_of_what_was_saved(kind: str, tmp_path: Path) -> None:
-    model, given = trained(kind, statistics=CASES["bart"]["statistics"], mix="ratio"), make_batch(kind)
+    model, given = make_trained(kind, statistics=CASES["bart"]["statistics"], mix="ratio"), make_batch(kind)
     model.save_pretrained(tmp_path)
     torch.save((given, output(model, **given)), tmp_path / "inputs.pt")
     concrete = type(model).__name__
@@ -235,7 +245,7 @@ def test_a_card_that_is_there_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["bert", "vit", "bart"])
 def test_a_head_on_a_converted_body_finds_its_values(kind: str, tmp_path: Path) -> None:
-    body = trained(kind, statistics="running", mix="ratio")
+    body = make_trained(kind, statistics="running", mix="ratio")
     body.save_pretrained(tmp_path)
     with_head = getattr(tf, HEADS[kind]).from_pretrained(tmp_path)
     mine, theirs = dict(body.named_buffers()), dict(with_head.base_model.named_buffers())
@@ -266,7 +276,7 @@ def test_what_a_softmax_checkpoint_does_not_bring_is_initialised(
 
 
 def test_measured_values_survive_loading_in_half_precision(tmp_path: Path) -> None:
-    model = trained("llama", matching="data", batches=[make_batch("llama")])
+    model = make_trained("llama", matching="data", batches=[make_batch("llama")])
     model.save_pretrained(tmp_path)
     half = tf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     mine, theirs = (m.model.layers[0].self_attn.lln for m in (model, half))
@@ -293,7 +303,7 @@ def test_an_implementation_that_is_asked_for_wins_over_the_saved_one(tmp_path: P
     with pytest.warns(UserWarning, match="config.lln names 'lln'") as seen:
         softmax = tf.AutoModel.from_pretrained(tmp_path, attn_implementation="sdpa")
     assert len(seen) == 1
-    with recorded() as calls:
+    with record_calls() as calls:
         output(softmax, **given)
     assert not calls
     softmax.save_pretrained(tmp_path / "again")
@@ -303,7 +313,7 @@ def test_an_implementation_that_is_asked_for_wins_over_the_saved_one(tmp_path: P
 
 
 def test_values_stay_while_softmax_runs(tmp_path: Path) -> None:
-    model, given = trained("bert", statistics="running", mix="ratio"), make_batch("bert")
+    model, given = make_trained("bert", statistics="running", mix="ratio"), make_batch("bert")
     want = output(model, **given)
     model.set_attn_implementation("sdpa")
     model.save_pretrained(tmp_path)
@@ -314,7 +324,7 @@ def test_values_stay_while_softmax_runs(tmp_path: Path) -> None:
 
 
 def test_models_made_before_the_import_switch_unless_something_was_lost(tmp_path: Path) -> None:
-    trained("bert", statistics="running").save_pretrained(tmp_path)
+    make_trained("bert", statistics="running").save_pretrained(tmp_path)
     code = f"""
 import torch, transformers
 model = transformers.AutoModel.from_pretrained({str(tmp_path)!r}, attn_implementation="sdpa")
@@ -360,7 +370,7 @@ def test_a_state_dict_is_enough(tmp_path: Path) -> None:
 
 
 def test_a_model_built_around_a_converted_one_keeps_its_values() -> None:
-    body, given = trained("bert", statistics="running", mix="ratio"), make_batch("bert")
+    body, given = make_trained("bert", statistics="running", mix="ratio"), make_batch("bert")
     want, values = output(body, **given), {name: t.clone() for name, t in body.state_dict().items() if ".lln." in name}
     decoder = tf.BertLMHeadModel(make_config("bert", is_decoder=True, add_cross_attention=True)).to(torch.float64)
 

@@ -15,11 +15,11 @@ import transformers as tf
 from torch import Tensor
 
 import lln.hf
-from helpers.hf_models import BERT, VISION, build_model, output, recorded, sentence, tokens
+from helpers.hf_models import BERT, VISION, build_model, output, record_calls, sentence, tokens
 from helpers.tensors import relative_error
 from lln.checks import Inputs, check_inputs
 from lln.hf.attach import ModelAttention
-from lln.hf.interface import nothing_collected
+from lln.hf.interface import collect_nothing
 from lln.hf.tiles import MOST_GRIDS, Patches, cut_tiles, find_tiles, keep_tiles, tiled_attention
 from lln.instruments import entropy, lln_map, record, spectral_gap
 from lln.naive import naive_lln
@@ -198,7 +198,7 @@ def picture(height: int = 20, width: int = 20, seed: int = 0) -> Tensor:
 
 def check_calls(model: Any, cut: Cut, prefix: int, **given: Any) -> None:
     """Every layer gives the reference, and output_attentions what multiplies the values, in their order."""
-    with recorded() as calls:
+    with record_calls() as calls:
         model(**given, output_attentions=True)
     assert len(calls) == VISION["num_hidden_layers"]
     for call in calls:
@@ -241,7 +241,7 @@ def test_all_of_an_image_in_one_tile_is_half_softmax() -> None:
 
 def test_statistics_count_patches_once() -> None:
     models = build("vit", tile=4), build("vit", block_size=16)  # tiles of 3 x 3, 3 x 2 and 2 x 2 in slots of 9
-    with recorded() as calls:
+    with record_calls() as calls:
         for model in models:
             model(pixel_values=picture())
     (first, *_), (second, *_) = calls[:2], calls[2:]
@@ -275,7 +275,7 @@ def test_checkpointed_crops_of_several_shapes_give_the_same_gradients() -> None:
 
 def test_instruments_see_tiles() -> None:
     model = build("registers", tile=3)
-    with record(model, samples=None) as rec, recorded() as calls:
+    with record(model, samples=None) as rec, record_calls() as calls:
         model(pixel_values=picture(), output_attentions=True)
     rows = rec.rows()
     seen = {(row["layer"], row["head"]): row for row in rows}
@@ -296,8 +296,8 @@ def test_a_map_of_tiles_multiplies_values_as_attention_does() -> None:
     dense, (group,) = p.dense(), list(p.groups())
     assert relative_error(dense @ v, attend([q, k, v], grid, prefix, tile)) < 1e-12
     flat = dense.flatten(0, 1)
-    assert relative_error(group.product(v.flatten(0, 1)), flat @ v.flatten(0, 1)) < 1e-12
-    assert relative_error(group.transposed(v.flatten(0, 1)), flat.transpose(1, 2) @ v.flatten(0, 1)) < 1e-12
+    assert relative_error(group.multiply(v.flatten(0, 1)), flat @ v.flatten(0, 1)) < 1e-12
+    assert relative_error(group.multiply_transposed(v.flatten(0, 1)), flat.transpose(1, 2) @ v.flatten(0, 1)) < 1e-12
     assert relative_error(group.diagonal(), flat.diagonal(dim1=1, dim2=2)) < 1e-12
     assert relative_error(entropy(p), -(dense * dense.log2()).sum(-1).mean(-1)) < 1e-12
     largest = torch.linalg.eigvals(dense).abs().sort(-1).values
@@ -343,7 +343,7 @@ def find_held(model: Any) -> Patches:
 
 def test_compiled_models_have_tiles_of_the_image_that_came() -> None:
     model = build("vit", tile=3)
-    with nothing_collected(model):
+    with collect_nothing(model):
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         for shape in ((20, 20), (20, 28), (28, 20)):
             given = {"pixel_values": picture(*shape), "interpolate_pos_encoding": True}

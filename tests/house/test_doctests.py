@@ -46,6 +46,14 @@ def test_the_examples_of_a_module_run(name: str, tmp_path: Path, monkeypatch: py
     assert runner.tries, f"{name} has >>> in its source and no example in a docstring"
 
 
+@pytest.mark.parametrize("name", lln.mechanisms())
+def test_every_module_that_a_mechanism_is_shows_its_shapes_and_an_example(name: str) -> None:
+    sizes: dict[str, Any] = {"num_heads": 2, "head_dim": 8, "max_length": 16}
+    described = type(lln.mechanism(name, **sizes)).__doc__ or ""
+    assert "    Shape:\n" in described
+    assert ">>> " in described
+
+
 @pytest.mark.parametrize("package", PUBLIC)
 def test_every_public_name_has_an_example(package: str) -> None:
     found: Any = load(package)

@@ -15,7 +15,7 @@ import lln
 from helpers.command import run_command, run_python
 from helpers.pages import Page, make_times
 from lln.lab.cli.app import app
-from lln.lab.cli.common import EXTRAS
+from lln.lab.cli.shared import EXTRAS
 from lln.lab.core.tables import show_timing
 
 ROOT = Path(__file__).parents[2]
@@ -185,7 +185,7 @@ def test_a_wrong_option_is_one_sentence_and_exit_code_2(
 
 
 def test_a_missing_extra_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lln.lab.cli.common.EXTRAS", {"report": ("altair", "no_such_module")})
+    monkeypatch.setattr("lln.lab.cli.shared.EXTRAS", {"report": ("altair", "no_such_module")})
     answer = run_command("report")
     assert answer.exit_code == 2
     assert "needs no_such_module" in answer.output
@@ -202,7 +202,7 @@ def test_the_report_is_a_page_that_stands_alone(tmp_path: Path) -> None:
     text = (out / "index.html").read_text()
     page = Page(text)
     assert page.open == []
-    assert page.outside(out) == []  # nothing is fetched
+    assert page.find_outside(out) == []  # nothing is fetched
     assert "url(http" not in text
     names = {path.name for path in out.iterdir()}
     charts = ["time-against-length", "memory-against-length", "variance-curve", "alpha-against-sigma"]

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def program_of(name: str) -> Any:
+def load_program(name: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "benchmarks")  # a program imports its neighbours
         return importlib.import_module(name)
@@ -21,7 +21,7 @@ def program_of(name: str) -> Any:
 
 def benchmark(name: str) -> tuple[Any, dict[str, Any]]:
     """The program and its stored result."""
-    program = program_of(name)
+    program = load_program(name)
     return program, json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
@@ -32,7 +32,7 @@ def test_a_table_of_times_is_the_stored_result(name: str) -> None:
 
 
 def test_the_table_of_the_gpu_is_the_stored_result() -> None:
-    program = program_of("gpu")
+    program = load_program("gpu")
     stored = program.table(ROOT / "benchmarks" / "results" / "2026-11-15-h200")
     assert put_between(README, program.MARKS, stored) == README
 

@@ -12,7 +12,7 @@ from helpers.instruments_reference import (
     Matrix,
     kernel_matrix,
     lln_matrix,
-    per_matrix,
+    measure_each,
     score_variance,
     softmax_matrix,
 )
@@ -40,30 +40,30 @@ MIX = torch.tensor([0.2, 0.5, 0.9, 0.6], dtype=torch.float64)
 ALPHA, BETA = torch.linspace(0.8, 1.9, HEADS), torch.tensor([[1.1, 0.7], [1.6, 1.2]])
 
 
-def draw_inputs(keys: int = LENGTH) -> tuple[Tensor, Tensor]:
+def draw_pair(keys: int = LENGTH) -> tuple[Tensor, Tensor]:
     q, k, _ = make_inputs(BATCH, HEADS, KEY_HEADS, LENGTH, DIM, key_length=keys, exact=True)
     return 1.5 * q, k + 0.2
 
 
 Pair = tuple[AttentionMap, Tensor]
 MAPS: dict[str, Callable[..., Pair]] = {
-    "softmax": lambda q, k, **o: (softmax_map(q, k, **o), softmax_matrix(q, k, **only(o))),
-    "softmax, scale": lambda q, k, **o: (softmax_map(q, k, scale=0.7, **o), softmax_matrix(q, k, 0.7, **only(o))),
-    "LLN": lambda q, k, **o: (lln_map(q, k, ALPHA, BETA, **o), lln_matrix(q, k, ALPHA, BETA, **only(o))),
+    "softmax": lambda q, k, **o: (softmax_map(q, k, **o), softmax_matrix(q, k, **trim(o))),
+    "softmax, scale": lambda q, k, **o: (softmax_map(q, k, scale=0.7, **o), softmax_matrix(q, k, 0.7, **trim(o))),
+    "LLN": lambda q, k, **o: (lln_map(q, k, ALPHA, BETA, **o), lln_matrix(q, k, ALPHA, BETA, **trim(o))),
     "kernel": lambda q, k, **o: (
         kernel_map(q.square(), k.square(), **o),
-        kernel_matrix(q.square(), k.square(), **only(o)),
+        kernel_matrix(q.square(), k.square(), **trim(o)),
     ),
-    "dense": lambda q, k, **o: (dense_map(softmax_matrix(q, k, **only(o)), **o), softmax_matrix(q, k, **only(o))),
+    "dense": lambda q, k, **o: (dense_map(softmax_matrix(q, k, **trim(o)), **o), softmax_matrix(q, k, **trim(o))),
 }
 ONE_SEQUENCE: dict[str, Callable[..., Pair]] = MAPS | {
     "LLN+Diag": lambda q, k, **o: (
         lln_map(q, k, 1.3, 0.9, 8, **o),
-        lln_matrix(q, k, 1.3, 0.9, 8, **only(o)),
+        lln_matrix(q, k, 1.3, 0.9, 8, **trim(o)),
     ),
     "LLN+Diag, mix": lambda q, k, **o: (
         lln_map(q, k, ALPHA, BETA, 5, mix=MIX, scale=0.4, **o),
-        lln_matrix(q, k, ALPHA, BETA, 5, MIX, 0.4, **only(o)),
+        lln_matrix(q, k, ALPHA, BETA, 5, MIX, 0.4, **trim(o)),
     ),
 }
 # Left padding with a hole, and right padding.
@@ -78,23 +78,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
 CASES = [(name, options) for name in ONE_SEQUENCE for options in OPTIONS]
 
 
-def only(options: dict[str, Any]) -> dict[str, Any]:
+def trim(options: dict[str, Any]) -> dict[str, Any]:
     """What the reference takes for P; the mask of queries is for what is measured."""
     return {name: value for name, value in options.items() if name != "query_mask"}
 
 
-def spoilt(t: Tensor, mask: Tensor | None) -> Tensor:
+def spoil(t: Tensor, mask: Tensor | None) -> Tensor:
     """NaN where nobody may look."""
     return t if mask is None else torch.where(mask[:, None, :, None], t, torch.nan)
 
 
-def made(name: str, options: dict[str, Any]) -> Pair:
-    q, k = draw_inputs()
+def make_map(name: str, options: dict[str, Any]) -> Pair:
+    q, k = draw_pair()
     _, dense = ONE_SEQUENCE[name](q, k, **options)
     if name == "dense":
-        return dense_map(spoilt(dense, options.get("key_mask")), **options), dense
+        return dense_map(spoil(dense, options.get("key_mask")), **options), dense
     mask = options.get("key_mask")
-    p, _ = ONE_SEQUENCE[name](spoilt(q, mask), spoilt(k, mask), **options)
+    p, _ = ONE_SEQUENCE[name](spoil(q, mask), spoil(k, mask), **options)
     return p, dense
 
 
@@ -107,21 +107,21 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_the_map_is_the_matrix(name: str, options: str) -> None:
-    p, dense = made(name, OPTIONS[options])
+    p, dense = make_map(name, OPTIONS[options])
     mask = OPTIONS[options].get("key_mask")
     assert_close(p.dense(), dense if mask is None else dense * mask[:, None, :, None], 1e-12)
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_entropy_variance_and_log_moments(name: str, options: str) -> None:
-    p, dense = made(name, OPTIONS[options])
+    p, dense = make_map(name, OPTIONS[options])
     chosen = OPTIONS[options]
-    assert_close(entropy(p), per_matrix(dense, Matrix.entropy, **chosen))
-    assert_close(variance(p), per_matrix(dense, Matrix.variance, **chosen))
+    assert_close(entropy(p), measure_each(dense, Matrix.entropy, **chosen))
+    assert_close(variance(p), measure_each(dense, Matrix.variance, **chosen))
     found = log_moments(p)
-    assert_close(found.mean, per_matrix(dense, lambda m: m.logs().mean(), **chosen))
-    assert_close(found.variance, per_matrix(dense, lambda m: m.logs().var(ddof=1), **chosen))
-    assert_close(found.within, per_matrix(dense, Matrix.within, **chosen))
+    assert_close(found.mean, measure_each(dense, lambda m: m.logs().mean(), **chosen))
+    assert_close(found.variance, measure_each(dense, lambda m: m.logs().var(ddof=1), **chosen))
+    assert_close(found.within, measure_each(dense, Matrix.within, **chosen))
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
@@ -129,27 +129,27 @@ def test_entropy_variance_and_log_moments(name: str, options: str) -> None:
 def test_spectral_gap_and_principal_std(name: str, options: str, iterated: bool, monkeypatch: Any) -> None:
     if iterated:
         monkeypatch.setattr("lln.instruments.spectrum.DENSE", 0)
-    p, dense = made(name, OPTIONS[options])
-    assert_close(spectral_gap(p), per_matrix(dense, Matrix.gap, **OPTIONS[options]), 1e-9 if iterated else 1e-11)
+    p, dense = make_map(name, OPTIONS[options])
+    assert_close(spectral_gap(p), measure_each(dense, Matrix.gap, **OPTIONS[options]), 1e-9 if iterated else 1e-11)
     assert_close(
-        principal_std(p), per_matrix(dense, Matrix.principal_std, **OPTIONS[options]), 1e-9 if iterated else 1e-11
+        principal_std(p), measure_each(dense, Matrix.principal_std, **OPTIONS[options]), 1e-9 if iterated else 1e-11
     )
 
 
 @pytest.mark.parametrize("name", MAPS)
 def test_cross_maps_have_everything_but_a_spectrum(name: str) -> None:
-    q, k = draw_inputs(keys=23)
+    q, k = draw_pair(keys=23)
     masks = {"key_mask": torch.rand(BATCH, 23, generator=torch.Generator().manual_seed(0)) < 0.7, "query_mask": MASK}
     p, dense = MAPS[name](q, k, **masks)
-    assert_close(entropy(p), per_matrix(dense, Matrix.entropy, **masks))
-    assert_close(variance(p), per_matrix(dense, Matrix.variance, **masks))
-    assert_close(principal_std(p), per_matrix(dense, Matrix.principal_std, **masks))
+    assert_close(entropy(p), measure_each(dense, Matrix.entropy, **masks))
+    assert_close(variance(p), measure_each(dense, Matrix.variance, **masks))
+    assert_close(principal_std(p), measure_each(dense, Matrix.principal_std, **masks))
     with pytest.raises(ValueError, match=r"no eigenvalues.*got 37 rows and 23 keys. principal_std"):
         spectral_gap(p)
 
 
 def test_rows_and_keys_of_different_tokens_have_no_spectrum() -> None:
-    q, k = draw_inputs()
+    q, k = draw_pair()
     other = MASK.clone()
     other[1, 3] = False
     with pytest.raises(ValueError, match="37 rows and 37 keys with different masks"):
@@ -158,7 +158,7 @@ def test_rows_and_keys_of_different_tokens_have_no_spectrum() -> None:
 
 @pytest.mark.parametrize("options", [o for o in OPTIONS if "mask" not in o])
 def test_a_map_times_values_is_the_attention_of_the_package(options: str) -> None:
-    q, k = draw_inputs()
+    q, k = draw_pair()
     v = normal(7, BATCH, KEY_HEADS, LENGTH, 3)
     for block_size in (None, 8):
         out = lln_attention(q, k, v, ALPHA, BETA, block_size=block_size, key_mask=MASK, **OPTIONS[options])
@@ -168,7 +168,7 @@ def test_a_map_times_values_is_the_attention_of_the_package(options: str) -> Non
 
 
 def test_factors_are_factors() -> None:
-    q, k = draw_inputs()
+    q, k = draw_pair()
     for p in (lln_map(q, k, 1.2, 0.8), kernel_map(q.relu() + 0.1, k.relu() + 0.1)):
         a, b = p.factors()
         assert_close(a @ b.transpose(-1, -2), p.dense(), 1e-14)
@@ -183,7 +183,7 @@ def test_factors_are_factors() -> None:
 
 
 def test_what_is_in_no_row_is_nan_and_one_token_has_gap_one() -> None:
-    q, k = draw_inputs()
+    q, k = draw_pair()
     mask = MASK.clone()
     mask[0], mask[1] = False, torch.arange(LENGTH) == 4
     for p in (
@@ -197,12 +197,12 @@ def test_what_is_in_no_row_is_nan_and_one_token_has_gap_one() -> None:
 
 
 def test_large_exponents_lose_nothing() -> None:
-    q, k = (300.0 * t for t in draw_inputs())
+    q, k = (300.0 * t for t in draw_pair())
     cases: list[dict[str, Any]] = [{}, {"is_causal": True}]
     for options in cases:
         p, dense = lln_map(q, k, 1.0, 1.0, **options), lln_matrix(q, k, 1.0, 1.0, **options)
         assert torch.isfinite(log_moments(p).variance).all()
-        assert_close(entropy(p), per_matrix(dense, Matrix.entropy, **options), 1e-9)
+        assert_close(entropy(p), measure_each(dense, Matrix.entropy, **options), 1e-9)
         assert (
             dense.log().isinf() & (torch.ones(LENGTH, LENGTH).tril() > 0)
         ).any()  # a plain logarithm would lose some
@@ -220,7 +220,7 @@ def test_high_temperatures_keep_their_digits() -> None:
 
 
 def test_a_later_key_does_not_change_an_earlier_row() -> None:
-    q, k = draw_inputs()
+    q, k = draw_pair()
     k[:, :, 30] *= 1e3
     p = lln_map(q, k, 1.0, 1.0, is_causal=True)
     assert_close(
@@ -230,7 +230,7 @@ def test_a_later_key_does_not_change_an_earlier_row() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_inputs_are_measured_in_float64(dtype: torch.dtype) -> None:
-    q, k = (t.to(dtype) for t in draw_inputs())
+    q, k = (t.to(dtype) for t in draw_pair())
     q.requires_grad_()
     found = entropy(softmax_map(q, k))
     assert found.dtype == torch.float64
@@ -245,14 +245,14 @@ def test_at_512_tokens_dense_and_implicit_agree() -> None:
         (lln_map(q, k, 2.1355, 2.1355), lln_matrix(q, k, 2.1355, 2.1355)),
         (lln_map(q, k, 2.1355, 2.1355, 64), lln_matrix(q, k, 2.1355, 2.1355, 64)),
     ):
-        assert_close(entropy(p), per_matrix(dense, Matrix.entropy), 1e-12)
-        assert (spectral_gap(p) - per_matrix(dense, Matrix.gap)).abs().max() < 1e-8
-        assert_close(principal_std(p), per_matrix(dense, Matrix.principal_std), 1e-10)
+        assert_close(entropy(p), measure_each(dense, Matrix.entropy), 1e-12)
+        assert (spectral_gap(p) - measure_each(dense, Matrix.gap)).abs().max() < 1e-8
+        assert_close(principal_std(p), measure_each(dense, Matrix.principal_std), 1e-10)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_temperature_of_softmax_is_eq_5(is_causal: bool) -> None:
-    q, k = draw_inputs()
+    q, k = draw_pair()
     q += 3.0  # means that a difference of moments would trip over
     expected = score_variance(q, k, is_causal=is_causal).rsqrt()
     assert_close(temperature(q, k, is_causal=is_causal), expected)
@@ -268,8 +268,8 @@ def test_the_temperature_of_softmax_is_eq_5(is_causal: bool) -> None:
 
 
 def test_the_temperature_of_lln_is_measured_not_eq_11() -> None:
-    q, k = draw_inputs()
-    measured = per_matrix(lln_matrix(q, k, 0.3, 0.4), lambda m: m.logs().var(ddof=1)).rsqrt()
+    q, k = draw_pair()
+    measured = measure_each(lln_matrix(q, k, 0.3, 0.4), lambda m: m.logs().var(ddof=1)).rsqrt()
     assert_close(temperature(q, k, 0.3, 0.4), measured)
     assert_close(temperature(lln_map(q, k, 0.3, 0.4)), measured)
     s2 = 0.09 * q.var((2, 3)) + 0.16 * k.var((2, 3)).repeat_interleave(2, 1)
@@ -277,7 +277,7 @@ def test_the_temperature_of_lln_is_measured_not_eq_11() -> None:
 
 
 def test_predictions_are_those_of_the_propositions() -> None:
-    q, k = draw_inputs()
+    q, k = draw_pair()
     softmax = log_moments(softmax_map(q, k, key_mask=MASK))
     assert softmax.predicted_variance is not None
     assert softmax.predicted_mean is not None
@@ -311,8 +311,8 @@ def test_every_device_measures_the_same(device: str, monkeypatch: pytest.MonkeyP
         moved: dict[str, Any] = {
             key: o.to(device) if isinstance(o, Tensor) else o for key, o in OPTIONS[options].items()
         }
-        here, _ = made(name, OPTIONS[options])
-        q, k = draw_inputs()
+        here, _ = make_map(name, OPTIONS[options])
+        q, k = draw_pair()
         if name == "softmax":
             there = softmax_map(q.to(device), k.to(device), **moved)
         elif name == "LLN+Diag":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 import lln
-from helpers.hf_models import ALL, BERT, VOCABULARY, build_model, guesses, make_batch, needs_t5, output, tokens
+from helpers.hf_models import ALL, BERT, VOCABULARY, build_model, expect_guess, make_batch, needs_t5, output, tokens
 from lln.instruments import Observation, record
 from lln.instruments.observation import read_mask
 
@@ -155,14 +155,14 @@ def test_nothing_is_left_behind_also_when_an_exception_passes() -> None:
     before, forwards = AttentionInterface.get_interface, [m.forward for m in model.modules()]
     rec = record(model)
 
-    def interrupted() -> None:
+    def interrupt() -> None:
         with rec:
             assert AttentionInterface.get_interface is not before
             model(**x)
             raise KeyError("stop")
 
     with pytest.raises(KeyError, match="stop"):
-        interrupted()
+        interrupt()
     assert AttentionInterface.get_interface is before
     assert [m.forward for m in model.modules()] == forwards
     assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in model.modules())
@@ -265,7 +265,7 @@ def test_generation_with_a_growing_cache_shows_each_new_row() -> None:
     assert all(row["max_entropy"] == pytest.approx(math.log2(9)) and row["spectral_gap"] is None for row in last)
 
 
-def encoder_of(torch_layers: int, **options: Any) -> nn.TransformerEncoder:
+def make_encoder(torch_layers: int, **options: Any) -> nn.TransformerEncoder:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 20, **options)
     return nn.TransformerEncoder(layer, torch_layers, enable_nested_tensor=options.get("batch_first", False)).eval()
@@ -276,7 +276,7 @@ def encoder_of(torch_layers: int, **options: Any) -> nn.TransformerEncoder:
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_torch_encoders_keep_their_fused_path(norm_first: bool, grad: bool) -> None:
-    model = encoder_of(2, batch_first=True, norm_first=norm_first)
+    model = make_encoder(2, batch_first=True, norm_first=norm_first)
     x, padding = torch.randn(3, 7, 16), torch.arange(7) >= torch.tensor([[7], [4], [6]])
     with torch.set_grad_enabled(grad):
         before = model(x, src_key_padding_mask=padding)
@@ -522,7 +522,7 @@ def test_masks_of_every_form_say_the_same() -> None:
 
 
 def test_a_decoder_that_was_not_converted_is_recorded_with_its_guess() -> None:
-    with guesses():
+    with expect_guess():
         model = tf.GPT2Model(
             tf.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2)
         )

@@ -102,14 +102,14 @@ def row(attention: str, ms: float | None, *, causal: bool = False, length: int =
     }  # fmt: skip
 
 
-def derived(*rows: dict[str, Any]) -> dict[str, Any]:
+def derive_result(*rows: dict[str, Any]) -> dict[str, Any]:
     result = {"settings": {"dtype": "float32"}, "copy_bytes_per_second": 1e9, "rows": list(rows)}
     derive(result)
     return result
 
 
 def test_speedups_are_over_the_fastest_softmax_at_the_same_shape_and_causality() -> None:
-    rows = derived(
+    rows = derive_result(
         row("flash", 8.0), row("math", 6.0), row("efficient", None), row("LLN", 2.0), row("LLN", 1.0, causal=True),
         row("flash", 1.0, length=128), row("LLN+Diag", 4.0, length=128), row("flash", 1.0, batch=3),
     )["rows"]  # fmt: skip
@@ -119,17 +119,17 @@ def test_speedups_are_over_the_fastest_softmax_at_the_same_shape_and_causality()
 
 def test_exponents_are_between_the_two_greatest_lengths_at_one_batch_size() -> None:
     quadratic = [row("flash", ms, length=n) for n, ms in ((64, 9.0), (128, 1.0), (256, 4.0), (512, None))]
-    result = derived(*quadratic, row("LLN", 1.0, length=64), row("LLN", 2.0, length=128, batch=2))
+    result = derive_result(*quadratic, row("LLN", 1.0, length=64), row("LLN", 2.0, length=128, batch=2))
     (entry,) = result["scaling"]
     assert (entry["attention"], entry["lengths"], entry["training"]) == ("flash", [128, 256], pytest.approx(2.0))
 
 
 def scaled_output(attend: Any) -> Callable[..., Tensor]:
-    def wrong(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_wrongly(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = attend(q, k, v)
         return out + 0.001 * out.detach()
 
-    return wrong
+    return attend_wrongly
 
 
 def scaled_gradient(attend: Any) -> Callable[..., Tensor]:
@@ -249,7 +249,7 @@ def test_the_markdown_holds_every_row_and_how_it_was_made(stored: tuple[Path, di
 def test_without_the_extra_there_are_no_charts_and_the_remedy_is_named(
     stored: tuple[Path, dict[str, Any], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("lln.lab.cli.common.EXTRAS", {"report": ("no_such_module",)})
+    monkeypatch.setattr("lln.lab.cli.shared.EXTRAS", {"report": ("no_such_module",)})
     code, _, stderr = run_bench("--render", str(stored[0] / "bench.json"), "--out", str(tmp_path))
     assert code == 0
     assert "pip install 'lln-attention[report]'" in stderr
@@ -259,12 +259,12 @@ def test_without_the_extra_there_are_no_charts_and_the_remedy_is_named(
 def test_a_run_that_is_killed_keeps_its_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lln.lab.bench.kernel_times import measure_shape
 
-    def interrupted(plan: BenchPlan, shape: Shape, *rest: Any) -> Any:
+    def interrupt(plan: BenchPlan, shape: Shape, *rest: Any) -> Any:
         if shape.length > 32:
             raise KeyboardInterrupt
         return measure_shape(plan, shape, *rest)
 
-    monkeypatch.setattr("lln.lab.bench.kernel_times.measure_shape", interrupted)
+    monkeypatch.setattr("lln.lab.bench.kernel_times.measure_shape", interrupt)
     code, _, stderr = run_bench(
         "--shapes", "1x2x32x8,1x2x64x8", "--only", "flash", "--repeats", "2", "--out", str(tmp_path)
     )
@@ -329,13 +329,13 @@ def test_help_teaches() -> None:
     assert "Example: lln bench --quick" in stdout
 
 
-def plan_of(**options: Any) -> BenchPlan:
+def plan_on_cpu(**options: Any) -> BenchPlan:
     return make_plan(**{"device": CPU, **options})
 
 
 def test_tokens_set_the_batch_and_shapes_replace_the_grid() -> None:
-    assert plan_of(lengths=[96, 400], tokens=200).shapes == [Shape(2, 12, 96, 64), Shape(1, 12, 400, 64)]
-    assert plan_of(shapes="3x2x64x8, 1x4x32x16,3x2x64x8").shapes == [Shape(3, 2, 64, 8), Shape(1, 4, 32, 16)]
+    assert plan_on_cpu(lengths=[96, 400], tokens=200).shapes == [Shape(2, 12, 96, 64), Shape(1, 12, 400, 64)]
+    assert plan_on_cpu(shapes="3x2x64x8, 1x4x32x16,3x2x64x8").shapes == [Shape(3, 2, 64, 8), Shape(1, 4, 32, 16)]
 
 
 def test_a_gpu_has_more_attentions_and_peers_make_a_run_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +346,7 @@ def test_a_gpu_has_more_attentions_and_peers_make_a_run_of_their_own(monkeypatch
     beside = ["flash", "cudnn", "LLN", "LLN+Diag"]
     assert choose_attentions(None, "fla", [True], cuda) == [*beside, "fla-linear", "fla-gla"]
     assert choose_attentions("fla-gla", "fla", [True], cuda) == ["fla-gla"]
-    plan = plan_of(peers="fla", device=cuda, quick=True)
+    plan = plan_on_cpu(peers="fla", device=cuda, quick=True)
     assert (plan.causal, plan.dtype) == ([True], torch.bfloat16)
 
 
@@ -359,7 +359,7 @@ def test_dropout_is_timed_where_there_is_one_and_checked_without(tmp_path: Path)
     assert [name for name, row in rows.items() if row["error"]] == ["flash"]  # torch has none with dropout on a CPU
     assert max(error for entry in result["checks"] for error in entry["errors"].values()) < 1e-4
     assert "dropout 0.5" in (tmp_path / "bench.md").read_text()
-    plan = plan_of(dropout=0.5, shapes="1x2x64x8")
+    plan = plan_on_cpu(dropout=0.5, shapes="1x2x64x8")
     for name in ("math", *VARIANTS):
         forward = build_works(plan, ATTENTIONS[name], plan.shapes[0], False)["forward"]
         assert not torch.equal(forward(), forward()), name
@@ -387,13 +387,13 @@ def test_fla_gets_its_own_layout_and_no_normalisation(monkeypatch: pytest.Monkey
         seen.append((q.shape, q.is_contiguous()))
         return q * k * v, None
 
-    def gated(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, None]:
+    def run_gated(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, None]:
         assert g.shape == q.shape
         assert (g <= 0).all()  # logarithms of gates
         return linear(q, k, v, normalize=False)
 
     modules: dict[str, dict[str, Any]] = {"fla": {}, "fla.ops": {}}
-    modules |= {"fla.ops.linear_attn": {"chunk_linear_attn": linear}, "fla.ops.gla": {"chunk_gla": gated}}
+    modules |= {"fla.ops.linear_attn": {"chunk_linear_attn": linear}, "fla.ops.gla": {"chunk_gla": run_gated}}
     for name, members in modules.items():
         module = types.ModuleType(name)
         module.__dict__.update(members)
@@ -475,7 +475,7 @@ def test_device_time_replays_a_graph_or_says_that_it_could_not(
 
 
 def test_the_measured_plan_reports_as_many_steps_as_it_says() -> None:
-    plan = plan_of(shapes="1x2x32x8,2x2x16x8", only="flash,LLN-sample", repeats=1)
+    plan = plan_on_cpu(shapes="1x2x32x8,2x2x16x8", only="flash,LLN-sample", repeats=1)
     steps: list[str] = []
     measure(plan, progress=steps.append)
     assert len(steps) == plan.steps()

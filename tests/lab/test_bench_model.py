@@ -69,11 +69,11 @@ def test_a_wrong_result_is_not_timed(folders: dict[str, Path], monkeypatch: pyte
     plan = model_times.plan_model(model=str(folders["bert"]), device=CPU, lengths=[8], modes="eager", repeats=1)
     forward = ModelAttention.forward
 
-    def wrong(self: ModelAttention, *args: Any, **options: Any) -> Any:
+    def attend_wrongly(self: ModelAttention, *args: Any, **options: Any) -> Any:
         out: Any = forward(self, *args, **options)
         return out * (1.0 if self.backend == "eager" else 1.01)
 
-    monkeypatch.setattr(ModelAttention, "forward", wrong)
+    monkeypatch.setattr(ModelAttention, "forward", attend_wrongly)
     with pytest.raises(CheckFailed, match="lln: hidden states are off by"):
         model_times.measure_model(plan)
 

@@ -91,19 +91,19 @@ def test_out_of_memory_and_too_slow_are_cells(monkeypatch: pytest.MonkeyPatch) -
         "too slow",
     ]
 
-    def full(plan: ComparisonPlan, name: str, length: int) -> dict[str, Any]:
+    def run_out_of_memory(plan: ComparisonPlan, name: str, length: int) -> dict[str, Any]:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(measuring, "measure_cost", full)
+    monkeypatch.setattr(measuring, "measure_cost", run_out_of_memory)
     assert [row["note"] for row in measure_costs(ComparisonPlan(**SMALL), "lln", lambda text: None)] == [
         "out of memory",
         "too slow",
     ]
 
-    def broken(plan: ComparisonPlan, name: str, length: int) -> dict[str, Any]:
+    def raise_error(plan: ComparisonPlan, name: str, length: int) -> dict[str, Any]:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(measuring, "measure_cost", broken)
+    monkeypatch.setattr(measuring, "measure_cost", raise_error)
     with pytest.raises(RuntimeError, match="a bug"):
         measure_costs(ComparisonPlan(**SMALL), "lln", lambda text: None)
 

@@ -15,9 +15,9 @@ from filelock import FileLock
 
 from helpers.command import assert_sentence, run_command
 from helpers.hf_models import BERT, build_model, make_config, needs_t5
-from lln.hf.distillation import Learner
+from helpers.runs import interrupt_learning
 from lln.lab.convert import pipeline as conversion
-from lln.lab.convert.passages import as_batches, cut_passages, special_tokens
+from lln.lab.convert.passages import cut_passages, pad_batches, special_tokens
 from lln.lab.convert.verdict import EXITS, compare, judge
 from lln.lab.convert.workplace import LEARNING
 
@@ -115,7 +115,7 @@ def test_the_result_loads_and_is_what_the_report_says(kind: str, place: Path, co
     found = cut_passages(tokenizer, [(place / "text.txt").read_text()], 48, 16)
     kept_apart, learned = conversion.split(found)
     assert (len(kept_apart), len(learned)) == (8, 17)
-    reported = as_batches(model, tokenizer, kept_apart[::2], 2)
+    reported = pad_batches(model, tokenizer, kept_apart[::2], 2)
     with torch.no_grad():
         pairs = [[m.base_model(**batch).last_hidden_state for m in (model, softmax)] for batch in reported]
     ours, theirs = (torch.cat(states) for states in zip(*pairs, strict=True))
@@ -125,7 +125,7 @@ def test_the_result_loads_and_is_what_the_report_says(kind: str, place: Path, co
     assert "## How it was converted" in card
     assert "fitted → distilled → fine-tuned" in card
     assert " the model: its " in card
-    assert "| layer | entropy, softmax | entropy | gap, softmax | gap | error | mix |" in card
+    assert "| layer | entropy, softmax | entropy | gap, softmax | gap | error |" in card
     assert str(place) not in card + json.dumps(report)
 
 
@@ -157,17 +157,8 @@ def test_stopped_in_the_middle_it_ends_with_the_same_numbers(
     """Stopped after so many steps of seven and five, with a state put away after every second one."""
     monkeypatch.setattr(conversion, "KEPT_EVERY", 2)
     arguments = (place / kind, tmp_path / "out", "--calibration", place / "text.txt", *LEARN)
-    plain = Learner.step
     for moment in moments:
-        steps = iter(range(100))
-
-        def stop(self: Learner, loss: float, steps: Any = steps, moment: int = moment) -> None:
-            if next(steps) == moment:
-                raise KeyboardInterrupt
-            plain(self, loss)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Learner, "step", stop)
+        with interrupt_learning(after=moment):
             code, _, err = run_convert(*arguments)
         assert code == 130
         assert "The same command goes on" in err
@@ -335,7 +326,7 @@ def test_text_is_cut_with_special_tokens_around_each_passage(place: Path) -> Non
     assert inside == tokenizer(f"{words} sun rain", add_special_tokens=False)["input_ids"]
     assert [len(p) for p in cut_passages(tokenizer, [words], 12, 5)] == [12, 12, 12, 12]
     model = tf.AutoModel.from_pretrained(place / "bert")
-    batch = as_batches(model, tokenizer, found[3:], 3)[0]
+    batch = pad_batches(model, tokenizer, found[3:], 3)[0]
     assert batch["attention_mask"].sum(1).tolist() == [12, 4, 4]
     assert batch["input_ids"][1, 4:].tolist() == [0] * 8
 

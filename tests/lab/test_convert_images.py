@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from helpers.command import assert_sentence, run_command
 from helpers.hf_models import BERT, build_model
-from lln.hf.distillation import Learner
+from helpers.runs import interrupt_learning
 from lln.hf.find import attention_modules
 from lln.lab.convert import pipeline
 from lln.lab.convert.pictures import PictureBatches, Pictures, find_pictures
@@ -148,21 +148,12 @@ def test_stopped_in_the_middle_it_ends_with_the_same_numbers(
     """Stopped after 25 steps of 30, and again after 8 of 15, with a state put away after every tenth one; the pictures
     have moved in the meantime."""
     monkeypatch.setattr(pipeline, "KEPT_EVERY", 10)
-    plain = Learner.step
     moved = tmp_path / "elsewhere"
     for number, file in enumerate(sorted((place / "pictures").rglob("*.png"))):
         moved.mkdir(exist_ok=True)
         (moved / f"{100 - number}.PNG").write_bytes(file.read_bytes())
     for folder, moment in ((place / "pictures", 25), (moved, 18)):
-        steps = iter(range(100))
-
-        def stop(self: Learner, loss: float, steps: Any = steps, moment: int = moment) -> None:
-            if next(steps) == moment:
-                raise KeyboardInterrupt
-            plain(self, loss)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Learner, "step", stop)
+        with interrupt_learning(after=moment):
             code, _, err = run_convert(place / "vit", tmp_path / "out", "--images", folder, *LEARN)
         assert code == 130, err
     assert run_convert(place / "vit", tmp_path / "out", "--images", moved, *LEARN)[0] in (0, 3)

@@ -20,21 +20,21 @@ from lln.lab.data.pathfinder import DIFFICULTY, Scene, draw, load_pathfinder
 SHORT = Grammar(min_length=8, max_length=60)
 
 
-def value_of(words: list[str]) -> int:
+def evaluate_text(words: list[str]) -> int:
     """By recursive descent over the text."""
     word = words.pop(0)
     if word.isdigit():
         return int(word)
     values = []
     while words[0] != "]":
-        values.append(value_of(words))
+        values.append(evaluate_text(words))
     words.pop(0)
     calls: dict[str, Callable[[list[int]], int]]
     calls = {"[MIN": min, "[MAX": max, "[MED": lambda v: int(statistics.median(v)), "[SM": lambda v: sum(v) % 10}
     return calls[word](values)
 
 
-def ids_of(text: str) -> list[int]:
+def read_ids(text: str) -> list[int]:
     return [TOKENS.index(word) for word in text.split()]
 
 
@@ -52,14 +52,14 @@ def ids_of(text: str) -> list[int]:
     ],
 )
 def test_values_by_hand(text: str, value: int) -> None:
-    assert evaluate(ids_of(text)) == value
-    assert to_text(ids_of(text)) == text
+    assert evaluate(read_ids(text)) == value
+    assert to_text(read_ids(text)) == text
 
 
 @pytest.mark.parametrize("text", ["[MIN 4 5", "]", "[MIN ]", "<pad>", ""])
 def test_what_is_no_expression_has_no_value(text: str) -> None:
     with pytest.raises(ValueError, match="ids "):
-        evaluate(ids_of(text))
+        evaluate(read_ids(text))
 
 
 @pytest.mark.parametrize("grammar", [SHORT, Grammar()], ids=["short", "published"])
@@ -69,7 +69,7 @@ def test_expressions_follow_the_grammar(grammar: Grammar) -> None:
     for ids in made:
         words = to_text(ids).split()
         assert grammar.min_length <= len(words) <= grammar.max_length
-        labels.append(value_of(words))
+        labels.append(evaluate_text(words))
         assert words == []  # one whole expression
         assert evaluate(ids) == labels[-1]
         depth = 0
@@ -137,7 +137,7 @@ def test_a_listops_set_has_its_values_as_labels(tmp_path: Path) -> None:
     data: Any = load_listops("validation", count=50, grammar=SHORT, cache_dir=tmp_path)
     assert (len(data), data.vocab_size, data.num_labels, data.length) == (50, 16, 10, 60)
     for item in data:
-        assert int(item["labels"]) == value_of(to_text(item["input_ids"]).split())
+        assert int(item["labels"]) == evaluate_text(to_text(item["input_ids"]).split())
     again: Any = load_listops("validation", count=50, grammar=SHORT, cache_dir=tmp_path / "new")
     assert all(a["input_ids"].equal(b["input_ids"]) for a, b in zip(data, again, strict=True))
 
@@ -168,7 +168,7 @@ def find_dots(image: np.ndarray) -> list[tuple[int, int]]:
     return dots
 
 
-def connected(image: np.ndarray, start: tuple[int, int], end: tuple[int, int], reach: int) -> bool:
+def is_connected(image: np.ndarray, start: tuple[int, int], end: tuple[int, int], reach: int) -> bool:
     """Follow what is drawn from dot to dot, over gaps."""
     pixels = {(int(y), int(x)) for y, x in np.argwhere(image)}
     seen, waiting = {start}, deque([start])
@@ -194,10 +194,10 @@ def test_following_the_dashes_gives_the_label(name: str) -> None:
         dots = find_dots(drawing.image)
         assert len(dots) == 2, "two dots can be seen"
         assert drawing.label == index % 2
-        assert connected(drawing.image, dots[0], dots[1], scene.reach) == bool(drawing.label)
+        assert is_connected(drawing.image, dots[0], dots[1], scene.reach) == bool(drawing.label)
         assert len(drawing.paths) == 2 + scene.distractors
         # Without stepping over gaps nothing hangs together: the paths are dashed.
-        assert not connected(drawing.image, dots[0], dots[1], 1)
+        assert not is_connected(drawing.image, dots[0], dots[1], 1)
 
 
 @pytest.mark.parametrize("name", DIFFICULTY)

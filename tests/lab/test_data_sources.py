@@ -2,6 +2,7 @@
 
 import fnmatch
 import os
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from helpers.command import run_command
 from helpers.mirror import write_card, write_set, write_split
 from lln.lab.core.errors import DataError, need
 from lln.lab.core.seeds import fingerprint, generator, permutation
@@ -98,6 +100,33 @@ def test_without_a_network_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) 
         pytest.raises(DataError, match=r"^nyu-mll/glue could not be .* \(no route\);.*--data-root or LLN_DATA_ROOT"),
     ):
         read("nyu-mll/glue", "train", config="sst2")
+
+
+@pytest.mark.parametrize(
+    ("figure", "tasks", "missing"),
+    [
+        ("table1", ["--tasks", "sst2"], ["Salesforce/wikitext", "nyu-mll/glue"]),
+        ("table3", [], ["microsoft/cats_vs_dogs"]),
+        ("table5", ["--tasks", "text"], ["stanfordnlp/imdb"]),
+        ("table5", ["--tasks", "image"], ["uoft-cs/cifar10"]),
+        ("fig8", [], ["Salesforce/wikitext"]),
+    ],
+)
+def test_without_a_network_a_set_is_named_that_needs_none(
+    figure: str, tasks: list[str], missing: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And the command that is told of it goes on."""
+    monkeypatch.delenv("LLN_DATA_ROOT", raising=False)
+    command = ["reproduce", figure, "--scale", "mini", "--dry-run", "--out", tmp_path, *tasks]
+    with mock.patch("huggingface_hub.snapshot_download", side_effect=FileNotFoundError("no route")):
+        for name in missing:
+            done = run_command(*command, columns=1000)
+            assert done.exit_code == 2
+            assert f"{name} could not be fetched" in done.stderr
+            named = re.search(r"--set (\S+) \(`lln reproduce`\)", done.stderr)
+            assert named is not None
+            command += ["--set", named[1]]
+        assert run_command(*command).exit_code == 0
 
 
 def test_what_is_missing_is_named(root: Path) -> None:

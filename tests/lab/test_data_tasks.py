@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.mirror import encoded_image, write_set, write_split
+from helpers.mirror import encode_image, write_set, write_split
 from lln.lab.core.errors import DataError
 from lln.lab.data.examples import Stream
 from lln.lab.data.images import CATS_VS_DOGS, CIFAR10, DIGITS, load_images, to_grey
@@ -105,7 +105,7 @@ def pictures(n: int, side: int = 6) -> list[np.ndarray]:
 ])  # fmt: skip
 def test_images_are_the_stored_pixels(name: str, config: str, columns: tuple[str, str], tmp_path: Path) -> None:
     images = pictures(4)
-    content = {columns[0]: [encoded_image(image) for image in images], columns[1]: [0, 1, 0, 1]}
+    content = {columns[0]: [encode_image(image) for image in images], columns[1]: [0, 1, 0, 1]}
     write_set(tmp_path, name, config, {"train": content})
     data: Any = load_images(name, "train", data_root=tmp_path, cache_dir=tmp_path / "cache")
     assert np.array_equal(data.pixels, np.stack(images))
@@ -121,7 +121,7 @@ def test_images_of_any_shape_are_cut_to_a_square(tmp_path: Path) -> None:
     wide = np.zeros((10, 30, 3), np.uint8)
     wide[:, 10:20] = 200  # the middle square
     grey_level = np.full((12, 12), 90, np.uint8)
-    content = {"image": [encoded_image(wide), encoded_image(grey_level, "JPEG")], "label": [0, 1]}
+    content = {"image": [encode_image(wide), encode_image(grey_level, "JPEG")], "label": [0, 1]}
     write_set(tmp_path, "a/b", "c", {"train": content})
     data = load_images("a/b", "train", size=5, data_root=tmp_path, cache_dir=tmp_path / "cache")
     assert data.pixels.shape == (2, 5, 5, 3)
@@ -155,7 +155,7 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(tmp_path: Path) -> N
 
 
 def test_photographs_are_mirrored_half_of_the_time(tmp_path: Path) -> None:
-    write_set(tmp_path, "a/b", "c", {"train": {"image": [encoded_image(pictures(1)[0])], "label": [0]}})
+    write_set(tmp_path, "a/b", "c", {"train": {"image": [encode_image(pictures(1)[0])], "label": [0]}})
     data = load_images("a/b", "train", augment=True, data_root=tmp_path, cache_dir=tmp_path / "cache")
     stream: Any = Stream(data, seed=0, length=200)
     plain = torch.from_numpy(data.pixels[0].transpose(2, 0, 1) / 127.5 - 1).float()  # side 6: no shift
@@ -180,7 +180,7 @@ def test_digits_come_without_a_download(tmp_path: Path) -> None:
 
 def test_lra_image_is_grey_pixels_row_by_row(tmp_path: Path) -> None:
     images = pictures(3, side=32)
-    content = {"img": [encoded_image(image) for image in images], "label": [9, 0, 4]}
+    content = {"img": [encode_image(image) for image in images], "label": [9, 0, 4]}
     write_set(tmp_path, CIFAR10, "plain_text", {"test": content})
     data: Any = load_pixels("test", data_root=tmp_path, cache_dir=tmp_path / "cache")
     assert (data.length, data.vocab_size, data.num_labels) == (1024, 256, 10)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from helpers.mirror import write_set
 from lln.lab.core.errors import DataError
 from lln.lab.core.seeds import UNIT, draws, fingerprint, generator, stream_key, to_unit
-from lln.lab.data.examples import IGNORE, Sequences, Stream, flatten
+from lln.lab.data.examples import IGNORE, Pad, Sequences, Stream, flatten
 from lln.lab.data.sources import read
 from lln.lab.data.text import Masking, PackedText, load_text, tokenise
 from lln.lab.data.tokenizer import FILE, SPECIAL, TextTokenizer, load_tokenizer, train_tokenizer
@@ -137,16 +137,16 @@ def some_draws(rows: int, length: int, key: str = "test") -> torch.Tensor:
 def test_draws_are_splitmix64_and_spread_evenly() -> None:
     """Against the published algorithm in Python's own whole numbers."""
 
-    def published(state: int) -> int:
+    def draw_published(state: int) -> int:
         z = (state + 0x9E3779B97F4A7C15) % 2**64
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
         z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
         return z ^ (z >> 31)
 
-    assert published(1234567) == 6457827717110365317  # its first published value
+    assert draw_published(1234567) == 6457827717110365317  # its first published value
     key, epoch, index = stream_key("k", 5), 3, 11
-    start = published((published((key + epoch) % 2**64) + index) % 2**64)
-    wanted = [published((start + i * 0x9E3779B97F4A7C15) % 2**64) >> 1 for i in range(5)]
+    start = draw_published((draw_published((key + epoch) % 2**64) + index) % 2**64)
+    wanted = [draw_published((start + i * 0x9E3779B97F4A7C15) % 2**64) >> 1 for i in range(5)]
     assert draws(key, torch.tensor([epoch]), torch.tensor([index]), 5).tolist() == [wanted]
     many = to_unit(draws(key, torch.arange(3).repeat(50), torch.arange(150), 1000)).double() / UNIT
     assert abs(float(many.mean()) - 0.5) < 5 * (1 / 12 / many.numel()) ** 0.5
@@ -213,7 +213,7 @@ def test_an_epoch_shows_everything_once_and_the_next_in_another_order(packed: Pa
         stream[2 * n + 5]
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+def are_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
@@ -224,7 +224,7 @@ def test_a_stream_goes_on_from_anywhere(packed: PackedText) -> None:
     before = [whole[p] for p in range(n + 9)]
     rest = other.__getitems__(range(n - 2, n + 9))
     for p in range(11):
-        assert same({name: rows[p] for name, rows in rest.items()}, before[n - 2 + p])
+        assert are_same({name: rows[p] for name, rows in rest.items()}, before[n - 2 + p])
 
 
 def test_workers_and_ranks_see_what_one_process_sees(packed: PackedText, tokenizer: TextTokenizer) -> None:
@@ -232,12 +232,12 @@ def test_workers_and_ranks_see_what_one_process_sees(packed: PackedText, tokeniz
     one = list(DataLoader(stream, batch_size=4, collate_fn=dict))
     apart = DataLoader(stream, batch_size=4, collate_fn=dict, num_workers=1, multiprocessing_context="spawn")
     two = list(apart)
-    assert all(same(a, b) for a, b in zip(one, two, strict=True))
+    assert all(are_same(a, b) for a, b in zip(one, two, strict=True))
     # Two ranks that take turns with half batches see the same global batches.
     halves = list(DataLoader(stream, batch_size=2, collate_fn=dict))
     for step, batch in enumerate(one):
         joined = {key: torch.cat([halves[2 * step][key], halves[2 * step + 1][key]]) for key in batch}
-        assert same(joined, batch)
+        assert are_same(joined, batch)
 
 
 OTHER_PROCESS = """
@@ -287,3 +287,28 @@ def test_a_batch_is_padded_and_masked() -> None:
         assert {name: value.tolist() for name, value in data[1].items()} == {"input_ids": [8], "labels": 0}
         assert len(data[2]["input_ids"]) == 0
     assert data.__getitems__([0, 1])["input_ids"].tolist() == [[5, 6, 7, 1, 1, 1, 1], [8, 1, 1, 1, 1, 1, 1]]
+
+
+def test_a_batch_of_examples_is_padded_as_in_the_last_release() -> None:
+    items = [
+        {
+            "input_ids": torch.tensor([5, 6, 7]),
+            "labels": torch.tensor([IGNORE, 6, IGNORE]),
+            "weight": torch.tensor(0.5),
+        },
+        {"input_ids": torch.tensor([8]), "labels": torch.tensor([8]), "weight": torch.tensor(1.0)},
+    ]
+    batch = Pad(1, multiple=4)(items)
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 1], [8, 1, 1, 1]]
+    assert batch["attention_mask"].tolist() == [[True, True, True, False], [True, False, False, False]]
+    assert batch["labels"].tolist() == [[-100, 6, -100, -100], [8, -100, -100, -100]]
+    assert batch["weight"].tolist() == [0.5, 1.0]
+    wider = Pad(1, length=7)(items)
+    assert wider["input_ids"].shape == (2, 7)
+    made_already = Pad(1, length=7)(batch)  # what a DataLoader hands on from a set of this release
+    assert {name: rows.tolist() for name, rows in made_already.items()} == {n: r.tolist() for n, r in wider.items()}
+    assert Pad(1)([{"input_ids": torch.tensor([], dtype=torch.int64)}])["attention_mask"].tolist() == [[False]]
+    with pytest.raises(ValueError, match="length = 2 is too short for a sequence of 3 tokens"):
+        Pad(1, length=2)(items)
+    with pytest.raises(ValueError, match="multiple must be at least 1"):
+        Pad(1, multiple=0)

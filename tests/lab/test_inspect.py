@@ -16,7 +16,7 @@ import transformers as tf
 
 import lln
 from helpers.command import assert_sentence, run_command
-from helpers.hf_models import BERT, VOCABULARY, build_model, find_minilm, guesses, make_config, needs_t5
+from helpers.hf_models import BERT, VOCABULARY, build_model, expect_guess, find_minilm, make_config, needs_t5
 from helpers.pages import Page
 from lln.instruments import entropy, lln_map, spectral_gap
 from lln.lab.inspect.heatmap import show_value
@@ -142,7 +142,7 @@ def test_the_page_stands_alone_and_text_in_it_is_escaped(tmp_path: Path) -> None
     assert text.count('<figure role="img" aria-label=') == len(charts)
 
 
-def saved(model: Any, folder: Path, tokenizer: bool = True) -> str:
+def save_model(model: Any, folder: Path, tokenizer: bool = True) -> str:
     model.save_pretrained(folder)
     if tokenizer:
         for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
@@ -150,18 +150,18 @@ def saved(model: Any, folder: Path, tokenizer: bool = True) -> str:
     return str(folder)
 
 
-def small(kind: str, **changes: Any) -> Any:
+def build_small(kind: str, **changes: Any) -> Any:
     """With the vocabulary of MiniLM's tokenizer."""
     torch.manual_seed(0)
-    with guesses():
+    with expect_guess():
         return tf.AutoModel.from_config(make_config(kind, vocab_size=30522, **changes))
 
 
 def test_a_model_saved_with_lln_runs_it_and_softmax_stands_beside(tmp_path: Path) -> None:
-    model = small("bert", hidden_size=64)
+    model = build_small("bert", hidden_size=64)
     lln.hf.convert(model, "lln_diag", block_size=4)
     code, out, err = run_inspect(
-        saved(model, tmp_path / "m"), "--texts", TEN_TOKENS, "--json", "--out", str(tmp_path / "o")
+        save_model(model, tmp_path / "m"), "--texts", TEN_TOKENS, "--json", "--out", str(tmp_path / "o")
     )
     assert code == 0, err
     rows = json.loads(out)["rows"]
@@ -182,8 +182,8 @@ def test_other_architectures(kind: str, tmp_path: Path) -> None:
             tf.T5Config(d_model=32, d_kv=8, d_ff=40, num_layers=2, num_heads=4, vocab_size=30522)
         )  # fmt: skip
     else:
-        model = small(kind, **({} if kind in ("gpt2", "bart") else {"hidden_size": 64}))
-    code, out, err = run_inspect(saved(model, tmp_path / "m"), "--out", str(tmp_path / "out"), "--json")
+        model = build_small(kind, **({} if kind in ("gpt2", "bart") else {"hidden_size": 64}))
+    code, out, err = run_inspect(save_model(model, tmp_path / "m"), "--out", str(tmp_path / "out"), "--json")
     assert code == 0, err
     result = json.loads(out)
     labels = [layer["label"] for layer in result["layers"]]
@@ -266,26 +266,26 @@ def test_models_that_cannot_be_inspected_are_one_line(tmp_path: Path) -> None:
     assert_said(run_inspect(str(broken))[2], "holds no model that transformers can load")
     (broken / "config.json").write_text(json.dumps({"model_type": "no_such_type"}))
     assert_said(run_inspect(str(broken))[2], "holds no model that transformers can load")
-    lonely = saved(small("bert"), tmp_path / "lonely", tokenizer=False)
+    lonely = save_model(build_small("bert"), tmp_path / "lonely", tokenizer=False)
     code, _, err = run_inspect(lonely)
     assert code == 2
     assert_said(err, "tokenizer")
-    images = saved(tf.ViTModel(make_config("vit")), tmp_path / "images")
+    images = save_model(tf.ViTModel(make_config("vit")), tmp_path / "images")
     assert_said(run_inspect(images)[2], "ViTModel", "does not run on text alone")
     shape = {"vocab_size": 30522, "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "n_positions": 96}
-    rotated = saved(tf.GPTJModel(tf.GPTJConfig(**shape)), tmp_path / "rotated")
+    rotated = save_model(tf.GPTJModel(tf.GPTJConfig(**shape)), tmp_path / "rotated")
     code, _, err = run_inspect(rotated)
     assert code == 2
     assert_said(err, "GPTJModel", "is not what it computes")
     mamba = tf.MambaModel(tf.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=30522))
-    code, _, err = run_inspect(saved(mamba, tmp_path / "mamba"))
+    code, _, err = run_inspect(save_model(mamba, tmp_path / "mamba"))
     assert code == 2
     assert_said(err, "no attention of MambaModel can be observed")
 
 
 def test_texts_come_from_a_file_or_stdin(tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text(f"{TEN_TOKENS}\n\n  Another one.  \n")
-    folder = saved(small("bert", hidden_size=64), tmp_path / "m")
+    folder = save_model(build_small("bert", hidden_size=64), tmp_path / "m")
     result = run_command("inspect", folder, "--text", "-", "--json", "--out", tmp_path / "o", stdin="From a pipe.\n")
     assert json.loads(result.stdout)["texts"] == ["From a pipe."]
     _, out, _ = run_inspect(folder, "--text", str(tmp_path / "texts.txt"), "--json", "--out", str(tmp_path / "o"))
@@ -293,7 +293,7 @@ def test_texts_come_from_a_file_or_stdin(tmp_path: Path) -> None:
 
 
 def test_a_head_dim_beyond_the_curves_leaves_their_matchings_out(minilm: tuple[Any, Any], tmp_path: Path) -> None:
-    model = small("bert", hidden_size=16, intermediate_size=20)  # 4 heads of 4
+    model = build_small("bert", hidden_size=16, intermediate_size=20)  # 4 heads of 4
     result = inspect(model, minilm[1], [TEN_TOKENS])
     assert result["rows"][0]["lln"]["paper"]["entropy"] is not None
     assert result["rows"][0]["lln"]["entropy"]["entropy"] is None

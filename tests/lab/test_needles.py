@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.command import Answer, run_command
-from helpers.fake_runs import asked, jobs_of
+from helpers.fake_runs import list_jobs, make_asked
 from helpers.runs import Stop, stop_at
 from lln.lab.core.tables import write_csv
 from lln.lab.data.examples import IGNORE, Stream
@@ -89,16 +89,16 @@ def test_every_question_has_one_needle_and_all_else_is_text(
 
 
 def test_sequences_depend_on_seed_split_epoch_and_index_alone() -> None:
-    def shown(seed: int = 0, split: str = "train", index: int = 3, epoch: int = 0) -> list[int]:
+    def show(seed: int = 0, split: str = "train", index: int = 3, epoch: int = 0) -> list[int]:
         return needles(seed=seed, split=split).item(index, epoch)["input_ids"].tolist()
 
-    assert shown() == shown()
-    others = [shown(seed=1), shown(split="validation"), shown(index=4), shown(epoch=1)]
-    assert all(other != shown() for other in others)
+    assert show() == show()
+    others = [show(seed=1), show(split="validation"), show(index=4), show(epoch=1)]
+    assert all(other != show() for other in others)
     data = needles()
     batch = data.make_batch(np.array([5, 3, 3]), np.array([0, 0, 2]))
-    assert batch["input_ids"][1].tolist() == shown()
-    assert batch["input_ids"][2].tolist() == shown(epoch=2)
+    assert batch["input_ids"][1].tolist() == show()
+    assert batch["input_ids"][2].tolist() == show(epoch=2)
     assert needles().fingerprint == data.fingerprint
     assert len({needles(seed=1).fingerprint, needles(split="test").fingerprint, needles(96).fingerprint}) == 3
 
@@ -298,12 +298,12 @@ EASY = {
 }  # fmt: skip
 
 
-def easy(attention: str = "softmax", **changes: str) -> Config:
+def make_easy(attention: str = "softmax", **changes: str) -> Config:
     return change(recipe("needles", "tiny", attention), EASY | {k.replace("__", "."): v for k, v in changes.items()})
 
 
 def test_softmax_learns_to_find_needles(tmp_path: Path, cache: Path) -> None:
-    result = train(easy(), tmp_path, cache_dir=cache)
+    result = train(make_easy(), tmp_path, cache_dir=cache)
     assert result["guess"]["accuracy"] == 0.25
     assert result["metrics"]["accuracy"] > 0.9
     assert result["metrics"]["accuracy"] == pytest.approx(result["metrics"]["to_64_accuracy"])
@@ -312,17 +312,17 @@ def test_softmax_learns_to_find_needles(tmp_path: Path, cache: Path) -> None:
 
 def test_a_stopped_run_and_one_with_a_graph_end_like_a_whole_one(tmp_path: Path, cache: Path) -> None:
     short = {"optimisation__steps": "20", "save_every": "10", "evaluate_every": "10", "data__evaluation": "8"}
-    whole = train(easy("lln_diag", **short), tmp_path / "whole", cache_dir=cache)
+    whole = train(make_easy("lln_diag", **short), tmp_path / "whole", cache_dir=cache)
 
     with pytest.raises(Stop):
-        train(easy("lln_diag", **short), tmp_path / "stopped", cache_dir=cache, progress=stop_at(14))
-    resumed = train(easy("lln_diag", **short), tmp_path / "stopped", cache_dir=cache)
-    graph = train(easy("lln_diag", graph="yes", **short), tmp_path / "graph", cache_dir=cache)
+        train(make_easy("lln_diag", **short), tmp_path / "stopped", cache_dir=cache, progress=stop_at(14))
+    resumed = train(make_easy("lln_diag", **short), tmp_path / "stopped", cache_dir=cache)
+    graph = train(make_easy("lln_diag", graph="yes", **short), tmp_path / "graph", cache_dir=cache)
     assert whole["metrics"] == resumed["metrics"] == graph["metrics"]
 
 
 def test_the_splits_differ_in_text_and_needles(cache: Path) -> None:
-    data = load(easy(), None, cache)
+    data = load(make_easy(), None, cache)
     (evaluation,) = data.evaluations.values()
     assert isinstance(data.train, Needles)
     assert isinstance(evaluation, Needles)
@@ -410,7 +410,7 @@ def test_lengths_that_cannot_be_are_refused(arguments: list[str], message: str, 
 
 
 def test_a_length_that_fails_is_told_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    what = asked(tmp_path, attentions=("softmax", "lln_diag", "block_diagonal"), seeds=2, lengths=(128, 256))
+    what = make_asked(tmp_path, attentions=("softmax", "lln_diag", "block_diagonal"), seeds=2, lengths=(128, 256))
     numbers = {"softmax": 0.9, "lln_diag": 0.6, "block_diagonal": 0.3}
 
     def train(config: Config, folder: Path, **options: Any) -> None:
@@ -426,7 +426,7 @@ def test_a_length_that_fails_is_told_and_the_rest_goes_on(tmp_path: Path, monkey
         (folder / "result.json").write_text(json.dumps(found))
 
     monkeypatch.setattr(driver, "train", train)
-    driver.run_jobs(jobs_of("lengths", what), tmp_path, device="cpu")
+    driver.run_jobs(list_jobs("lengths", what), tmp_path, device="cpu")
     result = assemble_lengths(EXPERIMENTS["lengths"], what, find_runs(tmp_path), {})
     result["provenance"] = {"date": "2026-01-01", "commit": "abc", "command": "lln"}
     text = write_lengths(json.loads(json.dumps(result, allow_nan=False)))

@@ -23,7 +23,7 @@ from lln.lab.page import training_section as training
 from lln.peers.simple_kernels import FEATURES
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-SMALL = explorer.Plan(length=48, dims=(16, 64), temperatures=(0.25, 1.0, 8.0), seeds=1)
+SMALL = explorer.ExplorerPlan(length=48, dims=(16, 64), temperatures=(0.25, 1.0, 8.0), seeds=1)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_a_normal_sample_is_called_log_normal_and_its_quantiles_are_a_line() -> 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     runs = tmp_path_factory.mktemp("runs")
-    plan = training.Plan(steps=6, evaluate_every=3, record_every=3, log_every=3)
+    plan = training.TrainingPlan(steps=6, evaluate_every=3, record_every=3, log_every=3)
     return runs, json.loads(json.dumps(training.measure(plan, seed=0, device="cpu", runs=runs)))
 
 
@@ -163,7 +163,7 @@ def test_a_stopped_report_goes_on_and_measures_nothing_twice(tmp_path: Path, mon
     calls: list[str] = []
 
     def parts(fail: bool) -> list[build.Part]:
-        def measured(name: str) -> Any:
+        def count_measure(name: str) -> Any:
             def measure(progress: Any) -> dict[str, Any]:
                 calls.append(name)
                 if fail and name == "second":
@@ -175,7 +175,7 @@ def test_a_stopped_report_goes_on_and_measures_nothing_twice(tmp_path: Path, mon
         def section(result: dict[str, Any]) -> Section:
             raise AssertionError
 
-        return [build.Part(name, 1, {"seed": 0}, measured(name), section) for name in ("first", "second")]
+        return [build.Part(name, 1, {"seed": 0}, count_measure(name), section) for name in ("first", "second")]
 
     options = build.Options(tmp_path)
     with pytest.raises(KeyboardInterrupt):
@@ -230,16 +230,16 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_measur
 
 
 def test_other_settings_are_measured_anew(tmp_path: Path) -> None:
-    def at(seed: int) -> str:
+    def report_at(seed: int) -> str:
         out = run_command(
             "report", "--quick", "--sections", "distribution", "--seed", str(seed), "--out", str(tmp_path)
         )
         assert out.exit_code == 0, out.output
         return out.output
 
-    assert "Kept from before" not in at(0)
-    assert "Kept from before: distribution" in at(0)
-    assert "Kept from before" not in at(1)
+    assert "Kept from before" not in report_at(0)
+    assert "Kept from before: distribution" in report_at(0)
+    assert "Kept from before" not in report_at(1)
 
 
 def test_options_that_do_not_fit_are_refused_in_a_sentence(tmp_path: Path) -> None:

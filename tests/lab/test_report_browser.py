@@ -35,7 +35,7 @@ def browser() -> Iterator[Any]:
         made.close()
 
 
-def opened(browser: Any, path: Path, **how: Any) -> tuple[Any, list[str], list[str]]:
+def open_page(browser: Any, path: Path, **how: Any) -> tuple[Any, list[str], list[str]]:
     """(page, what the console complained of, what was asked of a network)"""
     page = browser.new_page(**how)
     errors: list[str] = []
@@ -53,7 +53,7 @@ def numbers(page: Any) -> list[list[str]]:
 
 
 def test_the_page_fetches_nothing_and_complains_of_nothing(browser: Any, page_path: Path) -> None:
-    page, errors, requests = opened(browser, page_path)
+    page, errors, requests = open_page(browser, page_path)
     page.locator("#temperature").press("ArrowRight")
     assert errors == []
     ids = page.evaluate("[...document.querySelectorAll('[id]')].map(e => e.id)")
@@ -63,7 +63,7 @@ def test_the_page_fetches_nothing_and_complains_of_nothing(browser: Any, page_pa
 
 
 def test_the_explorer_answers_to_the_keyboard(browser: Any, page_path: Path) -> None:
-    page, _, _ = opened(browser, page_path)
+    page, _, _ = open_page(browser, page_path)
     slider = page.locator("#temperature")
     before, said = numbers(page), page.locator("#explorer-said").inner_text()
     drawn = page.locator("#entropy").inner_html()
@@ -83,7 +83,7 @@ def test_the_explorer_answers_to_the_keyboard(browser: Any, page_path: Path) -> 
 
 
 def test_matching_changes_lln_and_nothing_else(browser: Any, page_path: Path) -> None:
-    page, _, _ = opened(browser, page_path)
+    page, _, _ = open_page(browser, page_path)
     before = numbers(page)
     page.locator("#matching").select_option("unmatched")
     after = numbers(page)
@@ -97,7 +97,7 @@ def test_matching_changes_lln_and_nothing_else(browser: Any, page_path: Path) ->
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone_and_can_be_read_in_both_schemes(browser: Any, page_path: Path, scheme: str) -> None:
-    page, _, _ = opened(browser, page_path, viewport={"width": 390, "height": 800}, color_scheme=scheme)
+    page, _, _ = open_page(browser, page_path, viewport={"width": 390, "height": 800}, color_scheme=scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
     def luminance(colour: str) -> float:
@@ -114,7 +114,7 @@ def test_it_fits_a_phone_and_can_be_read_in_both_schemes(browser: Any, page_path
 
 
 def test_on_paper_it_is_light_and_every_table_is_there(browser: Any, page_path: Path) -> None:
-    page, _, _ = opened(browser, page_path, color_scheme="dark")
+    page, _, _ = open_page(browser, page_path, color_scheme="dark")
     closed = page.locator("details:not([open]) table")
     assert not closed.first.is_visible()
     page.emulate_media(media="print", color_scheme="dark")
@@ -124,7 +124,7 @@ def test_on_paper_it_is_light_and_every_table_is_there(browser: Any, page_path: 
 
 
 def test_without_a_script_the_explorer_says_so_and_leaves_no_empty_frames(browser: Any, page_path: Path) -> None:
-    page, _, _ = opened(browser, page_path, java_script_enabled=False)
+    page, _, _ = open_page(browser, page_path, java_script_enabled=False)
     assert page.locator(".explorer noscript").is_visible()
     assert not page.locator("#temperature").is_visible()
     assert not page.locator("#histogram").is_visible()
@@ -133,7 +133,7 @@ def test_without_a_script_the_explorer_says_so_and_leaves_no_empty_frames(browse
 
 def test_nothing_jumps_while_the_slider_moves(browser: Any, page_path: Path) -> None:
     for width in (1200, 390):
-        page, _, _ = opened(browser, page_path, viewport={"width": width, "height": 800})
+        page, _, _ = open_page(browser, page_path, viewport={"width": width, "height": 800})
         page.locator("#temperature").focus()
         page.keyboard.press("Home")
         heights = set()
@@ -145,7 +145,7 @@ def test_nothing_jumps_while_the_slider_moves(browser: Any, page_path: Path) -> 
 
 
 def test_text_in_charts_can_be_read(browser: Any, page_path: Path) -> None:
-    page, _, _ = opened(browser, page_path, viewport={"width": 1200, "height": 900})
+    page, _, _ = open_page(browser, page_path, viewport={"width": 1200, "height": 900})
     for selector in (".charts figure svg", ".explorer figure svg"):
         heights = page.evaluate(
             "selector => [...document.querySelectorAll(selector)].map("
@@ -158,7 +158,7 @@ def test_text_in_charts_can_be_read(browser: Any, page_path: Path) -> None:
 
 
 def test_every_file_the_page_links_to_is_beside_it(browser: Any, page_path: Path) -> None:
-    page, _, _ = opened(browser, page_path)
+    page, _, _ = open_page(browser, page_path)
     links = page.evaluate("[...document.querySelectorAll('a')].map(a => a.getAttribute('href'))")
     files = {link for link in links if not link.startswith("#")}
     assert {Path(name).suffix for name in files} == {".svg", ".csv", ".json"}

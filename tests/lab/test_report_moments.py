@@ -17,7 +17,7 @@ from lln.lab.page import moments_section as moments
 from lln.matching.curves import read_curves
 from lln.matching.moments import match_moments
 
-SMALL = moments.Plan(sigmas=(0.25, 1.0, 1.5), seeds=3, rows=16)
+SMALL = moments.MomentsPlan(sigmas=(0.25, 1.0, 1.5), seeds=3, rows=16)
 SIGMAS = (0.5, 1.0, 1.5)
 
 
@@ -31,7 +31,7 @@ def made(measured: dict[str, Any]) -> Section:
     return moments.make_section(measured)
 
 
-def with_gaps(measured: dict[str, Any], gaps: dict[str, list[float]]) -> dict[str, Any]:
+def set_gaps(measured: dict[str, Any], gaps: dict[str, list[float]]) -> dict[str, Any]:
     """The same result, but LLN is this many bits above softmax at the three sigmas, with hardly any spread."""
 
     def row(kind: str, sigma: float, alpha: float | None, gap: float) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def with_gaps(measured: dict[str, Any], gaps: dict[str, list[float]]) -> dict[st
 def test_the_worst_matching_is_named_first_with_its_sigma_and_direction(measured: dict[str, Any]) -> None:
     gaps: dict[str, list[float]]
     gaps = {"paper": [0, 0.25, -0.5], "variance": [0, 0.75, 0], "entropy": [0, -3, 2], "unmatched": [0.125, 0, 0]}
-    said = moments.write_sentences(with_gaps(measured, gaps), [])[3]
+    said = moments.write_sentences(set_gaps(measured, gaps), [])[3]
     order = [said.index(f"{name} matching") for name in ("entropy", "variance", "paper", "no")]
     assert order == sorted(order)
     assert "3.00 ± 0.00 bits with entropy matching (at sigma = 1, too concentrated)" in said
@@ -56,7 +56,7 @@ def test_the_worst_matching_is_named_first_with_its_sigma_and_direction(measured
 
 
 def test_a_gap_within_its_error_is_called_chance(measured: dict[str, Any]) -> None:
-    result = with_gaps(measured, {kind: [0.0, 0.0, 0.0] for kind in moments.LLN_KINDS})
+    result = set_gaps(measured, {kind: [0.0, 0.0, 0.0] for kind in moments.LLN_KINDS})
     next(row for row in result["entropy"] if row["series"] == "entropy")["bits"][:] = [7.4, 7.6, 7.56]
     assert "bits with entropy matching (at sigma = 0.5, no more than chance)" in moments.write_sentences(result, [])[3]
 
@@ -65,7 +65,7 @@ def test_over_concentration_at_small_sigma_is_claimed_only_where_it_is(measured:
     said = moments.write_sentences(measured, [])[2]
     assert f"below -b/a = {-PAPER_B / PAPER_A:.3g}" in said
     assert "over-concentrated" in said
-    even = with_gaps(measured, {kind: [0.25, 0, 0] for kind in moments.LLN_KINDS})
+    even = set_gaps(measured, {kind: [0.25, 0, 0] for kind in moments.LLN_KINDS})
     assert "over-concentrated" not in moments.write_sentences(even, [])[2]
 
 
@@ -155,7 +155,7 @@ def test_a_page_of_both_sections_stands_alone_and_captions_each_table(tmp_path: 
     text = write_page(tmp_path, [first, made], {"seed": 0}).read_text()
     page = Page(text)
     assert page.open == []
-    assert page.outside(tmp_path) == []
+    assert page.find_outside(tmp_path) == []
     assert "url(http" not in text
     captions = re.findall("<summary>(.*?)</summary>", text)
     assert ["quartiles" in caption for caption in captions] == [True, False]

@@ -60,7 +60,7 @@ def test_the_seed_decides() -> None:
     assert one != other
 
 
-def rows_of(series: str, entropies: list[float], gap: float = 0.9) -> Rows:
+def make_rows(series: str, entropies: list[float], gap: float = 0.9) -> Rows:
     return [
         {"series": series, "sigma": s, "temperature": s**-2, "entropy": h, "gap": gap}
         for s, h in zip((0.5, 1.0, 2.0), entropies, strict=True)
@@ -68,13 +68,13 @@ def rows_of(series: str, entropies: list[float], gap: float = 0.9) -> Rows:
 
 
 def test_fig2_says_from_which_temperature_on_lln_follows() -> None:
-    softmax = rows_of("softmax", [9.0, 8.0, 4.0])
-    verdict = fig2.judge_following(softmax + rows_of("paper", [9.1, 7.9, 2.5]), "paper")
+    softmax = make_rows("softmax", [9.0, 8.0, 4.0])
+    verdict = fig2.judge_following(softmax + make_rows("paper", [9.1, 7.9, 2.5]), "paper")
     assert not verdict.holds
     assert verdict.numbers == {"follows_from": 1.0, "most_bits": -1.5, "most_gap": 0.0}
     assert "for temperatures from 1.00 up; the largest differences are -1.50 bits at 0.25" in verdict.sentence
-    assert fig2.judge_following(softmax + rows_of("paper", [9.0, 8.2, 4.1]), "paper").holds
-    nowhere = fig2.judge_following(softmax + rows_of("paper", [9.0, 8.0, 4.0], gap=0.8), "paper")
+    assert fig2.judge_following(softmax + make_rows("paper", [9.0, 8.2, 4.1]), "paper").holds
+    nowhere = fig2.judge_following(softmax + make_rows("paper", [9.0, 8.0, 4.0], gap=0.8), "paper")
     assert nowhere.numbers["follows_from"] is None
     assert "at no measured temperature" in nowhere.sentence
 
@@ -89,7 +89,7 @@ def test_fig2_finds_the_kernels_indifferent_and_lln_in_need_of_matching(results:
         assert numbers(fig2.judge_indifference(rows, kernel))["moved_bits"] < 1e-9
     assert 0.005 < numbers(fig2.judge_indifference(rows, "ELU"))["moved_bits"] < 0.05
     assert not fig2.judge_indifference(
-        rows_of("ELU", [5.0, 4.0, 3.0]) + rows_of("softmax", [5.0, 4.0, 3.0]), "ELU"
+        make_rows("ELU", [5.0, 4.0, 3.0]) + make_rows("softmax", [5.0, 4.0, 3.0]), "ELU"
     ).holds
     assert fig2.judge_matching(rows).holds
     # Entropy matching is the nearest.

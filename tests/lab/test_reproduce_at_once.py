@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.fake_runs import asked, jobs_of
+from helpers.fake_runs import list_jobs, make_asked
 from helpers.runs import SMALLEST
 from lln.lab.paper import run_jobs as side_by_side
 from lln.lab.paper.jobs import Job, find_state
@@ -24,12 +24,12 @@ SMALL = SMALLEST | {
 
 
 def jobs(runs: Path) -> list[Job]:
-    found = jobs_of("table1", asked(runs, attentions=("softmax", "lln"), tasks=("sst2",), changes=SMALL))
+    found = list_jobs("table1", make_asked(runs, attentions=("softmax", "lln"), tasks=("sst2",), changes=SMALL))
     assert [job.config.task for job in found] == ["mlm", "glue", "mlm", "glue"]
     return found
 
 
-def texts_of_metrics(runs: Path) -> dict[str, str]:
+def read_all_metrics(runs: Path) -> dict[str, str]:
     return {path.parent.name: path.read_text() for path in sorted(runs.glob("*/metrics.jsonl"))}
 
 
@@ -44,8 +44,8 @@ def test_runs_at_once_give_what_they_give_one_by_one(
     )  # fmt: skip
     run_jobs(jobs(tmp_path / "one"), tmp_path / "one", device="cpu", cache_dir=cache)
     run_jobs(jobs(tmp_path / "two"), tmp_path / "two", at_once=2, device="cpu", cache_dir=cache, hooks=hooks)
-    assert texts_of_metrics(tmp_path / "one") == texts_of_metrics(tmp_path / "two")
-    assert len(texts_of_metrics(tmp_path / "two")) == 4
+    assert read_all_metrics(tmp_path / "one") == read_all_metrics(tmp_path / "two")
+    assert len(read_all_metrics(tmp_path / "two")) == 4
     folders = [job.folder for job in jobs(tmp_path)]
     for folder in folders:
         assert said.index(("begin", folder)) < said.index((folder, 6)) < said.index(("finished", folder))
@@ -88,11 +88,11 @@ def test_a_killed_process_is_said_and_nothing_hangs(tmp_path: Path, monkeypatch:
 def test_an_interrupt_stops_the_others_and_the_same_call_goes_on(tmp_path: Path, cache: Path) -> None:
     """Ctrl-C reaches this process alone: those that train never hear it."""
 
-    def long(job: Job) -> Job:
+    def lengthen(job: Job) -> Job:
         more = dataclasses.replace(job.config.optimisation, steps=100_000)
         return dataclasses.replace(job, config=dataclasses.replace(job.config, optimisation=more))
 
-    endless = [long(job) for job in jobs(tmp_path) if job.after is None]
+    endless = [lengthen(job) for job in jobs(tmp_path) if job.after is None]
 
     def stop(job: Job, number: int, values: dict[str, float]) -> None:
         raise KeyboardInterrupt

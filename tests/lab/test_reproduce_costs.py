@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 PLAIN = Setting()
 
 
-def small(cell: Cell) -> Cell:
+def shrink(cell: Cell) -> Cell:
     model = dataclasses.replace(cell.config.model, layers=1, width=16, heads=2, inner=16)
     config = dataclasses.replace(cell.config, model=model, data=dataclasses.replace(cell.config.data, length=64))
     sizes = dataclasses.replace(cell.sizes, vocabulary=40)
@@ -28,13 +28,13 @@ def small(cell: Cell) -> Cell:
 @pytest.mark.parametrize("name", TABLES)
 def test_every_cell_is_a_step_of_a_real_model(name: str) -> None:
     for cell in TABLES[name].cells("tiny", PLAIN):
-        model = build(small(cell).config, small(cell).sizes)
+        model = build(shrink(cell).config, shrink(cell).sizes)
         runs = cell.implementation or model.config._attn_implementation
         usual = "eager" if name == "table2" else "sdpa"  # the paper's Table 2 forms the matrix
         assert runs == {"softmax": usual, "torch": "sdpa"}.get(cell.attention, cell.attention)
     for attention in ("softmax", "lln_diag"):
         cell = next(c for c in TABLES[name].cells("tiny", PLAIN) if c.attention == attention)
-        found = measure_step(small(cell), CPU, 1, PLAIN)
+        found = measure_step(shrink(cell), CPU, 1, PLAIN)
         assert found["ms"]["median"] > 0
         assert found["bytes"] > 0
 
@@ -82,7 +82,7 @@ def test_out_of_memory_and_refusals_are_cells(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_command_writes_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = [
-        small(c)
+        shrink(c)
         for c in TABLES["table2"].cells("tiny", PLAIN)
         if c.column == "256" and c.attention in ("softmax", "lln")
     ]
@@ -108,14 +108,14 @@ def test_steps_are_timed_together_where_the_host_runs_ahead(monkeypatch: pytest.
     """On a GPU: enough of them for half a second, at most eight, at least one."""
     gpu, calls = torch.device("cuda"), []
 
-    def timed(ms: float) -> int:
+    def run_timed(ms: float) -> int:
         timing = time_calls({"step": lambda: None}, repeats=1, device=torch.device("cpu"))["step"]
         stand_in = {"step": dataclasses.replace(timing, median=ms)}
         with monkeypatch.context() as patch:
             patch.setattr(costs, "time_calls", lambda works, **how: calls.append(how) or stand_in)
             return costs.count_together(lambda: None, gpu)
 
-    assert [timed(ms) for ms in (1.0, 60.0, 80.0, 200.0, 400.0, 2000.0)] == [8, 8, 6, 2, 1, 1]
+    assert [run_timed(ms) for ms in (1.0, 60.0, 80.0, 200.0, 400.0, 2000.0)] == [8, 8, 6, 2, 1, 1]
     assert all(how["device"] == gpu for how in calls)
     assert costs.count_together(lambda: None, torch.device("cpu")) == 1
 
@@ -142,18 +142,18 @@ def test_table_2_at_other_lengths_batches_and_compiled(tmp_path: Path, monkeypat
     monkeypatch.setattr(torch, "compile", lambda model: compiled.append(type(model).__name__) or model)
     mixed = set[torch.dtype]()
     cell = next(c for c in cells if c.attention == "lln" and c.length == 64)
-    monkeypatch.setattr(torch.nn.functional, "linear", watched(torch.nn.functional.linear, mixed))
-    measure_step(dataclasses.replace(small(cell), batch=2), CPU, 1, setting)
+    monkeypatch.setattr(torch.nn.functional, "linear", watch_linear(torch.nn.functional.linear, mixed))
+    measure_step(dataclasses.replace(shrink(cell), batch=2), CPU, 1, setting)
     assert compiled == ["RobertaForMaskedLM"]
     assert mixed == {torch.bfloat16}
-    monkeypatch.setitem(TABLES, "table2", dataclasses.replace(TABLES["table2"], cells=lambda s, t: [small(cell)]))
+    monkeypatch.setitem(TABLES, "table2", dataclasses.replace(TABLES["table2"], cells=lambda s, t: [shrink(cell)]))
     asked = ["--set", "tokens=128", "--set", "compile=yes", "--attentions", "lln", "--quick", "--out", str(tmp_path)]
     done = run_command("reproduce", "table2", *asked)
     assert done.exit_code == 0, done.output
     assert "batches of 128 tokens, float32, torch.compile" in (tmp_path / "table2-128-tokens-compiled.md").read_text()
 
 
-def watched(linear: Any, seen: set[torch.dtype]) -> Any:
+def watch_linear(linear: Any, seen: set[torch.dtype]) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         out = linear(*args, **kwargs)
         seen.add(out.dtype)

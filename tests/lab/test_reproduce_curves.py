@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helpers.fake_runs import asked, finish, jobs_of
+from helpers.fake_runs import finish, list_jobs, make_asked
 from lln.lab.paper.experiments import EXPERIMENTS, Asked
 from lln.lab.paper.result_charts import draw_figure, mix_colour
 from lln.lab.paper.run_figures import assemble_figure
@@ -23,7 +23,7 @@ def head(layer: str, number: int, **values: float | None) -> dict[str, Any]:
     return {"layer": layer, "head": number, **(usual | values)}
 
 
-def by(result: dict[str, Any], chart: str) -> dict[tuple[str, float], float]:
+def index_rows(result: dict[str, Any], chart: str) -> dict[tuple[str, float], float]:
     rows = [row for row in result["rows"] if row["chart"] == chart]
     return {(row["series"], row.get("step", row.get("alpha"))): row["value"] for row in rows}
 
@@ -40,8 +40,8 @@ def drawings(result: dict[str, Any]) -> set[str]:
 
 @pytest.mark.parametrize("cooling", [True, False])
 def test_fig1_is_a_line_a_layer_of_means_over_heads_and_seeds(tmp_path: Path, cooling: bool) -> None:
-    what = asked(tmp_path, attentions=("softmax",), seeds=2)
-    for job in jobs_of("fig1", what):
+    what = make_asked(tmp_path, attentions=("softmax",), seeds=2)
+    for job in list_jobs("fig1", what):
         lines: list[dict[str, Any]] = []
         for step in (1, 101):
             sign = (-1 if cooling else 1) * (step > 1)
@@ -54,7 +54,7 @@ def test_fig1_is_a_line_a_layer_of_means_over_heads_and_seeds(tmp_path: Path, co
         lines[0]["heads"][0]["temperature"] += 2 * job.config.seed
         finish(tmp_path / job.folder, job.config, 4.0, lines=[*lines, {"step": 101, "loss": 3.0}])
     result = figure("fig1", what)
-    points = by(result, "temperature-softmax")
+    points = index_rows(result, "temperature-softmax")
     assert points["layer 1", 1] == pytest.approx(3.5 + 0.5)  # two heads, two seeds
     assert points["layer 2", 101] == pytest.approx(3.5 + (-2 if cooling else 2))
     assert holds(result) == [cooling, cooling, cooling]
@@ -64,16 +64,16 @@ def test_fig1_is_a_line_a_layer_of_means_over_heads_and_seeds(tmp_path: Path, co
 
 
 def test_two_layers_have_no_middle(tmp_path: Path) -> None:
-    what = asked(tmp_path, attentions=("softmax",))
-    (job,) = jobs_of("fig1", what)
+    what = make_asked(tmp_path, attentions=("softmax",))
+    (job,) = list_jobs("fig1", what)
     lines = [{"step": s, "heads": [head(f"l{i}", 0) for i in range(2)]} for s in (1, 101)]
     finish(tmp_path / job.folder, job.config, 4.0, lines=lines)
     assert not any("middle layers" in verdict["claim"] for verdict in figure("fig1", what)["verdicts"])
 
 
 def test_fig1_says_what_was_not_recorded(tmp_path: Path) -> None:
-    what = asked(tmp_path, attentions=("softmax",))
-    (job,) = jobs_of("fig1", what)
+    what = make_asked(tmp_path, attentions=("softmax",))
+    (job,) = list_jobs("fig1", what)
     finish(tmp_path / job.folder, job.config, 4.0, lines=[{"step": 1, "loss": 3.0}])
     result = figure("fig1", what)
     assert "softmax: no entropy was recorded" in " ".join(result["missing"])
@@ -86,9 +86,9 @@ def losses(final: float, scale: float | None = None) -> list[dict[str, Any]]:
 
 
 def test_fig8_says_who_follows_softmax(tmp_path: Path) -> None:
-    what = asked(tmp_path, attentions=("softmax", "lln", "lln_diag"))
+    what = make_asked(tmp_path, attentions=("softmax", "lln", "lln_diag"))
     final = {"softmax": 3.28, "lln": 4.9, "lln_diag": 3.1}
-    for job in jobs_of("fig8", what):
+    for job in list_jobs("fig8", what):
         name = job.config.attention.name
         finish(tmp_path / job.folder, job.config, final[name], lines=losses(final[name]))
     result = figure("fig8", what)
@@ -96,27 +96,27 @@ def test_fig8_says_who_follows_softmax(tmp_path: Path) -> None:
     for text in ("lln_diag", "falls below"):
         assert text in result["verdicts"][1]["claim"]
     assert "Final validation loss 4.900, of softmax 3.280: +1.620 with one seed" in result["verdicts"][0]["sentence"]
-    assert by(result, "a-validation")["lln", 20] == pytest.approx(5.4)
-    assert by(result, "a-training")["lln", 10] == pytest.approx(5.0)
+    assert index_rows(result, "a-validation")["lln", 20] == pytest.approx(5.4)
+    assert index_rows(result, "a-training")["lln", 10] == pytest.approx(5.0)
     assert drawings(result) == {"-a-validation", "-a-training"}
     assert any("float16 alone" in text for text in result["missing"])
     for apart, said in ((0.001, [False, True]), (1.0, [None, True])):  # a noise that LLN's distance exceeds, and not
-        more = asked(tmp_path / str(apart), attentions=("softmax", "lln", "lln_diag"), seeds=2)
-        for job in jobs_of("fig8", more):
+        more = make_asked(tmp_path / str(apart), attentions=("softmax", "lln", "lln_diag"), seeds=2)
+        for job in list_jobs("fig8", more):
             score = final[job.config.attention.name] + apart * job.config.seed
             finish(more.runs / job.folder, job.config, score, lines=losses(score))
         assert holds(figure("fig8", more)) == said
 
 
 def test_fig8_has_the_loss_scale_of_float16_runs(tmp_path: Path) -> None:
-    what = asked(tmp_path, attentions=("softmax", "lln", "lln_diag"), device="cuda")
+    what = make_asked(tmp_path, attentions=("softmax", "lln", "lln_diag"), device="cuda")
     scales = {"softmax": 2.0**14, "lln": 2.0**13, "lln_diag": 2.0**15}
-    for job in jobs_of("fig8", what):
+    for job in list_jobs("fig8", what):
         half = job.config.precision == "float16"
         lines = losses(3.0, scales[job.config.attention.name] if half else None)
         finish(tmp_path / job.folder, job.config, 3.0, lines=lines)
     result = figure("fig8", what)
-    assert by(result, "b-loss-scale")["lln", 30] == pytest.approx(30 / 2**13)
+    assert index_rows(result, "b-loss-scale")["lln", 30] == pytest.approx(30 / 2**13)
     assert [v["holds"] for v in result["verdicts"] if "inverse loss scale" in v["claim"]] == [False, True]
     assert "lowered 2 times, that of softmax 2 times" in result["verdicts"][-1]["sentence"]
     assert "in float16. They end at: lln 3, lln_diag 3, softmax 3." in result["differs"][-1]
@@ -133,23 +133,23 @@ def test_fig8_has_the_loss_scale_of_float16_runs(tmp_path: Path) -> None:
 
 
 def test_a_curve_has_no_points_that_few_of_its_runs_have(tmp_path: Path) -> None:
-    what = asked(tmp_path, attentions=("softmax",), seeds=3)
-    for job in jobs_of("fig8", what):
+    what = make_asked(tmp_path, attentions=("softmax",), seeds=3)
+    for job in list_jobs("fig8", what):
         steps = (10, 30) if job.config.seed < 2 else (20, 30)
         lines = [{"step": step, "eval_loss": 5.0 + job.config.seed} for step in steps]
         finish(tmp_path / job.folder, job.config, 5.0, lines=lines)
-    assert by(figure("fig8", what), "a-validation") == {("softmax", 10): 5.5, ("softmax", 30): 6.0}
+    assert index_rows(figure("fig8", what), "a-validation") == {("softmax", 10): 5.5, ("softmax", 30): 6.0}
 
 
 def test_fig9_has_alpha_and_beta_of_every_layer(tmp_path: Path) -> None:
-    what = asked(tmp_path, attentions=("lln",))
-    (job,) = jobs_of("fig9", what)
+    what = make_asked(tmp_path, attentions=("lln",))
+    (job,) = list_jobs("fig9", what)
     lines: list[dict[str, Any]] = [
         {"step": s, "heads": [head(f"l{i}", 0, alpha=2.05 + 0.1 * i, beta=2.1) for i in range(2)]} for s in (1, 101)
     ]
     finish(tmp_path / job.folder, job.config, 0.9, lines=lines)
     result = figure("fig9", what)
-    assert by(result, "alpha-lln") == {
+    assert index_rows(result, "alpha-lln") == {
         (f"layer {i + 1}", s): pytest.approx(2.05 + 0.1 * i) for s in (1, 101) for i in (0, 1)
     }
     assert holds(result) == [True]
@@ -162,48 +162,48 @@ def test_fig9_has_alpha_and_beta_of_every_layer(tmp_path: Path) -> None:
 
 
 def test_fig9_of_a_language_model(tmp_path: Path) -> None:
-    what = asked(tmp_path, attentions=("lln",), tasks=("mlm",))
-    (job,) = jobs_of("fig9", what)
+    what = make_asked(tmp_path, attentions=("lln",), tasks=("mlm",))
+    (job,) = list_jobs("fig9", what)
     assert job.config.task == "mlm"
     lines = [{"step": s, "heads": [head("l", 0, alpha=2.05, beta=2.1)]} for s in (1, 101)]
     finish(tmp_path / job.folder, job.config, 5.0, lines=lines)
     result = figure("fig9", what)
-    assert by(result, "alpha-lln-mlm") == {("layer 1", s): pytest.approx(2.05) for s in (1, 101)}
+    assert index_rows(result, "alpha-lln-mlm") == {("layer 1", s): pytest.approx(2.05) for s in (1, 101)}
     assert "(lln, a language model)" in result["verdicts"][0]["claim"]
     assert drawings(result) == {"-alpha-lln-mlm", "-beta-lln-mlm"}
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_fig10_compares_fixed_values_with_matching(tmp_path: Path, seeds: int) -> None:
-    what = asked(tmp_path, attentions=("lln",), seeds=seeds)
+    what = make_asked(tmp_path, attentions=("lln",), seeds=seeds)
     scores = {None: 0.9, 1: 0.8, 1.5: 0.85, 2: 0.9, 3: 0.91, 4: 0.8999}
-    for job in jobs_of("fig10", what):
+    for job in list_jobs("fig10", what):
         score = scores[job.config.attention.options.get("alpha")] + 0.001 * job.config.seed
         finish(tmp_path / job.folder, job.config, score)
     result = figure("fig10", what)
     assert holds(result) == ([None, None] if seeds == 1 else [True, True])
     assert "-10.0 at 1, -5.0 at 1.5 (" in result["verdicts"][0]["sentence"]
     middle = 100 * 0.001 * (seeds - 1) / 2
-    points = by(result, "a-accuracy")
+    points = index_rows(result, "a-accuracy")
     assert points["lln, alpha = beta", 1.5] == pytest.approx(85 + middle)
     assert points["lln, matched", 4] == pytest.approx(90 + middle)
     assert all(("low" in row) == (seeds > 1) for row in result["rows"])
     assert drawings(result) == {"-a-accuracy"}
     # Without the loss at small values the first claim does not hold; with one at large values the second does not.
-    for job in jobs_of("fig10", what):
+    for job in list_jobs("fig10", what):
         alpha = job.config.attention.options.get("alpha")
         finish(tmp_path / job.folder, job.config, (0.5 if alpha == 4 else 0.9) + 0.001 * job.config.seed)
     assert holds(figure("fig10", what)) == ([None, None] if seeds == 1 else [False, False])
 
 
 def test_fig10_has_the_loss_scale_of_fixed_values(tmp_path: Path) -> None:
-    what = asked(tmp_path, attentions=("lln",), device="cuda")
-    for job in jobs_of("fig10", what):
+    what = make_asked(tmp_path, attentions=("lln",), device="cuda")
+    for job in list_jobs("fig10", what):
         alpha = job.config.attention.options.get("alpha", 2)
         scale = 2.0 ** (18 - alpha) if job.config.precision == "float16" else None
         finish(tmp_path / job.folder, job.config, 0.9, lines=losses(1.0, scale))
     result = figure("fig10", what)
-    assert {series for series, _ in by(result, "b-loss-scale-lln")} == {
+    assert {series for series, _ in index_rows(result, "b-loss-scale-lln")} == {
         "matched", "alpha = beta = 2", "alpha = beta = 4"
     }  # fmt: skip
     assert all(2.0 ** row["power"] == pytest.approx(row["value"]) for row in result["rows"] if "power" in row)
@@ -214,10 +214,10 @@ def test_fig10_has_the_loss_scale_of_fixed_values(tmp_path: Path) -> None:
 
 
 def test_figures_of_foreign_runs_take_the_settings_that_most_have(tmp_path: Path) -> None:
-    what = asked(tmp_path, attentions=("softmax",), changes={"optimisation.steps": "9"})
-    (job,) = jobs_of("fig8", what)
+    what = make_asked(tmp_path, attentions=("softmax",), changes={"optimisation.steps": "9"})
+    (job,) = list_jobs("fig8", what)
     finish(tmp_path / "deep" / "down", job.config, 3.0, lines=losses(3.0))
-    found = figure("fig8", asked(tmp_path, attentions=("softmax",)))
+    found = figure("fig8", make_asked(tmp_path, attentions=("softmax",)))
     assert [run["folder"] for run in found["runs"]] == ["deep/down"]
     assert job.config.attention.label == "softmax"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from helpers.command import run_command
-from helpers.fake_runs import asked, fail, finish, jobs_of
+from helpers.fake_runs import fail, finish, list_jobs, make_asked
 from lln.lab.paper.experiments import EXPERIMENTS, Asked
 from lln.lab.paper.jobs import Job
 from lln.lab.paper.reproduction import Reproduction
@@ -25,7 +25,7 @@ TASKS = {"table1": ("sst2", "qqp"), "table5": ("text", "listops"), "fig9": ("ima
 def want(name: str, runs: Path) -> Asked:
     """On a GPU, so that Figs. 8 and 10 have runs with a loss scale."""
     names = ATTENTIONS.get(name, ("softmax", "lln"))
-    return asked(runs, attentions=names, tasks=TASKS.get(name, ()), seeds=2, tunings=2, device="cuda")
+    return make_asked(runs, attentions=names, tasks=TASKS.get(name, ()), seeds=2, tunings=2, device="cuda")
 
 
 def write_run(runs: Path, job: Job) -> None:
@@ -53,7 +53,7 @@ def assemble(name: str, what: Asked, folder: Path, stored: dict[str, Any] | None
 @pytest.mark.parametrize("name", NAMES)
 def test_a_result_and_new_runs_give_what_all_folders_give(tmp_path: Path, name: str) -> None:
     what = want(name, tmp_path)
-    for job in jobs_of(name, what):
+    for job in list_jobs(name, what):
         write_run(tmp_path / "all", job)
         write_run(tmp_path / str(job.config.seed), job)
     whole = assemble(name, what, tmp_path / "all", None)
@@ -67,12 +67,12 @@ def test_a_result_and_new_runs_give_what_all_folders_give(tmp_path: Path, name: 
 
 def test_a_result_of_another_scale_or_with_other_settings_does_not_mix(tmp_path: Path) -> None:
     what = want("table3", tmp_path)
-    for job in jobs_of("table3", what):
+    for job in list_jobs("table3", what):
         finish(tmp_path / job.folder, job.config, 0.5)
     stored = assemble("table3", what, tmp_path, None)
     assert assemble("table3", what, tmp_path / "x", stored | {"scale": "mini"})["runs"] == []
     longer = dataclasses.replace(what, changes={"optimisation.steps": "77"}, runs=tmp_path / "longer")
-    for job in jobs_of("table3", longer):
+    for job in list_jobs("table3", longer):
         finish(longer.runs / job.folder, job.config, 0.9)
     result = assemble("table3", longer, longer.runs, stored)
     assert {run["score"] for run in result["runs"]} == {90.0}
@@ -80,8 +80,8 @@ def test_a_result_of_another_scale_or_with_other_settings_does_not_mix(tmp_path:
 
 
 def test_what_is_stored_is_not_run_again_unless_its_model_is_needed(tmp_path: Path) -> None:
-    what = asked(tmp_path / "runs", tasks=("sst2",), attentions=("softmax",))
-    for job in jobs_of("table1", what):
+    what = make_asked(tmp_path / "runs", tasks=("sst2",), attentions=("softmax",))
+    for job in list_jobs("table1", what):
         finish(what.runs / job.folder, job.config, 0.5)
     work = Reproduction(EXPERIMENTS["table1"], what, {}, tmp_path)
     work.collect()
@@ -98,8 +98,8 @@ def test_what_is_stored_is_not_run_again_unless_its_model_is_needed(tmp_path: Pa
 
 
 def test_the_command_extends_what_is_stored_and_reads_a_result_by_its_name(tmp_path: Path) -> None:
-    what = asked(tmp_path / "runs")
-    for job in jobs_of("table3", what):
+    what = make_asked(tmp_path / "runs")
+    for job in list_jobs("table3", what):
         finish(what.runs / job.folder, job.config, 0.5)
     Reproduction(EXPERIMENTS["table3"], what, {}, tmp_path).collect()
     what.runs.rename(tmp_path.parent / f"{tmp_path.name}-elsewhere")
@@ -120,7 +120,7 @@ def test_the_command_extends_what_is_stored_and_reads_a_result_by_its_name(tmp_p
     assert "holds another result than table5" in other.output
 
 
-def changes_of(stored: dict[str, Any]) -> dict[str, str]:
+def list_changes(stored: dict[str, Any]) -> dict[str, str]:
     words = shlex.split(stored["provenance"]["command"])
     found = dict(words[i + 1].split("=", 1) for i, word in enumerate(words) if word == "--set")
     found.pop("lengths", None)  # says which runs there are, not how they are set
@@ -133,7 +133,7 @@ def changes_of(stored: dict[str, Any]) -> dict[str, str]:
 def test_every_stored_result_can_be_extended(path: Path, tmp_path: Path) -> None:
     """Also those that were stored before configs and curves were: their tables come out as they are."""
     stored = json.loads(path.read_text())
-    name, changes = path.stem, changes_of(stored)
+    name, changes = path.stem, list_changes(stored)
     runs, left = restore_runs(stored, stored["scale"], changes)
     assert left == []
     assert [(run.attention, run.column, run.seed, run.score) for run in runs] == [
@@ -141,7 +141,7 @@ def test_every_stored_result_can_be_extended(path: Path, tmp_path: Path) -> None
     ]
     names = stored.get("attentions") or [row["attention"] for row in stored["rows"] if "attention" in row]
     names = names or [run["attention"] for run in stored["runs"] if ":alpha=" not in run["attention"]]
-    what = asked(
+    what = make_asked(
         tmp_path, scale=stored["scale"], attentions=tuple(dict.fromkeys(names)), tasks=("image", "mlm"), changes=changes
     )
     result = assemble(name, what, tmp_path, stored)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.fake_runs import asked, jobs_of, result_of
+from helpers.fake_runs import list_jobs, make_asked, make_result
 from lln.hf.distillation import NotFinite
 from lln.lab.core.tables import show_duration
 from lln.lab.paper import run_jobs as driver
@@ -52,7 +52,7 @@ class Trainer:
             if part in folder.name:
                 raise error
         options["progress"](config.optimisation.steps, {"loss": 1.0})
-        result = result_of(config, 0.5)
+        result = make_result(config, 0.5)
         (folder / "result.json").write_text(json.dumps(result))
         return result
 
@@ -65,7 +65,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
 
 
 def table1(runs: Path, **changed: Any) -> list[Job]:
-    return jobs_of("table1", asked(runs, **({"tasks": ("sst2", "qqp")} | changed)))
+    return list_jobs("table1", make_asked(runs, **({"tasks": ("sst2", "qqp")} | changed)))
 
 
 def test_table_1_trains_once_and_tunes_from_it(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_table_1_trains_once_and_tunes_from_it(tmp_path: Path) -> None:
 
 
 def test_seeds_may_begin_anywhere(tmp_path: Path) -> None:
-    found = jobs_of("table3", asked(tmp_path, seeds=2, first=5))
+    found = list_jobs("table3", make_asked(tmp_path, seeds=2, first=5))
     assert sorted({job.config.seed for job in found}) == [5, 6]
 
 
@@ -123,7 +123,7 @@ def test_a_failed_run_is_written_down_and_the_rest_goes_on(tmp_path: Path, train
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
 def test_what_is_no_failure_of_the_run_comes_through(tmp_path: Path, trainer: Trainer, error: BaseException) -> None:
-    found = jobs_of("table3", asked(tmp_path))
+    found = list_jobs("table3", make_asked(tmp_path))
     trainer.acts = {"image": error}
     with pytest.raises(type(error)):
         run_jobs(found, tmp_path, device="cpu")
@@ -141,15 +141,15 @@ def test_only_what_is_needed_is_kept(tmp_path: Path, trainer: Trainer) -> None:
     assert (before / "model").exists()
     assert not (after / "model").exists()
     assert not list(tmp_path.glob("*/checkpoint-*"))
-    run_jobs(jobs_of("table3", asked(tmp_path)), tmp_path, device="cpu", keep=True)
+    run_jobs(list_jobs("table3", make_asked(tmp_path)), tmp_path, device="cpu", keep=True)
     assert len(list(tmp_path.glob("image*/checkpoint-*"))) == len(list(tmp_path.glob("image*/model"))) == 2
 
 
 def test_other_settings_are_noticed_before_anything_runs(tmp_path: Path, trainer: Trainer) -> None:
-    run_jobs(jobs_of("table3", asked(tmp_path)), tmp_path, device="cpu")
-    check_jobs(jobs_of("table3", asked(tmp_path, changes={"log_every": "5"})), tmp_path)  # changes no result
+    run_jobs(list_jobs("table3", make_asked(tmp_path)), tmp_path, device="cpu")
+    check_jobs(list_jobs("table3", make_asked(tmp_path, changes={"log_every": "5"})), tmp_path)  # changes no result
     with pytest.raises(ValueError, match=r"softmax-seed0 holds a run with other settings: optimisation.steps"):
-        check_jobs(jobs_of("table3", asked(tmp_path, changes={"optimisation.steps": "9"})), tmp_path)
+        check_jobs(list_jobs("table3", make_asked(tmp_path, changes={"optimisation.steps": "9"})), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -235,16 +235,20 @@ def test_folders_say_what_is_in_them() -> None:
 
 def test_the_loss_scale_needs_a_gpu(tmp_path: Path) -> None:
     for name in ("fig8", "fig10"):
-        assert {j.config.precision for j in jobs_of(name, asked(tmp_path))} == {"float32"}
-        found = jobs_of(name, asked(tmp_path, device="cuda"))
+        assert {j.config.precision for j in list_jobs(name, make_asked(tmp_path))} == {"float32"}
+        found = list_jobs(name, make_asked(tmp_path, device="cuda"))
         assert {j.config.precision for j in found} == {"float32", "float16"}
-        folders = [j.folder for j in jobs_of(name, asked(tmp_path, device="cuda", changes={"precision": "float16"}))]
+        folders = [
+            j.folder for j in list_jobs(name, make_asked(tmp_path, device="cuda", changes={"precision": "float16"}))
+        ]
         assert len(set(folders)) == len(folders)  # no two processes in one
-    halves = [j for j in jobs_of("fig8", asked(tmp_path, device="cuda", scale="mini")) if "float16" in j.folder]
+    halves = [j for j in list_jobs("fig8", make_asked(tmp_path, device="cuda", scale="mini")) if "float16" in j.folder]
     assert len(halves) == 2
     assert not any(j.config.graph for j in halves)  # a loss scale is decided on the host
     deit = [
-        j for j in jobs_of("fig10", asked(tmp_path, device="cuda", scale="paper")) if j.config.preset == "deit-tiny"
+        j
+        for j in list_jobs("fig10", make_asked(tmp_path, device="cuda", scale="paper"))
+        if j.config.preset == "deit-tiny"
     ]
     assert [j.config.attention.label for j in deit if j.config.attention.name == "lln"] == [
         "lln", "lln:alpha=2", "lln:alpha=4"
@@ -253,15 +257,17 @@ def test_the_loss_scale_needs_a_gpu(tmp_path: Path) -> None:
 
 def test_the_paper_scale_is_the_papers_recipe(tmp_path: Path) -> None:
     for name, task in (("table1", "mlm"), ("table3", "image"), ("fig8", "mlm"), ("fig9", "image")):
-        config = jobs_of(name, asked(tmp_path, scale="paper", attentions=("lln_diag",)))[0].config
+        config = list_jobs(name, make_asked(tmp_path, scale="paper", attentions=("lln_diag",)))[0].config
         assert config == recipe(task, "paper", "lln_diag")
-    tuning = jobs_of("table1", asked(tmp_path, scale="paper", attentions=("lln_diag",), tasks=("sst2",)))[1].config
+    tuning = list_jobs("table1", make_asked(tmp_path, scale="paper", attentions=("lln_diag",), tasks=("sst2",)))[
+        1
+    ].config
     usual = recipe("glue", "paper", "lln_diag", "sst2")
     assert dataclasses.replace(tuning, model=usual.model, record_every=usual.record_every) == usual
 
 
 def test_an_estimate_is_what_runs_like_it_took(tmp_path: Path, trainer: Trainer) -> None:
-    found = jobs_of("table3", asked(tmp_path, seeds=2))
+    found = list_jobs("table3", make_asked(tmp_path, seeds=2))
     guesses = estimate_jobs(found, tmp_path, "cpu")
     assert set(guesses) == {job.folder for job in found}
     assert all(0 < seconds < 3600 for seconds in guesses.values())
@@ -273,7 +279,7 @@ def test_an_estimate_is_what_runs_like_it_took(tmp_path: Path, trainer: Trainer)
     assert found[0].folder not in after
     assert set(after.values()) == {42.0}
     longer = estimate_jobs(
-        jobs_of("table3", asked(tmp_path, changes={"optimisation.steps": "3000"})), tmp_path / "x", "cpu"
+        list_jobs("table3", make_asked(tmp_path, changes={"optimisation.steps": "3000"})), tmp_path / "x", "cpu"
     )
     assert longer[found[0].folder] == pytest.approx(10 * guesses[found[0].folder], rel=0.01)
     assert [show_duration(s) for s in (0.1, 20, 600, 9000)] == ["1 s", "20 s", "10 min", "2.5 h"]
@@ -283,5 +289,5 @@ def test_every_experiment_has_runs_at_every_scale_of_its_task(tmp_path: Path) ->
     for name, experiment in EXPERIMENTS.items():
         for scale in RECIPES[experiment.task]:
             chosen = {what: experiment.choose(what, scale) for what in ("attentions", "tasks")}
-            what = asked(tmp_path, scale=scale, **chosen)
-            assert jobs_of(name, what), (name, scale)
+            what = make_asked(tmp_path, scale=scale, **chosen)
+            assert list_jobs(name, what), (name, scale)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from helpers.command import Answer, run_command
-from helpers.fake_runs import asked, finish, jobs_of
+from helpers.fake_runs import finish, list_jobs, make_asked
 from helpers.mirror import write_card, write_set
 from lln.lab.cli import reproduce as command
 from lln.lab.core.errors import DataError
@@ -125,7 +125,7 @@ def test_a_run_that_fails_is_recorded_and_the_rest_goes_on(tmp_path: Path) -> No
 
 def test_running_and_drawing_are_separable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:  # as on a machine without altair
-        patch.setattr("lln.lab.cli.common.find_missing", lambda extra: ["altair"] if extra == "report" else [])
+        patch.setattr("lln.lab.cli.shared.find_missing", lambda extra: ["altair"] if extra == "report" else [])
         refused = reproduce("fig9", "--out", tmp_path / "gpu")
         assert refused.exit_code == 2
         assert "charts need altair" in refused.stderr
@@ -163,10 +163,10 @@ def test_running_and_drawing_are_separable(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_charts_of_every_figure_are_written(tmp_path: Path) -> None:
-    what = asked(tmp_path / "runs", attentions=("softmax", "lln", "lln_diag"), device="cuda")
+    what = make_asked(tmp_path / "runs", attentions=("softmax", "lln", "lln_diag"), device="cuda")
     heads = [{"layer": f"l{i}", "head": 0, "temperature": 2.0, "entropy": 3.0, "spectral_gap": 0.4} for i in range(3)]
     for name in ("fig8", "fig10"):
-        for job in jobs_of(name, what):
+        for job in list_jobs(name, what):
             half = job.config.precision == "float16"
             lines = [
                 {

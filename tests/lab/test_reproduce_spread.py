@@ -35,7 +35,7 @@ lln_diag 60.72 38.91 81.21 69.81 38.65 57.86
 """
 
 
-def printed(text: str) -> dict[str, list[float | None]]:
+def read_printed(text: str) -> dict[str, list[float | None]]:
     rows = [line.split() for line in text.split("\n") if line]
     return {name: [None if v == "-" else float(v) for v in values] for name, *values in rows}
 
@@ -48,7 +48,7 @@ def printed(text: str) -> dict[str, list[float | None]]:
     ],
 )
 def test_the_papers_numbers_are_the_papers(table: published.Numbers, text: str, columns: list[str]) -> None:
-    assert {name: list(row.values()) for name, row in table.items()} == printed(text)
+    assert {name: list(row.values()) for name, row in table.items()} == read_printed(text)
     for name, row in table.items():
         assert list(row) == columns
         held = [v for c, v in row.items() if c != "average" and v is not None]

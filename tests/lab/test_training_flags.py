@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from helpers.command import run_command
-from helpers.runs import SMALLEST, as_options, make_tiny, read_metrics
+from helpers.runs import SMALLEST, make_tiny, read_metrics, write_options
 from lln.lab.recipes import recipe
 from lln.lab.train import loop
 from lln.lab.train.config import Optimisation
@@ -96,7 +96,7 @@ def test_an_unknown_report_is_refused(tmp_path: Path) -> None:
 
 
 def test_flags_of_the_command_line_reach_the_config() -> None:
-    result = run_command("train", "mlm", "--graph", "--fsdp", "--dry-run", *as_options(SMALL))
+    result = run_command("train", "mlm", "--graph", "--fsdp", "--dry-run", *write_options(SMALL))
     assert result.exit_code == 0, result.output
     shown = json.loads(result.output[: result.output.rindex("}") + 1])
     assert shown["graph"] is True

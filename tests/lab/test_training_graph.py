@@ -1,8 +1,10 @@
 """A run with `graph` is the ordinary run: on a CPU to the last bit, on a GPU up to rounding."""
 
 import functools
+import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -169,9 +171,35 @@ def test_without_padding_a_traced_model_gets_no_mask(monkeypatch: pytest.MonkeyP
     model = build(tiny("softmax"), Sizes(vocabulary=300))
     ids = torch.randint(5, 300, (2, 16))
     asked: list[bool] = []
-    monkeypatch.setattr(masking_utils, "is_tracing", lambda tensor=None: asked.append(True) or True)
-    with skip_masks():
-        found = torch.compile(model, backend=look)(input_ids=ids).logits
+
+    def note_asked(tensor: Any = None) -> bool:
+        asked.append(True)
+        return True
+
+    monkeypatch.setattr(masking_utils, "is_tracing", note_asked)
+    compiled = torch.compile(model, backend=look)
+    for _ in range(2):  # the second time nothing is compiled
+        with skip_masks():
+            found = compiled(input_ids=ids).logits
     assert masks == [None]
     assert not asked  # transformers of before 5.20 asks, and would make a mask
     torch.testing.assert_close(found, model(input_ids=ids).logits)
+
+
+def test_masks_are_skipped_in_one_thread_and_while_that_is_asked_for() -> None:
+    usual, answers = masking_utils.is_tracing, []
+
+    def ask_elsewhere() -> None:
+        thread = threading.Thread(target=lambda: answers.append(masking_utils.is_tracing(None)))
+        thread.start()
+        thread.join()
+
+    with mock.patch.object(masking_utils, "is_tracing", return_value=True) as traced:
+        with skip_masks():
+            with skip_masks():
+                assert not masking_utils.is_tracing(None)
+            assert not masking_utils.is_tracing(None)
+            ask_elsewhere()
+        assert masking_utils.is_tracing is traced
+    assert answers == [True]
+    assert masking_utils.is_tracing is usual

@@ -15,7 +15,7 @@ from lln.lab.train.models import Sizes, build
 from lln.lab.train.objective import Guesses, compare_tokens
 
 
-def model_of(length: int) -> Any:
+def build_small(length: int) -> Any:
     config = recipe("mlm", "tiny", "softmax")
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, length=length))
     torch.manual_seed(0)
@@ -24,7 +24,7 @@ def model_of(length: int) -> Any:
 
 @pytest.mark.parametrize(("length", "counts"), [(40, [6, 7, 0]), (7, [2, 1, 1]), (3, [1, 0, 1])])
 def test_loss_and_gradients_are_those_of_all_tokens(length: int, counts: list[int]) -> None:
-    plain = model_of(length)
+    plain = build_small(length)
     ids = torch.randint(5, 50, (len(counts), length), generator=torch.Generator().manual_seed(1))
     labels = torch.full_like(ids, IGNORE)
     for row, count in enumerate(counts):

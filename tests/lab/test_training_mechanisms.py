@@ -1,15 +1,14 @@
 """Every attention of the paper's tables trains, is saved, and goes on from what was saved."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 import lln.hf
 from helpers.command import run_command
-from helpers.runs import Stop, stop_at
+from helpers.runs import assert_goes_on
 from lln.lab.recipes import recipe
-from lln.lab.train.config import change
+from lln.lab.train.config import Config, change
 from lln.lab.train.models import check_attention
 from lln.lab.train.run import train
 
@@ -21,25 +20,14 @@ WORDS = {"model.layers": "1", "data.length": "32", "data.vocabulary": "300"}
 NAMES = ["softmax", *lln.hf.IMPLEMENTATIONS, "elu_diag", "performer_diag", "hedgehog_diag"]
 
 
-def stopped_and_resumed(task: str, name: str | None, attention: str, folder: Path, cache: Path) -> None:
+def make_small(task: str, name: str | None, attention: str) -> Config:
     small = SMALL | (WORDS if task == "mlm" else {"data.train": "24"})
-    config = change(recipe(task, "tiny", attention, name), small)
-    whole = train(config, folder / "whole", cache_dir=cache)
-    with pytest.raises(Stop):
-        train(config, folder / "parts", cache_dir=cache, progress=stop_at(3))
-    said: list[str] = []
-    parts = train(config, folder / "parts", cache_dir=cache, say=said.append)
-    assert "Going on from step 2." in said
-    assert parts["metrics"] == whole["metrics"]
-    lines = [(folder / run / "metrics.jsonl").read_text() for run in ("whole", "parts")]
-    assert lines[0] == lines[1]
-    losses = [json.loads(line)["loss"] for line in lines[0].splitlines() if '"loss"' in line]
-    assert len(set(losses)) == 4
+    return change(recipe(task, "tiny", attention, name), small)
 
 
 @pytest.mark.parametrize("attention", NAMES)
 def test_language_models_train_with_every_attention(attention: str, tmp_path: Path, cache: Path) -> None:
-    stopped_and_resumed("mlm", None, attention, tmp_path, cache)
+    assert_goes_on(make_small("mlm", None, attention), tmp_path, cache, stop=3)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +46,7 @@ def test_language_models_train_with_every_attention(attention: str, tmp_path: Pa
 def test_other_tasks_train_with_the_attentions_of_the_tables(
     task: str, name: str | None, attention: str, tmp_path: Path, cache: Path
 ) -> None:
-    stopped_and_resumed(task, name, attention, tmp_path, cache)
+    assert_goes_on(make_small(task, name, attention), tmp_path, cache, stop=3)
 
 
 @pytest.mark.parametrize("attention", ["hedgehog", "linformer"])

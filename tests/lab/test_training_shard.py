@@ -41,7 +41,7 @@ train(change(recipe("mlm", "tiny"), json.loads(sys.argv[1])), Path(sys.argv[2]),
 """
 
 
-def together(folder: Path, cache: Path, changes: dict[str, str]) -> None:
+def train_together(folder: Path, cache: Path, changes: dict[str, str]) -> None:
     script, shares = folder.parent / "program.py", folder.parent / "share"
     script.write_text(PROGRAM)
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -68,7 +68,7 @@ def assert_nearly(one: Any, two: Any, where: str = "") -> None:
 def test_sharded_processes_train_as_one_and_go_on(tmp_path: Path) -> None:
     cache, one, two = tmp_path / "cache", tmp_path / "one", tmp_path / "two"
     train(change(recipe("mlm", "tiny"), SMALL), one, cache_dir=cache)
-    together(two, cache, SMALL | {"fsdp": "yes"})
+    train_together(two, cache, SMALL | {"fsdp": "yes"})
     plain = [[m for m in read_metrics(folder) if "heads" not in m] for folder in (one, two)]
     assert_nearly(plain[0], plain[1])
     # The queries of a step differ between one process and two: each looks at the first of its own batch.
@@ -84,7 +84,7 @@ def test_sharded_processes_train_as_one_and_go_on(tmp_path: Path) -> None:
     before = read_metrics(two)
     (two / "result.json").unlink()
     shutil.rmtree(two / "checkpoint-6")
-    together(two, cache, SMALL | {"fsdp": "yes"})
+    train_together(two, cache, SMALL | {"fsdp": "yes"})
     assert read_metrics(two) == before
     assert len(json.loads((two / "environment.json").read_text())) == 2
 

@@ -32,7 +32,7 @@ def performer_pytorch() -> ModuleType:
     return performer_pytorch.performer_pytorch
 
 
-def dense(weights: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> Tensor:
+def attend_densely(weights: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> Tensor:
     """Rows of non-negative weights, masked, normalised, times v."""
     if causal:
         weights = weights.tril()
@@ -66,7 +66,7 @@ def test_simple_kernels_are_their_formula(name: str, causal: bool) -> None:
     mask[1, :40] = False
     mask[1, 280:] = False
     out = attention(name, q, k, v, is_causal=causal, key_mask=mask)
-    expected = dense(SIMPLE[name](q) @ SIMPLE[name](k).transpose(-1, -2), v, causal, mask)
+    expected = attend_densely(SIMPLE[name](q) @ SIMPLE[name](k).transpose(-1, -2), v, causal, mask)
     assert relative_error(out, expected) < 1e-12
     weight = normal(9, *out.shape)
     for got, want in zip(
@@ -107,7 +107,7 @@ def test_any_shape_in_any_spans(
     finally:
         SPAN_ELEMENTS["cpu"] = kept
     each_k, each_v = (t.repeat_interleave(groups, 1) for t in (k, v))
-    expected = dense(taylor(q) @ taylor(each_k).transpose(-1, -2), each_v, causal, mask)
+    expected = attend_densely(taylor(q) @ taylor(each_k).transpose(-1, -2), each_v, causal, mask)
     assert relative_error(out, expected, floor=1e-9) < 1e-11
     wanted = torch.autograd.grad((expected * weight).sum(), (q, k, v))
     for got, want in zip(grads, wanted, strict=True):
@@ -221,7 +221,7 @@ def test_rfa_is_its_formula() -> None:
     for causal in (False, True):
         weights = rfa_features(q, w) @ rfa_features(k, w).transpose(-1, -2)
         out = attention("rfa", q, k, v, projection=w, is_causal=causal)
-        assert relative_error(out, dense(weights, v, causal)) < 1e-9
+        assert relative_error(out, attend_densely(weights, v, causal)) < 1e-9
 
 
 def test_gated_rfa_is_its_recurrence() -> None:
@@ -275,7 +275,7 @@ def test_cosformer_is_its_formula(causal: bool) -> None:
         angle = math.pi / 2 * (position[:, None] - position) / (max_length or length)
         weights = functional.relu(q) @ functional.relu(k).transpose(-1, -2) * angle.cos()
         out = attention("cosformer", q, k, v, max_length=max_length, is_causal=causal)
-        assert relative_error(out, dense(weights, v, causal)) < 1e-12
+        assert relative_error(out, attend_densely(weights, v, causal)) < 1e-12
     with pytest.raises(ValueError, match="max_length=20 is less than the length, 37"):
         attention("cosformer", q, k, v, max_length=20)
 
@@ -295,7 +295,7 @@ def test_hedgehog_is_its_formula(activation: str) -> None:
 
     for causal in (False, True):
         weights = features(q, module.query_map) @ features(k, module.key_map).transpose(-1, -2)
-        assert relative_error(module(q, k, v, is_causal=causal), dense(weights, v, causal)) < 1e-12
+        assert relative_error(module(q, k, v, is_causal=causal), attend_densely(weights, v, causal)) < 1e-12
     module(q, k, v).sum().backward()
     assert all(p.grad.abs().sum() > 0 for p in module.parameters())
 

@@ -21,8 +21,8 @@ from helpers.mechanism_cases import (
     ON_QKV,
     OPTIONS,
     draw_inputs,
+    list_supporting,
     make_attention,
-    supporting,
 )
 from helpers.untyped import attention, mechanism
 from lln.peers import attention_matrix
@@ -47,7 +47,7 @@ def test_shape_and_dtype(name: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", supporting("padding"))
+@pytest.mark.parametrize("name", list_supporting("padding"))
 def test_padding_is_invisible(name: str, side: str) -> None:
     q, k, v = draw_inputs(1, name=name)
     extra = 11
@@ -60,7 +60,7 @@ def test_padding_is_invisible(name: str, side: str) -> None:
     assert_close(call(*longer, key_mask=mask)[:, :, rows], call(q, k, v))
 
 
-@pytest.mark.parametrize("name", supporting("padding"))
+@pytest.mark.parametrize("name", list_supporting("padding"))
 def test_what_is_hidden_may_be_anything(name: str) -> None:
     """Holes in the mask, too: only rows of hidden tokens may differ."""
     q, k, v = draw_inputs(20, name=name)
@@ -72,7 +72,7 @@ def test_what_is_hidden_may_be_anything(name: str) -> None:
     assert_close(other[shown], out[shown])
 
 
-@pytest.mark.parametrize("name", supporting("padding", "causal"))
+@pytest.mark.parametrize("name", list_supporting("padding", "causal"))
 def test_padding_is_invisible_to_causal_attention(name: str) -> None:
     q, k, v = draw_inputs(2, name=name)
     mask = torch.ones(2, LENGTH + 5, dtype=torch.bool)
@@ -91,7 +91,7 @@ def test_batch_mates_are_invisible(name: str) -> None:
     assert_close(call(q, k, v)[:1], call(q[:1], k[:1], v[:1]))
 
 
-@pytest.mark.parametrize("name", supporting("causal"))
+@pytest.mark.parametrize("name", list_supporting("causal"))
 def test_the_future_is_invisible(name: str) -> None:
     q, k, v = draw_inputs(4, name=name)
     call = make_attention(name)
@@ -105,7 +105,7 @@ def test_the_future_is_invisible(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "causal"),
-    [(n, False) for n in supporting("packing")] + [(n, True) for n in supporting("packing", "causal")],
+    [(n, False) for n in list_supporting("packing")] + [(n, True) for n in list_supporting("packing", "causal")],
 )
 def test_packed_is_one_by_one(name: str, causal: bool) -> None:
     q, k, v = draw_inputs(5, name=name, batch=1)
@@ -125,7 +125,7 @@ def repeat_heads(parameter: Tensor) -> Tensor:
     return by_head.repeat_interleave(HEADS // KEY_HEADS, 0).flatten(0, 1)
 
 
-@pytest.mark.parametrize("name", supporting("grouped"))
+@pytest.mark.parametrize("name", list_supporting("grouped"))
 def test_grouped_heads_are_repeated_heads(name: str) -> None:
     q, k, v = draw_inputs(6, name=name, key_heads=KEY_HEADS)
     repeated = [t.repeat_interleave(HEADS // KEY_HEADS, 1) for t in (k, v)]
@@ -141,7 +141,7 @@ def test_grouped_heads_are_repeated_heads(name: str) -> None:
         assert_close(shared(q, k, v, is_causal=causal), each(q, *repeated, is_causal=causal))
 
 
-@pytest.mark.parametrize("name", supporting("cross"))
+@pytest.mark.parametrize("name", list_supporting("cross"))
 def test_cross_attention_has_its_own_length(name: str) -> None:
     q, k, v = draw_inputs(7, name=name, length=13, key_length=LENGTH)
     out = make_attention(name)(q, k, v)
@@ -151,7 +151,7 @@ def test_cross_attention_has_its_own_length(name: str) -> None:
         assert_close(make_attention(name)(q[:1], k[:1], v[:1], cu_seqlens=offsets), out[:1])
 
 
-@pytest.mark.parametrize("name", supporting("padding"))
+@pytest.mark.parametrize("name", list_supporting("padding"))
 def test_nothing_to_attend_to_gives_zeros_and_zero_gradient(name: str) -> None:
     tensors = [t.requires_grad_() for t in draw_inputs(8, name=name)]
     mask = torch.ones(2, LENGTH, dtype=torch.bool)
@@ -227,22 +227,22 @@ def test_dropout_is_applied_and_repeats_with_the_seed(name: str) -> None:
         plain = call(q, k, v)
         call.train()
 
-        def dropped(seed: int) -> Tensor:
+        def attend_with_dropout(seed: int) -> Tensor:
             torch.manual_seed(seed)
             return call(q, k, v)
     else:
         call = make_attention(name)
         plain = call(q, k, v)
 
-        def dropped(seed: int) -> Tensor:
+        def attend_with_dropout(seed: int) -> Tensor:
             torch.manual_seed(seed)
             return call(q, k, v, dropout_p=0.5)
 
-    first = dropped(0)
+    first = attend_with_dropout(0)
     assert not torch.allclose(first, plain)
-    assert_close(first, dropped(0))
+    assert_close(first, attend_with_dropout(0))
     if not name.startswith("transnormer"):  # its norm comes after the dropout
-        mean = torch.stack([dropped(seed) for seed in range(200)]).mean(0)
+        mean = torch.stack([attend_with_dropout(seed) for seed in range(200)]).mean(0)
         assert (mean - plain).norm() < 0.3 * (first - plain).norm()
 
 

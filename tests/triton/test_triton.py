@@ -111,26 +111,26 @@ def test_what_is_hidden_has_no_gradient_and_does_not_matter(mode: str) -> None:
     assert not found["d key"][0, 0, hidden].any()
     assert not found["d value"][0, 0, hidden].any()
 
-    def other_numbers(given: dict[str, Any]) -> dict[str, Any]:
+    def change_numbers(given: dict[str, Any]) -> dict[str, Any]:
         noise = 50 * normal(40, 70, 16).to(DEVICE, torch.float32) * hidden[:, None].to(DEVICE)
         return given | {name: given[name] + noise for name in ("key", "value")}
 
-    changed = evaluate(case, layout=other_numbers)
+    changed = evaluate(case, layout=change_numbers)
     assert max(errors(changed, found).values()) <= 1e-6
 
 
 # Layouts in memory. Each has the same numbers as before, except that "expanded" repeats some.
 
 
-def each(function: Callable[[Tensor], Tensor], *names: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def change_each(function: Callable[[Tensor], Tensor], *names: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda given: given | {name: function(given[name]) for name in names or ("query", "key", "value")}
 
 
-def transposed(x: Tensor) -> Tensor:
+def transpose(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def strided(x: Tensor) -> Tensor:
+def add_stride(x: Tensor) -> Tensor:
     return torch.stack([x, x.detach() + 1], -1)[..., 0]
 
 
@@ -138,31 +138,31 @@ def columns(x: Tensor) -> Tensor:
     return x.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
-def unaligned(x: Tensor) -> Tensor:
+def unalign(x: Tensor) -> Tensor:
     return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
-def fused(given: dict[str, Any]) -> dict[str, Any]:
+def fuse(given: dict[str, Any]) -> dict[str, Any]:
     names = ("query", "key", "value")
     parts = torch.stack([given[name].transpose(1, 2) for name in names], 2).unbind(2)  # [B, N, 3, H, D] -> [B, N, H, D]
     return given | {name: x.transpose(1, 2) for name, x in zip(names, parts, strict=True)}
 
 
-def expanded(given: dict[str, Any]) -> dict[str, Any]:
-    given = each(lambda x: x[:1].expand_as(x), "query", "alpha", "key_mask")(given)
-    given = each(lambda x: x[:, :1].expand_as(x), "key", "beta", "mix r", "mix p")(given)
-    return each(lambda x: x[..., :1, :].expand_as(x), "value")(given)
+def expand_rows(given: dict[str, Any]) -> dict[str, Any]:
+    given = change_each(lambda x: x[:1].expand_as(x), "query", "alpha", "key_mask")(given)
+    given = change_each(lambda x: x[:, :1].expand_as(x), "key", "beta", "mix r", "mix p")(given)
+    return change_each(lambda x: x[..., :1, :].expand_as(x), "value")(given)
 
 
 LAYOUTS: dict[str, tuple[Callable, Callable]] = {  # of the arguments, of the gradient that comes back
-    "transposed": (each(transposed), transposed),
-    "fused": (fused, lambda g: g),
-    "last stride 2": (each(strided), strided),
-    "last stride length": (each(columns), columns),
-    "unaligned": (each(unaligned, "query", "key", "value", "alpha", "beta"), unaligned),
-    "expanded": (expanded, lambda g: g[..., :1].expand_as(g)),
-    "summed": (each(lambda x: x), lambda g: g.new_ones(()).expand_as(g)),
-    "state": (each(columns, "state mean_value", "state block_key", "state block_value"), lambda g: g),
+    "transposed": (change_each(transpose), transpose),
+    "fused": (fuse, lambda g: g),
+    "last stride 2": (change_each(add_stride), add_stride),
+    "last stride length": (change_each(columns), columns),
+    "unaligned": (change_each(unalign, "query", "key", "value", "alpha", "beta"), unalign),
+    "expanded": (expand_rows, lambda g: g[..., :1].expand_as(g)),
+    "summed": (change_each(lambda x: x), lambda g: g.new_ones(()).expand_as(g)),
+    "state": (change_each(columns, "state mean_value", "state block_key", "state block_value"), lambda g: g),
 }
 
 

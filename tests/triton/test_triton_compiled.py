@@ -27,14 +27,14 @@ def run(script: Path, *arguments: str, cache: Path) -> str:
 @pytest.mark.parametrize(
     ("target", "dtype", "dim", "mode", "hard"),
     [
-        ("80", "float32", "64", "LLN+Diag", True),
+        pytest.param("80", "float32", "64", "LLN+Diag", True, marks=pytest.mark.long),
         ("86", "bfloat16", "128", "LLN+Diag", False),
-        ("89", "float16", "64", "LLN+Diag", True),
+        pytest.param("89", "float16", "64", "LLN+Diag", True, marks=pytest.mark.long),
         ("90", "bfloat16", "64", "LLN+Diag, causal", False),
         ("100", "bfloat16", "128", "LLN+Diag", False),
         ("120", "bfloat16", "64", "LLN, causal", False),
         ("gfx942", "bfloat16", "128", "LLN+Diag", False),
-        ("gfx942", "float16", "64", "LLN, causal", False),
+        pytest.param("gfx942", "float16", "64", "LLN, causal", False, marks=pytest.mark.long),
     ],
 )
 def test_kernels_compile_and_fit_into_a_card(

@@ -1,7 +1,6 @@
 """backend="triton" on a GPU alone: graphs, no waiting for the device, memory, sizes beyond launch grids and int32."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from helpers.call_options import make_offsets
 from helpers.tensors import relative_error
 from helpers.triton_cases import GPU, MODES, attend
 from helpers.untyped import lln_attention
+from helpers.waiting import forbid_waiting
 from lln import LLNState
 from lln.kernels.triton import tape
 from lln.matching.moments import both_moments, sigma
@@ -38,27 +38,18 @@ def leaves(length: int = LENGTH, dim: int = 64, dtype: torch.dtype = torch.float
     return [torch.randn(1, h, length, dim, device="cuda", dtype=dtype, requires_grad=True) for h in (2, 1, 1)]
 
 
-def both_passes(tensors: list[Tensor], g: Tensor, options: dict[str, Any], seed: int = 1) -> list[Tensor]:
+def run_both_passes(tensors: list[Tensor], g: Tensor, options: dict[str, Any], seed: int = 1) -> list[Tensor]:
     torch.manual_seed(seed)
     out = attend(*tensors, 1.2, 1.4, **options)
     return [out, *torch.autograd.grad(out, tensors, g)]
 
 
-@contextlib.contextmanager
-def without_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @calls
 def test_the_host_never_waits_for_the_device(name: str) -> None:
     tensors, options, g = leaves(), CALLS[name](), torch.randn(1, 2, LENGTH, 64, device="cuda")
-    both_passes(tensors, g, options)  # kernels are compiled once
-    with without_waiting():
-        both_passes(tensors, g, options)
+    run_both_passes(tensors, g, options)  # kernels are compiled once
+    with forbid_waiting():
+        run_both_passes(tensors, g, options)
 
 
 @calls
@@ -67,7 +58,7 @@ def test_a_replayed_graph_computes_with_the_new_inputs(name: str) -> None:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        both_passes(tensors, g, options)
+        run_both_passes(tensors, g, options)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     torch.manual_seed(1)
@@ -85,18 +76,18 @@ def test_a_replayed_graph_computes_with_the_new_inputs(name: str) -> None:
             total = (replayed[0].double() * g).sum().item()
             assert (replayed[3].double() * tensors[2]).sum().item() == pytest.approx(total, rel=1e-5, abs=1e-3)
             continue
-        for got, wanted in zip(replayed, both_passes(tensors, g, options), strict=True):
+        for got, wanted in zip(replayed, run_both_passes(tensors, g, options), strict=True):
             assert torch.equal(got, wanted)
 
 
 @calls
 def test_another_stream_gives_the_same(name: str) -> None:
     tensors, options, g = leaves(), CALLS[name](), torch.randn(1, 2, LENGTH, 64, device="cuda")
-    expected = both_passes(tensors, g, options)
+    expected = run_both_passes(tensors, g, options)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        found = both_passes(tensors, g, options)
+        found = run_both_passes(tensors, g, options)
     torch.cuda.current_stream().wait_stream(side)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -118,10 +109,10 @@ def test_peak_memory_is_a_few_times_the_arguments(mode: str) -> None:
     """Query, output, their gradients and those of key and value, and no more than as much again."""
     tensors = leaves(131072, dtype=torch.bfloat16)
     g = torch.randn(1, 2, 131072, 64, device="cuda", dtype=torch.bfloat16)
-    both_passes(tensors, g, MODES[mode])
+    run_both_passes(tensors, g, MODES[mode])
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    both_passes(tensors, g, MODES[mode])
+    run_both_passes(tensors, g, MODES[mode])
     results = g.nbytes + sum(x.nbytes for x in tensors)
     assert torch.cuda.max_memory_allocated() - before <= 4 * results
 
@@ -130,9 +121,9 @@ def test_peak_memory_is_a_few_times_the_arguments(mode: str) -> None:
 def test_more_sequences_than_a_grid_dimension_holds(mode: str) -> None:
     tensors = [torch.randn(70_000, 1, 3, 16, device="cuda", requires_grad=True) for _ in range(3)]
     g = torch.randn(70_000, 1, 3, 16, device="cuda")
-    found = both_passes(tensors, g, MODES[mode])
+    found = run_both_passes(tensors, g, MODES[mode])
     last = [x[-2:].detach().requires_grad_() for x in tensors]
-    for got, wanted in zip(found, both_passes(last, g[-2:], MODES[mode]), strict=True):
+    for got, wanted in zip(found, run_both_passes(last, g[-2:], MODES[mode]), strict=True):
         assert relative_error(got[-2:], wanted) <= 1e-6
 
 
@@ -149,7 +140,9 @@ def test_strides_beyond_int32_are_followed(mode: str) -> None:
         tensors.append(far.requires_grad_())
     g = torch.randn(2, 1, 130, 64, device="cuda").bfloat16()
     near = [x.clone().requires_grad_() for x in narrow]
-    for got, wanted in zip(both_passes(tensors, g, MODES[mode]), both_passes(near, g, MODES[mode]), strict=True):
+    for got, wanted in zip(
+        run_both_passes(tensors, g, MODES[mode]), run_both_passes(near, g, MODES[mode]), strict=True
+    ):
         assert relative_error(got, wanted) <= 1e-6
 
 
@@ -182,7 +175,7 @@ def test_repeated_calls_follow_their_inputs(is_causal: bool, block_size: int | N
         wide = [x.detach().double().requires_grad_() for x in tensors]
         exact = lln_attention(*wide, 1.2, 1.4, **options, backend="eager")
         expected = [exact, *torch.autograd.grad(exact, wide, g.double())]
-        assert max(map(relative_error, both_passes(tensors, g, options), expected)) < 1e-5
+        assert max(map(relative_error, run_both_passes(tensors, g, options), expected)) < 1e-5
     assert [x is not None for x in tape.TAPES.values()] == [True] * 4  # forward and backward, aligned and not
 
 

@@ -96,15 +96,15 @@ def test_the_mask_of_dropout_passes_for_independent_draws(seed: int) -> None:
     assert torch.equal(kept > 0.5, kept > 0)
     off = (kept.round() - (1 - p)) / (p * (1 - p)) ** 0.5  # mean 0, variance 1
 
-    def far(total: Tensor, count: int) -> float:
+    def measure_distance(total: Tensor, count: int) -> float:
         """How many standard deviations a sum of so many independent numbers lies from 0."""
         return abs(float(total)) / count**0.5
 
-    assert far(off.sum(), off.numel()) <= 4.5
+    assert measure_distance(off.sum(), off.numel()) <= 4.5
     pairs = [(off[:-1], off[1:])]  # neighbouring streams, then neighbours at distances of a tile's or a block's
     pairs += [(off[:, :-d], off[:, d:]) for d in (1, 2, 16, 64)] + [(off[..., :-d], off[..., d:]) for d in (1, 2, 32)]
     for a, b in pairs:
-        assert far((a * b).sum(), a.numel()) <= 4.5
+        assert measure_distance((a * b).sum(), a.numel()) <= 4.5
     for dim in (0, 1, 2):  # sums over a dimension spread as much as sums of independent draws
         sums = off.sum(dim) / off.shape[dim] ** 0.5
         assert abs(float(sums.square().mean()) - 1) <= 6 * (2 / sums.numel()) ** 0.5
@@ -128,11 +128,11 @@ def test_autocast_narrows_the_inputs_and_nothing_inside(mode: str) -> None:
         assert torch.equal(got, wanted.float())
 
 
-def exact(*leaves: Tensor, **options: Any) -> Tensor:
+def attend_exactly(*leaves: Tensor, **options: Any) -> Tensor:
     return lln_attention(*(x.cpu().double() for x in leaves), 1.2, 1.4, **options, backend="eager")
 
 
-def transformed(kind: str, call: Any, *qkv: Tensor, step: float | None = None) -> Tensor:
+def transform(kind: str, call: Any, *qkv: Tensor, step: float | None = None) -> Tensor:
     """A torch.func transform of the call; with `step` its value without torch.func."""
     q, k, v = qkv
     if kind == "grad":
@@ -157,11 +157,11 @@ def transformed(kind: str, call: Any, *qkv: Tensor, step: float | None = None) -
 def test_function_transforms_are_right_or_refused(mode: str, kind: str) -> None:
     leaves = tensors(20)
     wide = [x.detach().cpu().double().requires_grad_() for x in leaves]
-    expected = transformed(kind, lambda *x: exact(*x, **MODES[mode]), *wide, step=1e-5)
+    expected = transform(kind, lambda *x: attend_exactly(*x, **MODES[mode]), *wide, step=1e-5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a slow fallback is right, too
         try:
-            found = transformed(kind, lambda *x: attend(*x, 1.2, 1.4, **MODES[mode]), *(x.detach() for x in leaves))
+            found = transform(kind, lambda *x: attend(*x, 1.2, 1.4, **MODES[mode]), *(x.detach() for x in leaves))
         except (RuntimeError, ValueError) as refusal:
             assert len(str(refusal)) > 20  # noqa: PT017 - it need not raise
         else:
@@ -181,12 +181,12 @@ def test_a_second_derivative_is_refused_with_the_remedy(mode: str, compiled: boo
     if compiled:  # backend "eager": the others refuse it themselves
         call = torch.compile(call, backend="eager")
 
-    def twice() -> None:
+    def differentiate_twice() -> None:
         first = torch.autograd.grad(call(*leaves).square().sum(), leaves, create_graph=True)
         torch.autograd.grad([g.square().sum() for g in first], leaves)
 
     with pytest.raises(RuntimeError, match="backend='eager'"):
-        twice()
+        differentiate_twice()
 
 
 @only_triton

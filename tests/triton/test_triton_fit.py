@@ -114,7 +114,7 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> Callable[[Look], None]:
     return tell
 
 
-def value_of(kernel: Any, args: Sequence[Any], name: str) -> Any:
+def read_value(kernel: Any, args: Sequence[Any], name: str) -> Any:
     return dict(zip(kernel.arg_names, args, strict=True)).get(name)
 
 
@@ -133,7 +133,7 @@ def test_calls_by_parts_of_the_values(case: Case, on_card: Callable[[Look], None
     """Output, states and every gradient, also where the two passes are cut differently."""
 
     def look(kernel: Any, args: Sequence[Any], settings: Settings) -> Needs:
-        channels = value_of(kernel, args, "BE")
+        channels = read_value(kernel, args, "BE")
         most = 32 if "backward" in kernel.fn.__name__ or "keys" in kernel.fn.__name__ else 64
         return Needs(200 * KIB if channels > most else 40 * KIB, 128)
 
@@ -156,7 +156,7 @@ def test_keys_read_again(group: int, is_causal: bool, on_card: Callable[[Look], 
     elsewhere = evaluate(case)
     assert relative_error(elsewhere["d query"], evaluate(case, "eager", wide=True)["d query"]) <= 5e-3
     on_card(
-        lambda kernel, args, settings: Needs(98 * KIB if value_of(kernel, args, "AGAIN") in (None, True) else 2**20)
+        lambda kernel, args, settings: Needs(98 * KIB if read_value(kernel, args, "AGAIN") in (None, True) else 2**20)
     )
     found = evaluate(case)
     kernel = "causal_keys" if is_causal else "fold_backward"
@@ -221,10 +221,10 @@ def test_a_kind_of_call_is_rehearsed_once(on_card: Callable[[Look], None]) -> No
 @pretended
 def test_a_machine_is_asked_what_runs_where(on_card: Callable[[Look], None]) -> None:
     def look(kernel: Any, args: Sequence[Any], settings: Settings) -> Needs:
-        wide = value_of(kernel, args, "WIDE") and value_of(kernel, args, "D") == 128
-        if wide and (kernel.fn.__name__ == "causal_keys_kernel" or value_of(kernel, args, "BS")):
+        wide = read_value(kernel, args, "WIDE") and read_value(kernel, args, "D") == 128
+        if wide and (kernel.fn.__name__ == "causal_keys_kernel" or read_value(kernel, args, "BS")):
             return Needs(200 * KIB)
-        channels = value_of(kernel, args, "BE")
+        channels = read_value(kernel, args, "BE")
         return Needs(120 * KIB if channels > 64 else 40 * KIB, 128)
 
     on_card(look)

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import random
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from helpers.call_options import cover_pairs
 from helpers.tensors import normal, relative_error
 from helpers.triton_cases import (
     BACKEND,
@@ -51,35 +51,12 @@ OPTIONS = COEFFICIENTS | STRUCTURE | OTHERS
 COUNTED = [p for p in itertools.combinations(OPTIONS, 2) if not set(p) & set(COEFFICIENTS) or set(p) & set(STRUCTURE)]
 
 
-def is_legal(options: dict[str, Any]) -> bool:
-    if options["block_size"] is None:
-        return options["mix"] == "number" and options["scale"] is None
-    return options["is_causal"] or not (options["state"] or options["return_state"])  # an open block is causal only
+def make_case(options: dict[str, Any]) -> Case:
+    lengths = (65, 0, 7) if options["packed"] else (40, 40)
+    return Case(lengths, key_heads=2 if options["group"] == 1 else 1, **options)
 
 
-def all_pairs() -> list[Case]:
-    """Few cases that together contain every legal pair of values of two options (greedy, always the same list)."""
-    rng = random.Random(0)
-    cases: list[Case] = []
-    covered: set[tuple] = set()
-
-    def pairs(options: dict[str, Any]) -> set[tuple]:
-        return {(a, options[a], b, options[b]) for a, b in COUNTED}
-
-    for first, second in COUNTED:
-        for x, y in itertools.product(OPTIONS[first], OPTIONS[second]):
-            if (first, x, second, y) in covered:
-                continue
-            drawn = [{n: rng.choice(c) for n, c in OPTIONS.items()} | {first: x, second: y} for _ in range(300)]
-            if legal := [options for options in drawn if is_legal(options)]:
-                best = max(legal, key=lambda options: len(pairs(options) - covered))
-                covered |= pairs(best)
-                lengths = (65, 0, 7) if best["packed"] else (40, 40)
-                cases.append(Case(lengths, key_heads=2 if best["group"] == 1 else 1, **best))
-    return cases
-
-
-CASES = all_pairs()
+CASES = [make_case(options) for options in cover_pairs(OPTIONS, COUNTED)]
 if GPU:
     CASES += [
         dataclasses.replace(
@@ -158,14 +135,14 @@ def test_each_result_gives_its_own_gradient(is_causal: bool, block_size: int | N
 # Sequences in pieces.
 
 
-def whole(is_causal: bool, block_size: int | None, length: int = 70) -> tuple[Case, dict[str, Tensor]]:
+def attend_whole(is_causal: bool, block_size: int | None, length: int = 70) -> tuple[Case, dict[str, Tensor]]:
     """A case, and what float64 makes of it in one piece."""
     options: dict[str, Any] = {"is_causal": is_causal, "block_size": block_size, "alpha": "[H]", "beta": "[H]"}
     case = Case((length, length), key_heads=1, group=2, mask="left", value_dim=8, return_state=is_causal, **options)
     return case, evaluate(case, "eager", wide=True, of=("out", "log_sum", "mean_value"))
 
 
-def in_pieces(case: Case, cuts: list[int]) -> dict[str, Tensor]:
+def attend_in_pieces(case: Case, cuts: list[int]) -> dict[str, Tensor]:
     """The same case, handed over piece by piece with the state in between; gradients flow back through it."""
     given = {n: x.to(DEVICE) if isinstance(x, Tensor) else x for n, x in build_arguments(case).items()}
     leaves = {n: x.requires_grad_() for n, x in given.items() if isinstance(x, Tensor) and x.is_floating_point()}
@@ -190,22 +167,22 @@ def in_pieces(case: Case, cuts: list[int]) -> dict[str, Tensor]:
     ("cuts", "block_size"), [([17, 64], None), ([1], 16), ([0, 35, 35, 69], 16), ([17, 64], 48)], ids=str
 )
 def test_a_prompt_may_be_cut_anywhere(cuts: list[int], block_size: int | None) -> None:
-    case, expected = whole(True, block_size)
-    assert max(errors(in_pieces(case, cuts), expected).values()) <= 2e-5
+    case, expected = attend_whole(True, block_size)
+    assert max(errors(attend_in_pieces(case, cuts), expected).values()) <= 2e-5
 
 
 @pytest.mark.parametrize("block_size", [None, 4])
 def test_token_by_token_is_the_whole(block_size: int | None) -> None:
     length, prompt = (500, 100) if GPU else (16, 12)
-    case, expected = whole(True, block_size, length)
-    found = in_pieces(case, list(range(prompt, length)))
+    case, expected = attend_whole(True, block_size, length)
+    found = attend_in_pieces(case, list(range(prompt, length)))
     assert max(errors(found, expected).values()) <= 2e-5
     # Every key comes in as the exponential of a float32, whose own rounding shows.
     assert (found["log_sum"] - expected["log_sum"]).abs().max() <= 2e-6
 
 
 def test_states_of_two_sets_of_keys_merge_and_pass_gradients_on() -> None:
-    case, expected = whole(False, None)
+    case, expected = attend_whole(False, None)
     given = {n: x.to(DEVICE) if isinstance(x, Tensor) else x for n, x in build_arguments(case).items()}
     leaves = {n: given[n].requires_grad_() for n in ("query", "key", "value", "alpha", "beta")}
     query, alpha, beta = given["query"], given["alpha"], given["beta"]
@@ -234,7 +211,7 @@ DROPOUT: dict[str, dict[str, Any]] = {
 }
 
 
-def dropped(leaves: list[Tensor], mode: str, seed: int = 1) -> Tensor:
+def attend_with_dropout(leaves: list[Tensor], mode: str, seed: int = 1) -> Tensor:
     options = {n: x.to(DEVICE) if isinstance(x, Tensor) else x for n, x in DROPOUT[mode].items()}
     torch.manual_seed(seed)
     return attend(*leaves, dropout_p=0.3, **options)
@@ -249,7 +226,7 @@ def dropout_leaves() -> list[Tensor]:
 @pytest.mark.parametrize("mode", DROPOUT)
 def test_dropout_has_the_gradient_of_what_it_kept(mode: str) -> None:
     leaves = dropout_leaves()
-    out = dropped(leaves, mode)
+    out = attend_with_dropout(leaves, mode)
     g = normal(30, *out.shape).to(out)
     grads = torch.autograd.grad(out, leaves, g)
     # Linear in the values: exactly their gradient times them.
@@ -261,7 +238,7 @@ def test_dropout_has_the_gradient_of_what_it_kept(mode: str) -> None:
         sides = []
         for step in (0.01, -0.01):
             moved = [x + step * directions[i] if i in moving else x for i, x in enumerate(leaves)]
-            sides.append((dropped(moved, mode).double() * g).sum().item())
+            sides.append((attend_with_dropout(moved, mode).double() * g).sum().item())
         slope = sum((grads[i].double() * x).sum().item() for i, x in directions.items())
         assert slope == pytest.approx((sides[0] - sides[1]) / 0.02, rel=5e-3, abs=2e-2)
 

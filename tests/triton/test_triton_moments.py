@@ -34,7 +34,7 @@ def draw_rows(*shape: int, dtype: torch.dtype = torch.float32, mean: float = 0.0
     return (normal(sum(shape), *shape).float() + mean).to(DEVICE, dtype)
 
 
-def chosen(*shape: int) -> Tensor:
+def draw_mask(*shape: int) -> Tensor:
     return (torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) > 0.4).to(DEVICE)
 
 
@@ -42,7 +42,9 @@ def offsets(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
-def expected(t: Tensor, heads: int, mask: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def compute_expected(
+    t: Tensor, heads: int, mask: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(count, mean, standard deviation or 0) [samples, heads], from the elements themselves in float64."""
     batch, _, length, _ = t.shape
     bounds = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
@@ -63,7 +65,7 @@ def check(query: Tensor, key: Tensor, heads: int, *where: Tensor | None) -> None
     both: Any = both_moments
     masks, packing = where[:2] or (None, None), where[2:] or (None, None)
     found = both(query, key, heads, *masks, *packing, backend="triton").cpu()
-    wanted = [expected(t, heads, *w) for t, *w in zip((query, key), masks, packing, strict=True)]
+    wanted = [compute_expected(t, heads, *w) for t, *w in zip((query, key), masks, packing, strict=True)]
     for (count, total, squares), (number, mean, spread) in zip(found, wanted, strict=True):
         assert torch.equal(count, number)
         scale = 3e-7 * (mean.abs() + spread)
@@ -88,7 +90,7 @@ def test_heads_that_share_a_key_head_are_pooled(dtype: torch.dtype, dim: int, cu
 @pytest.mark.parametrize("masks", ["both", "queries", "keys"])
 def test_masks_hide_what_may_be_anything(masks: str, cut: None) -> None:
     query, key = draw_rows(2, 4, 70, 20), draw_rows(2, 2, 50, 20)
-    query_mask, key_mask = chosen(2, 70), chosen(2, 50)
+    query_mask, key_mask = draw_mask(2, 70), draw_mask(2, 50)
     key_mask[1] = False  # nothing at all
     query = query.masked_fill(~query_mask[:, None, :, None], torch.nan) if masks != "keys" else query
     key = key.masked_fill(~key_mask[:, None, :, None], torch.inf) if masks != "queries" else key
@@ -99,7 +101,7 @@ def test_masks_hide_what_may_be_anything(masks: str, cut: None) -> None:
 def test_packed_sequences_are_samples(masked: bool, dtype: torch.dtype, cut: None) -> None:
     cu_query = offsets(0, 0, 37, 38, 38, 90, 90, dtype=dtype)
     cu_key = offsets(0, 1, 1, 20, 61, 61, 62, dtype=dtype)
-    masks = (chosen(1, 90), chosen(1, 62)) if masked else (None, None)
+    masks = (draw_mask(1, 90), draw_mask(1, 62)) if masked else (None, None)
     check(draw_rows(1, 4, 90, 12), draw_rows(1, 2, 62, 12), 2, *masks, cu_query, cu_key)
 
 
@@ -122,15 +124,15 @@ def test_offsets_on_a_device_cannot_lead_out_of_the_tensors(cut: None) -> None:
 
 
 def test_any_strides_will_do(cut: None) -> None:
-    def transposed(t: Tensor) -> Tensor:
+    def transpose(t: Tensor) -> Tensor:
         return t.transpose(1, 2).contiguous().transpose(1, 2)
 
     query, key = draw_rows(2, 4, 40, 12, dtype=torch.bfloat16), draw_rows(2, 2, 40, 12, dtype=torch.bfloat16)
-    check(transposed(query), transposed(key), 2)
+    check(transpose(query), transpose(key), 2)
     check(query[:, :, 3:37:2, 1:8], key[:, :, 5:, 4:11], 2)
     check(query.mT.contiguous().mT, key.flip(2)[:, :, :, ::2].repeat_interleave(2, 3), 2)
     check(query[:1, :, :1].expand(3, 4, 30, 12), key[:, :1].expand(2, 2, 40, 12)[:1].expand(3, 2, 40, 12), 2)
-    check(query, key, 2, chosen(1, 40).expand(2, 40), chosen(40, 2).T)
+    check(query, key, 2, draw_mask(1, 40).expand(2, 40), draw_mask(40, 2).T)
     check(query[:1], key[:1], 2, None, None, offsets(0, 9, 7, 9, 40)[::2], offsets(0, 20, 40))
 
 
@@ -139,7 +141,7 @@ def test_a_common_offset_costs_no_digits(cut: None) -> None:
         query, key = draw_rows(1, 4, 90, 16, mean=mean), draw_rows(1, 2, 60, 16)
         check(query, key, 2)
         found = sigma(*both_moments(query, key, 2, backend="triton")[0]).cpu()
-        torch.testing.assert_close(found, expected(query, 2, None, None)[2], rtol=1e-6, atol=0)
+        torch.testing.assert_close(found, compute_expected(query, 2, None, None)[2], rtol=1e-6, atol=0)
 
 
 def test_without_a_spread_the_floor_stands(cut: None) -> None:
@@ -191,7 +193,7 @@ def test_repeated_runs_are_bit_equal_and_neighbours_invisible(cut: None) -> None
 
 
 def test_it_is_what_plain_torch_gives() -> None:
-    query, key, mask = draw_rows(2, 4, 70, 12), draw_rows(2, 2, 50, 12, mean=2.0), chosen(2, 50)
+    query, key, mask = draw_rows(2, 4, 70, 12), draw_rows(2, 2, 50, 12, mean=2.0), draw_mask(2, 50)
     found = both_moments(query, key, 2, None, mask, backend="triton")
     plain = both_moments(query.double(), key.double(), 2, None, mask, backend="triton")
     assert torch.equal(
@@ -210,7 +212,7 @@ def module(statistics: Any = "sample", **options: Any) -> LLNAttention:
 @pytest.mark.parametrize("matching", ["paper", "entropy"])
 @pytest.mark.parametrize("statistics", ["sample", "batch", "running"])
 def test_a_module_finds_the_alpha_and_beta_of_plain_torch(statistics: str, matching: str, scale: float | None) -> None:
-    query, key, mask = draw_rows(2, 4, 70, 12), 2 * draw_rows(2, 2, 70, 12), chosen(2, 70)
+    query, key, mask = draw_rows(2, 4, 70, 12), 2 * draw_rows(2, 2, 70, 12), draw_mask(2, 70)
     attention, plain = (module(statistics, matching=matching, scale=scale) for _ in range(2))
     plain.backend = "eager"
     if statistics == "running":
@@ -246,7 +248,7 @@ def test_functional_transforms_are_left_to_torch() -> None:
 
 
 def test_the_ops_are_registered_correctly() -> None:
-    query, key, mask, cu = draw_rows(1, 4, 30, 12), draw_rows(1, 2, 30, 12), chosen(1, 30), offsets(0, 11, 30)
+    query, key, mask, cu = draw_rows(1, 4, 30, 12), draw_rows(1, 2, 30, 12), draw_mask(1, 30), offsets(0, 11, 30)
     for where in ((None, None, None, None), (mask, None, cu, cu)):
         torch.library.opcheck(torch.ops.lln.both_moments.default, (query, key, 2, *where))
         torch.library.opcheck(torch.ops.lln.paper_coefficients.default, (query, key, 2, *where, 1.0))
@@ -268,5 +270,5 @@ def test_compiled_as_one_graph_it_gives_the_same(statistics: str, dynamic: bool)
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for length in (30, 41):
         query, key = draw_rows(2, 4, length, 12).requires_grad_(), draw_rows(2, 2, length, 12)
-        arguments = query, key, chosen(2, length), offsets(0, 11, length)
+        arguments = query, key, draw_mask(2, length), offsets(0, 11, length)
         assert torch.equal(compiled(*arguments), call(*arguments))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.replaying import nothing_played, played, recognised
+from helpers.replaying import count_played, count_recognised, forget_played
 from helpers.tensors import normal
 from helpers.triton_cases import DEVICE, MARKS, MODES, attend, only_triton
 from lln import LLNAttention
@@ -45,7 +45,7 @@ def pass_through(given: list[Tensor], function: Callable[..., Tensor], hooks: Ho
     return [out.detach(), *torch.autograd.grad(out, given, normal(30, *out.shape).to(out))]
 
 
-def all_equal(found: list[Tensor], expected: list[Tensor]) -> bool:
+def are_equal(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -57,10 +57,10 @@ def test_a_played_call_gives_the_same_bits(case: str) -> None:
     for seed in range(3):
         given = leaves(seed)
         found = pass_through(given, call)
-        with nothing_played():
-            assert all_equal(found, pass_through(given, call))
-    assert played() == 2 + (case == "padded")  # the start of the blocks, forward and backward
-    assert recognised() == 1
+        with forget_played():
+            assert are_equal(found, pass_through(given, call))
+    assert count_played() == 2 + (case == "padded")  # the start of the blocks, forward and backward
+    assert count_recognised() == 1
 
 
 @cases
@@ -74,9 +74,9 @@ def test_compiled_calls_are_played(case: str) -> None:
     for seed in range(3):
         given = leaves(seed)
         found = pass_through(given, compiled)
-        with nothing_played():
-            assert all_equal(found, pass_through(given, call))
-    assert played() == 2
+        with forget_played():
+            assert are_equal(found, pass_through(given, call))
+    assert count_played() == 2
 
 
 @pytest.mark.parametrize("statistics", ["sample", "batch", "running"])
@@ -87,12 +87,12 @@ def test_statistics_are_played(statistics: Any) -> None:
     for seed in range(3):
         given = leaves(seed)
         found = pass_through(given, attention)
-        with nothing_played():
-            assert all_equal(found, pass_through(given, attention))
-    assert played() == 3
+        with forget_played():
+            assert are_equal(found, pass_through(given, attention))
+    assert count_played() == 3
 
 
-def offloaded() -> Hooks:
+def offload() -> Hooks:
     """What torch.autograd.graph.save_on_cpu(pin_memory=True) does: what comes back is contiguous."""
     return torch.autograd.graph.saved_tensors_hooks(lambda t: torch.empty_like(t).copy_(t).contiguous(), lambda t: t)
 
@@ -102,12 +102,12 @@ def test_tensors_that_come_back_with_other_strides_are_told_apart(case: str) -> 
     def call(*given: Tensor) -> Tensor:
         return attend(*given, 1.2, 1.4, **CASES[case])
 
-    for seed, hooks in enumerate((None, offloaded(), None, offloaded())):
+    for seed, hooks in enumerate((None, offload(), None, offload())):
         given = leaves(seed)
         found = pass_through(given, call, hooks)
-        with nothing_played():
-            assert all_equal(found, pass_through(given, call))
-    assert played() == 3 + (case == "padded")  # one forward, two backward; the start of the blocks
+        with forget_played():
+            assert are_equal(found, pass_through(given, call))
+    assert count_played() == 3 + (case == "padded")  # one forward, two backward; the start of the blocks
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if "causal" not in name])  # those always fold again
@@ -116,4 +116,4 @@ def test_keys_that_are_folded_again_give_the_same_bits(case: str, monkeypatch: p
     for free in (0, 2**18):
         monkeypatch.setattr(op, "FREE", free)
         found.append(pass_through(leaves(0), lambda *given: attend(*given, 1.2, 1.4, **CASES[case])))
-    assert all_equal(*found)
+    assert are_equal(*found)

@@ -15,11 +15,11 @@ from helpers.triton_cases import (
     MODES,
     Case,
     Tensors,
-    allowed,
     attend,
     check,
     errors,
     evaluate,
+    find_tolerance,
     passes,
 )
 from helpers.untyped import lln_attention
@@ -47,7 +47,7 @@ def test_errors_are_at_most_twice_those_of_the_eager_back_end(dtype: torch.dtype
     expected = evaluate(case, "eager", wide=True)
     found, eager = (errors(evaluate(case, backend), expected) for backend in (BACKEND, "eager"))
     for name in found:
-        assert found[name] <= allowed(name, dtype, eager[name], 1e-6), (name, found[name], eager[name])
+        assert found[name] <= find_tolerance(name, dtype, eager[name], 1e-6), (name, found[name], eager[name])
 
 
 @causal_or_not
@@ -64,7 +64,7 @@ def qkv(length: int = 130, dim: int = 16) -> list[Tensor]:
     return [normal(s, 1, 1, length, dim).float() for s in range(3)]
 
 
-def both(tensors: list[Tensor], *coefficients: float, **options: Any) -> tuple[Tensors, Tensors]:
+def attend_both_ways(tensors: list[Tensor], *coefficients: float, **options: Any) -> tuple[Tensors, Tensors]:
     found, exact = passes(tensors, *coefficients, **options), passes(tensors, *coefficients, wide=True, **options)
     assert [name for name, x in found.items() if not x.isfinite().all()] == []
     return found, exact
@@ -76,7 +76,7 @@ def test_float32_holds_at_large_exponents(size: float, shift: float, is_causal: 
     """max|alpha q| = max|beta k| = size; a constant added to beta k changes nothing in P."""
     q, k, v = qkv()
     alpha, beta = (size / x.abs().max().item() for x in (q, k))
-    assert max(errors(*both([q, k + shift / beta, v], alpha, beta, is_causal=is_causal)).values()) <= 1e-3
+    assert max(errors(*attend_both_ways([q, k + shift / beta, v], alpha, beta, is_causal=is_causal)).values()) <= 1e-3
 
 
 EVERY, ONE = slice(None), slice(3, 4)  # of the channels
@@ -96,7 +96,7 @@ def test_a_huge_later_key_leaves_earlier_rows_alone(place: int, channels: slice,
     options: dict[str, Any] = {"is_causal": True, "block_size": block_size, "g": g}
     options |= {"scale": 1e-3} if block_size else {}
     without = passes([q, k, v], 1.5, 1.0, wide=True, **options)
-    found, exact = both([q, later, v], 1.5, 1.0, **options)
+    found, exact = attend_both_ways([q, later, v], 1.5, 1.0, **options)
     for name in without:
         assert relative_error(found[name][..., :place, :], without[name][..., :place, :]) <= 1e-5, name
         assert name == "out" or not found[name][..., place:, :].any()
@@ -108,7 +108,7 @@ def test_a_huge_later_key_leaves_earlier_rows_alone(place: int, channels: slice,
 def test_keys_may_grow_or_fall_steadily(slope: float, is_causal: bool) -> None:
     q, k, v = qkv()
     k = k + slope * torch.arange(130)[:, None]
-    assert max(errors(*both([q, k, v], 1.5, 1.0, is_causal=is_causal)).values()) <= 1e-3
+    assert max(errors(*attend_both_ways([q, k, v], 1.5, 1.0, is_causal=is_causal)).values()) <= 1e-3
 
 
 @causal_or_not
@@ -116,7 +116,7 @@ def test_keys_may_grow_or_fall_steadily(slope: float, is_causal: bool) -> None:
 def test_huge_numbers_stay_finite(query_size: float, key_size: float, is_causal: bool) -> None:
     q, k, v = qkv(20)
     q, k = ((size * x).clamp(-3.4e38, 3.4e38) for size, x in ((query_size, q), (key_size, k)))
-    both([q, k, v], 1.5, 1.5, is_causal=is_causal)
+    attend_both_ways([q, k, v], 1.5, 1.5, is_causal=is_causal)
 
 
 @causal_or_not

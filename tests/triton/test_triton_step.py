@@ -20,7 +20,7 @@ pytestmark = [*MARKS, only_triton]
 TOKENS = 21
 
 
-def tensors_of(state: LLNState) -> list[Tensor]:
+def list_tensors(state: LLNState) -> list[Tensor]:
     return [t for name, t in vars(state).items() if isinstance(t, Tensor) and name != "beta"]
 
 
@@ -52,7 +52,7 @@ def test_steps_are_those_of_plain_torch(block_size: int | None, masked: bool, dt
                 **options,
             )
         assert relative_error(outs["triton"], outs["eager"]) < (1e-5 if dtype == torch.float32 else 1e-2)
-        for found, expected in zip(tensors_of(states["triton"]), tensors_of(states["eager"]), strict=True):
+        for found, expected in zip(list_tensors(states["triton"]), list_tensors(states["eager"]), strict=True):
             assert found.dtype == expected.dtype
             if not found.is_floating_point() or found.dtype == torch.bfloat16:
                 assert torch.equal(found, expected)
@@ -70,18 +70,19 @@ def test_a_step_over_the_old_state_is_a_step_into_new_memory() -> None:
     for t in range(TOKENS):
         rows = [x[:, :, t : t + 1] for x in (q, k, v)]
 
-        def given(state: LLNState, rows: list[Tensor] = rows) -> step.Step:
+        def make_step(state: LLNState, rows: list[Tensor] = rows) -> step.Step:
             held: Any = [
                 getattr(state, n) for n in ("log_sum", "mean_value", "count", "block_key", "block_value", "block_mask")
             ]
             made: Any = step.Step
             return made(*rows, one, one, half, half, None, *held)
 
-        out, *made = step.take_step(given(new), 0.25)
-        new = LLNState(made[0], made[1], None, *made[2:])
-        again = step.take_step_in_place(given(old), ticket, length, 0.25, step.GIVEN, 1.0)
+        out, *made = step.take_step(make_step(new), 0.25)
+        blocks: list[Any] = made[2:]
+        new = LLNState(made[0], made[1], None, *blocks)
+        again = step.take_step_in_place(make_step(old), ticket, length, 0.25, step.GIVEN, 1.0)
         assert torch.equal(out, again)
-        assert all(map(torch.equal, tensors_of(new), tensors_of(old)))
+        assert all(map(torch.equal, list_tensors(new), list_tensors(old)))
         assert not ticket.any()
     assert int(length) == TOKENS
 

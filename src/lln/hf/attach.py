@@ -30,7 +30,7 @@ class Attached(nn.Module):
     build: Callable[..., nn.Module] | None  # makes what it keeps among the model's weights, as it was in the beginning
     prefix = ""  # of the names that those have here
     _is_hf_initialized: bool
-    collects = True  # whether transformers' recorder of outputs is looked at, see `interface.nothing_collected`
+    collects = True  # whether transformers' recorder of outputs is looked at, see `interface.collect_nothing`
 
     def settle(self, device: torch.device) -> None:
         self.to(device)

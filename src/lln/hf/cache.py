@@ -75,7 +75,7 @@ class StateLayer(CacheLayerMixin):
             self.write(state)
         self.length.add_(new)
 
-    def stepped(self) -> None:
+    def count_step(self) -> None:
         """The state has one more token, and a length in memory too."""
         self.waits = False
         if not isinstance(self.length, Tensor):
@@ -88,7 +88,7 @@ class StateLayer(CacheLayerMixin):
             mine.copy_(new)
 
     # An encoder's sequence is asked for again in every step: there is nothing left of it but the state.
-    def nothing(self, like: Tensor, width: int) -> Tensor:
+    def make_empty(self, like: Tensor, width: int) -> Tensor:
         """No keys or values [B, key heads, 0, width], and on them this layer."""
         none = like.new_empty(*like.shape[:2], 0, width, dtype=self.dtype)
         setattr(none, TAG, self)
@@ -100,11 +100,11 @@ class StateLayer(CacheLayerMixin):
             return None
         mean, key = self.state.mean_value, self.state.mean_key  # [B, key heads, channels, E], [..., channels, D]
         # Of the evidence read there may be more channels than a key has.
-        return self.nothing(mean, mean.shape[2] if key is None else key.shape[3])
+        return self.make_empty(mean, mean.shape[2] if key is None else key.shape[3])
 
     @property
     def values(self) -> Tensor | None:
-        return None if self.state is None else self.nothing(self.state.mean_value, self.state.mean_value.shape[3])
+        return None if self.state is None else self.make_empty(self.state.mean_value, self.state.mean_value.shape[3])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
         """(keys that an attention function is given, keys before them)"""

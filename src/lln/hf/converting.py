@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lln.checks import check_no_alpha
 from lln.hf.attach import ModelAttention, attach, check_tiles, undo_refused
 from lln.hf.find import attention_modules, check_model, list_parts
-from lln.hf.options import IMPLEMENTATIONS, KINDS, LLN, Options, write
+from lln.hf.options import IMPLEMENTATIONS, KINDS, LLN, OF_BLOCKS, Options, write
 from lln.hf.options import read as read_config
-from lln.hf.watch import SoftmaxCall, show_softmax
+from lln.hf.watch import NO_BATCHES, SoftmaxCall, show_softmax
 from lln.matching.data import match_data
 from lln.matching.moments import both_moments
 from lln.nn.statistics import Where
+from lln.values import check_listed
 
 ROWS = 64  # of a sample's queries that data matching looks at; there are many samples
 OF_PEERS = ("block_size", "mix", "convolution")  # what other mechanisms than LLN take, too
@@ -60,8 +62,8 @@ def convert(
             LLN attention has the entropy of the model's softmax attention there (`lln.match_data`).
         statistics: "sample", "batch", "running", "fixed", "auto", or {"encoder": name, "decoder": name}. With "data"
             matching, and with given or learnable alpha and beta, it is "fixed".
-        block_size, mix: of "lln_diag". mix: a number, "ratio" or "scales". Of another kernel mechanism: adds blocks to
-            it, as in `lln.attention` (mix: a number).
+        block_size, mix: of "lln_diag". mix: a number, "ratio", "scales" or "evidence" (see `lln.LLNAttention`). Of
+            another kernel mechanism: adds blocks to it, as in `lln.attention` (mix: a number).
         learnable: "head" or "channel": alpha and beta become parameters.
         read: "paper", or "evidence": queries read channels by the keys they hold, for weights that were trained with
             softmax attention (see `lln.lln_attention`). There is no alpha then.
@@ -104,8 +106,7 @@ def convert(
     held = next((one for part in parts if (one := read_config(part.config)) is not None), None)
     if implementation is None:
         implementation = held.implementation if held and held.implementation in IMPLEMENTATIONS else "lln_diag"
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}; got {implementation!r}.")
+    check_listed("implementation", implementation, IMPLEMENTATIONS)
     asked = {
         "matching": matching, "statistics": statistics, "block_size": block_size, "mix": mix, "learnable": learnable,
         "read": read, "directions": directions, "feature_map": feature_map, "convolution": convolution,
@@ -157,16 +158,16 @@ def complete(
     """Add to the options of LLN that were asked for what follows from them, and from those that the model held.
 
     given: alpha and beta. measured: whether there are batches."""
-    for name, usual in (("block_size", None), ("mix", 0.5), ("overlap", False), ("tile", None)):
+    for name, usual in OF_BLOCKS.items():
         if implementation == "lln" and changes.get(name, usual) != usual:
             raise ValueError(f"{name} goes with implementation='lln_diag'; got {changes[name]!r}.")
     if "block_size" in changes and changes.setdefault("tile") is not None:
         raise ValueError(f"tile={changes['tile']!r} stands in the place of block_size; leave one of them out.")
     evidence = changes.get("read", held.read) == "evidence"
-    if not evidence:
+    if evidence:
+        check_no_alpha(given[0])
+    else:
         changes.setdefault("directions", None)
-    if evidence and given[0] is not None:
-        raise ValueError("alpha: the evidence read has none; give beta alone.")
     if (given[0] is None) != (given[1] is None) and not evidence:
         raise ValueError("alpha and beta go together; give both or neither.")
     matching, statistics, learnable = (changes.get(name) for name in ("matching", "statistics", "learnable"))
@@ -248,5 +249,5 @@ def measure(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]], data: 
             run(batch)
             count += 1
     if not count:
-        raise ValueError("batches must hold at least one batch; it is empty.")
+        raise ValueError(NO_BATCHES)
     return seen

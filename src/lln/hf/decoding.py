@@ -14,7 +14,7 @@ from torch import Tensor
 from lln.hf.attach import ModelAttention
 from lln.hf.cache import StateLayer
 from lln.kernels.common import constant, raw_stream
-from lln.kernels.triton.plan import on_device
+from lln.kernels.triton.plan import use_device
 from lln.kernels.triton.support import has_kernels
 from lln.matching.moments import score_factor
 
@@ -114,7 +114,7 @@ class Stepper:
                 bases = [t.data_ptr() for t in rows]
                 bases += self.between
                 bases.append(0 if mask is None else mask.data_ptr())
-                with on_device(query.device):
+                with use_device(query.device):
                     played: Tensor = found.play(bases + self.after)[0]
                 return played
         from lln.kernels.triton import step, tape
@@ -126,7 +126,7 @@ class Stepper:
             )
             return made
         out = step.take_step_in_place(given, self.ticket, self.length, self.scale, self.kind, self.factor)
-        recorded = tape.TAPES.get(step.in_place_key(given, self.length, self.scale, self.kind, self.factor))
+        recorded = tape.TAPES.get(step.make_in_place_key(given, self.length, self.scale, self.kind, self.factor))
         if recorded is not None and len(self.tapes) < MOST_TAPES:
             self.tapes[where] = recorded
         return out

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lln.hf.find import attention_modules
-from lln.hf.options import runs_lln, runs_ours
-from lln.hf.watch import SoftmaxCall, check_pattern, evaluating, find_rows, on_device, show_softmax
-from lln.values import check_count
+from lln.hf.options import IMPLEMENTATIONS, check_runs, runs_lln
+from lln.hf.watch import SoftmaxCall, check_batches, check_pattern, find_rows, move_batch, show_softmax, switch_to_eval
+from lln.values import check_count, derive_seed
 
 Batch = Mapping[str, Any]
 Progress = Callable[[int, float], None]  # steps done, loss
@@ -78,10 +78,7 @@ class Learner:
 
     def learn(self, batches: Sequence[Batch], seed: int, teach: Callable[[Batch], float], progress: Progress) -> None:
         """Take the steps that are left. teach: leaves the gradients of a batch, and returns its loss."""
-        if not isinstance(batches, Sequence):
-            raise TypeError(f"batches must be a list, since they are gone through again; got {type(batches).__name__}.")
-        if not batches:
-            raise ValueError("batches must hold at least one batch; it is empty.")
+        check_batches(batches)
         while self.done < self.steps:
             loss = teach(choose(batches, self.done, seed))
             self.step(loss)
@@ -91,7 +88,7 @@ class Learner:
 def choose(batches: Sequence[Any], step: int, seed: int) -> Any:
     """The batch of a step: all of them once, in an order of its own, before any comes again."""
     epoch, at = divmod(step, len(batches))
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
     return batches[int(torch.randperm(len(batches), generator=generator)[at])]
 
 
@@ -162,10 +159,7 @@ def distill(
         >>> losses[-1] < losses[0]
         True
     """
-    if not runs_ours(model.config):
-        raise ValueError(
-            f"distill: the model runs {model.config._attn_implementation!r}; first lln.hf.convert(model, 'lln_diag')."
-        )
+    check_runs("distill", model.config, IMPLEMENTATIONS)
     lln = runs_lln(model.config)
     learner = distillation(model, steps, rate) if learner is None else learner
     losses: list[float] = []
@@ -243,7 +237,7 @@ def fine_tune(
     learner = fine_tuning(model, steps, rate) if learner is None else learner
 
     def teach(batch: Batch) -> float:
-        batch = on_device(batch, model)
+        batch = move_batch(batch, model)
         with torch.no_grad():
             wanted = teacher.base_model(**batch).last_hidden_state
         found = model.base_model(**batch).last_hidden_state
@@ -251,6 +245,6 @@ def fine_tune(
         loss.backward()
         return loss.item()
 
-    with evaluating(model), evaluating(teacher):
+    with switch_to_eval(model), switch_to_eval(teacher):
         learner.learn(batches, seed, teach, progress)
     return model

@@ -5,7 +5,8 @@ The model runs with softmax attention, and each layer's LLN attention is asked f
 1. Directions of the evidence read's channels are the centres of the queries that the head has (k-means). A channel
    along a query is exact for that query, so channels along typical queries are nearly so for most.
 2. alpha and beta, or beta, or the directions are multiplied by the one of a few factors that comes nearest.
-3. The mix of the linear part and the blocks is the one that comes nearest, by least squares.
+3. The mix of the linear part and the blocks is the one that comes nearest, by least squares; with mix="evidence", the
+   offset of each head.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lln.checks import Inputs, check_inputs
+from lln.checks import Inputs, check_call, check_inputs
 from lln.hf.attach import ModelAttention
 from lln.hf.find import attention_modules
-from lln.hf.options import runs_lln
-from lln.hf.watch import SoftmaxCall, check_pattern, show_softmax
+from lln.hf.options import LLN, check_runs
+from lln.hf.watch import SoftmaxCall, check_batches, check_pattern, show_softmax
+from lln.kernels.evidence_mix import attend_apart
 
 FACTORS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)
+OFFSETS = tuple(i / 4 for i in range(-12, 21))  # of mix="evidence", which are tried
 ROWS = 8192  # of a key head's queries that centres are found among
 ROUNDS = 15  # of k-means
 RIDGE = 1e-4  # of the least squares, beside the size of what is weighed: parts that are alike share the weight
@@ -63,14 +66,8 @@ def fit(
         >>> model.encoder.layer[0].attention.self.lln.lln_scale.unique().numel() > 1
         True
     """
-    if not runs_lln(model.config):
-        raise ValueError(
-            f"fit: the model runs {model.config._attn_implementation!r}; first lln.hf.convert(model, 'lln_diag')."
-        )
-    if not isinstance(batches, Sequence):
-        raise TypeError(f"batches must be a list, since they are gone through again; got {type(batches).__name__}.")
-    if not batches:
-        raise ValueError("batches must hold at least one batch; it is empty.")
+    check_runs("fit", model.config, LLN)
+    check_batches(batches)
     held = {name: module.lln for name, module in attention_modules(model)}
     fits = {name: Fit(attention, seed) for name, attention in held.items() if is_open(attention)}
     if not fits:
@@ -112,7 +109,8 @@ class Fit:
         self.directed = isinstance(attention.directions, int)
         self.scales = self.directed or bool(attention.stored)
         self.queries: list[Tensor] = []  # [key heads, rows, D] each
-        self.sums: Tensor | float = 0.0  # [factors, 6, H, E]: o o, o b, b b, o y, b y, y y over all rows
+        # [factors, 6, H, E]: o o, o b, b b, o y, b y, y y over all rows; mix="evidence": errors [factors, offsets, H]
+        self.sums: Tensor | float = 0.0
         if attention.has_moved():
             raise ValueError(
                 "fit: the model's convolution or feature map has learned something, and what is found would be as if "
@@ -139,11 +137,16 @@ class Fit:
         inputs = check_inputs(call.query, call.key, call.value, key_mask=where["key_mask"], cu_seqlens=None)
         alpha, beta = attention.coefficients(call.query, call.key, **where)
         mask, wanted = where["query_mask"], call.out.transpose(1, 2).double()  # [B, H, N, E]
+        if attention.mix == "evidence":
+            self.sums = self.sums + torch.stack([
+                self.measure_offsets(inputs, beta, factor, where, wanted) for factor in self.list_factors()
+            ])  # fmt: skip
+            return
         blocks = torch.zeros_like(wanted)
         if attention.block_size is not None:
             blocks = self.attend(inputs, alpha, beta, where, mix=(0.0, 1.0)).double()
         found = []
-        for factor in FACTORS if self.scales else (1.0,):
+        for factor in self.list_factors():
             given: dict[str, Any] = {} if attention.block_size is None else {"mix": (1.0, 0.0)}
             if self.directed:
                 given["directions"] = factor * attention.channel_directions
@@ -157,6 +160,32 @@ class Fit:
                 products = [t * mask[:, None, :, None] for t in products]
             found.append(torch.stack([t.sum((0, 2)) for t in products]))
         self.sums = self.sums + torch.stack(found)
+
+    def list_factors(self) -> tuple[float, ...]:
+        return FACTORS if self.scales else (1.0,)
+
+    def measure_offsets(
+        self, inputs: Inputs, beta: Tensor, factor: float, where: dict[str, Any], wanted: Tensor
+    ) -> Tensor:
+        """[offsets, H]: |w far + (1 - w) near - y|^2 with each offset, over all rows."""
+        attention, read = self.attention, self.attention.read_options()
+        if self.directed:
+            read["directions"] = factor * attention.channel_directions
+        else:
+            beta = factor * beta
+        parts, _ = attend_apart(check_call(
+            inputs, alpha=None, beta=beta, is_causal=where["is_causal"], block_size=attention.block_size,
+            mix="evidence", overlap=attention.overlap, **read,
+        ))  # fmt: skip
+        far, near, advantage = (t.flatten(1, 2).double() for t in parts)
+        apart, missing = far - near, wanted - near
+        square, product, rest = ((a * b).sum(-1) for a, b in ((apart, apart), (apart, missing), (missing, missing)))
+        mask = 1.0 if where["query_mask"] is None else where["query_mask"][:, None]
+        found = []
+        for offset in OFFSETS:
+            weight = torch.sigmoid(advantage.squeeze(-1) + offset)
+            found.append((mask * (weight * weight * square - 2 * weight * product + rest)).sum((0, 2)))
+        return torch.stack(found)
 
     def attend(self, inputs: Inputs, alpha: Any, beta: Tensor, where: dict[str, Any], **given: Any) -> Tensor:
         out: Tensor = self.attention.run_op(inputs, alpha, beta, is_causal=where["is_causal"], **given)
@@ -191,11 +220,16 @@ class Fit:
     @torch.no_grad()
     def keep_best(self, sums: Tensor) -> None:
         attention, kind = self.attention, self.attention.mix if self.attention.block_size is not None else None
-        r, p = best_mix(sums, kind)
-        error = mix_error(sums, r, p) / sums[:, 5].sum(-1).clamp_min(1e-300)  # [factors, H]
+        if kind == "evidence":
+            least, at = sums.min(1)  # [factors, H]
+            error = least / least.amin(0).clamp_min(1e-300)  # each head counts alike
+            r = p = torch.tensor(OFFSETS, dtype=torch.float64, device=sums.device)[at].unsqueeze(-1)
+        else:
+            r, p = best_mix(sums, kind)
+            error = mix_error(sums, r, p) / sums[:, 5].sum(-1).clamp_min(1e-300)  # [factors, H]
         key_heads = attention.num_key_heads
         best = error.unflatten(1, (key_heads, -1)).sum(-1).argmin(0)  # one factor for the heads that share keys
-        factor = torch.tensor(FACTORS if self.scales else (1.0,), dtype=torch.float64, device=sums.device)[best]
+        factor = torch.tensor(self.list_factors(), dtype=torch.float64, device=sums.device)[best]
         group = attention.num_heads // key_heads
         if self.directed:
             attention.channel_directions.mul_(factor[:, None, None].to(attention.channel_directions))
@@ -206,7 +240,9 @@ class Fit:
             attention.set_coefficients(scaled[0], scaled[-1])
         head = torch.arange(attention.num_heads, device=sums.device)
         r, p = (t[best.repeat_interleave(group), head] for t in (r, p))  # [H, E]
-        if kind == "ratio":
+        if kind == "evidence":
+            attention.evidence_offset.copy_(r[:, 0])
+        elif kind == "ratio":
             attention.mix_logit.copy_(r[:, 0].logit(1e-3))
         elif kind == "scales":
             attention.lln_scale.copy_(r)

@@ -28,16 +28,16 @@ def install() -> None:
         for name, hook in hooks.items():
             original = getattr(place, name)
             if not getattr(original, "is_lln_hook", False):
-                setattr(place, name, around(hook, original))
+                setattr(place, name, wrap(hook, original))
 
 
-def around(hook: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap(hook: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def run_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         return hook(original, self, *args, **kwargs)
 
-    hooked.is_lln_hook = True  # type: ignore[attr-defined]
-    return hooked
+    run_hook.is_lln_hook = True  # type: ignore[attr-defined]
+    return run_hook
 
 
 def choose(original: Any, model: PreTrainedModel, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +67,7 @@ def choose(original: Any, model: PreTrainedModel, attn_implementation: str | Non
     return original(model, attn_implementation, *args, **kwargs)
 
 
-def after_init(original: Any, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+def attach_after_init(original: Any, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     result = original(model, *args, **kwargs)
     attach(model, fresh=True)
     return result
@@ -190,18 +190,18 @@ def give_cache(original: Any, model: Any, generation_config: Any, model_kwargs: 
 
 
 def decodes_with_lln(model: PreTrainedModel) -> bool:
-    """Whether all that a cache is for is LLN attention with a state, which overlapping blocks have not."""
+    """Whether all that a cache is for is LLN attention with a state, which overlapping blocks have with one mix."""
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ["full_attention"]
     found = [module for _, module in attention_modules(model) if getattr(module, "is_causal", False)]
     held = [getattr(module, "lln", None) for module in found if runs_lln(module.config)]
-    mine = [lln for lln in held if isinstance(lln, ModelAttention) and not lln.overlap]
+    mine = [lln for lln in held if isinstance(lln, ModelAttention) and lln.has_state]
     return bool(mine) and len(mine) == len(found) and set(kinds) == {"full_attention"}
 
 
 HOOKS: dict[type, dict[str, Callable[..., Any]]] = {
     PreTrainedModel: {
         "_check_and_adjust_attn_implementation": choose,
-        "post_init": after_init,
+        "post_init": attach_after_init,
         "set_attn_implementation": switch,
         "_initialize_weights": initialise,
         "save_pretrained": save,

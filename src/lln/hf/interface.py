@@ -123,7 +123,7 @@ def attend(
         given = (query, key, value, hidden, *attention.sources)
         out = attend_known(
             options, given, attention.backend,
-            lambda: attend_checked(
+            lambda: attend_request(
                 attention, module, query, key, value, attention_mask, p, scaling, is_causal, kwargs
             )[0].transpose(1, 2),
         )  # fmt: skip
@@ -133,7 +133,7 @@ def attend(
             f"{type(module).__name__} was not set up for attn_implementation={implementation!r}; call "
             f"model.set_attn_implementation({implementation!r}), or load the model after `import lln.hf`."
         )
-    return attend_checked(attention, module, query, key, value, attention_mask, p, scaling, is_causal, kwargs)
+    return attend_request(attention, module, query, key, value, attention_mask, p, scaling, is_causal, kwargs)
 
 
 def is_plain(implementation: str, module: Any, attention: Any, kwargs: dict[str, Any]) -> bool:
@@ -166,11 +166,11 @@ def attend_step(
         return None
     hidden = mask.view(len(mask), 1).view(torch.bool) if mask.shape[-1] else None
     out = stepper.take(attention, query, key, value, hidden)
-    layer.stepped()
+    layer.count_step()
     return out.transpose(1, 2)
 
 
-def attend_checked(
+def attend_request(
     attention: ModelAttention | Peer, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any,
     dropout: float, scaling: float | None, is_causal: bool | None, kwargs: dict[str, Any],
 ) -> Result:  # fmt: skip
@@ -276,7 +276,7 @@ def refuse(module: Any, kwargs: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def nothing_collected(model: nn.Module) -> Iterator[None]:
+def collect_nothing(model: nn.Module) -> Iterator[None]:
     """For calls of this model where nobody asks for output_attentions: torch.compile cannot look at transformers'
     recorder from within a layer, and would break the layer's graph there."""
     found = [module for module in model.modules() if isinstance(module, Attached)]

@@ -60,7 +60,7 @@ def lln_mask(
     kind = BIDIRECTIONAL if mask_function is bidirectional_mask_function else CAUSAL
     if attention_mask is None:
         return torch.empty(batch_size, 0, dtype=kind, device=device)
-    return as_kind(attention_mask[:, :kv_length], kind)
+    return cast_kind(attention_mask[:, :kv_length], kind)
 
 
 def mask_after_state(
@@ -74,10 +74,10 @@ def mask_after_state(
             f"attention_mask must cover the {before} tokens in past_key_values and the {new} new ones; got "
             f"{attention_mask.shape[-1]}."
         )
-    return as_kind(attention_mask[:, None, None, attention_mask.shape[-1] - new :], CAUSAL)
+    return cast_kind(attention_mask[:, None, None, attention_mask.shape[-1] - new :], CAUSAL)
 
 
-def as_kind(mask: Tensor, kind: torch.dtype) -> Tensor:
+def cast_kind(mask: Tensor, kind: torch.dtype) -> Tensor:
     """Zeros and ones of that dtype. `split` reads the bytes of either as what is visible."""
     # Contiguous: its strides must not tell how long the whole mask is, or every step of decoding would be a new kind.
     visible = mask.bool().contiguous()
@@ -98,7 +98,7 @@ def check_positions(keys: int, attention_mask: Tensor | None, length: int, first
     if not isinstance(first, int) or first + length != keys:
         raise ValueError(
             "past_key_values: a cache with places for tokens to come (StaticCache) cannot be read by linear attention; "
-            "use DynamicCache, or LLNCache(static=True) for 'lln' and 'lln_diag' without overlap."
+            "use DynamicCache, or LLNCache(static=True) for 'lln' and 'lln_diag'."
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -19,7 +19,7 @@ from lln.values import check_choice, check_count, describe
 LLN = ("lln", "lln_diag")
 
 
-def free_names() -> tuple[str, ...]:
+def list_free_names() -> tuple[str, ...]:
     """What can be registered. transformers treats any name with "flash" in it as flash attention, and a name that it
     (or somebody else) has given away already keeps its meaning."""
     functions = dict(ALL_ATTENTION_FUNCTIONS.items())
@@ -29,9 +29,11 @@ def free_names() -> tuple[str, ...]:
     return tuple(name for name in found if name not in taken and "flash" not in name)
 
 
-PEERS = free_names()
+PEERS = list_free_names()
 IMPLEMENTATIONS = (*LLN, *PEERS)
 BLOCK_SIZE = 64
+# What goes with "lln_diag" and not with "lln", and the values by which nothing is asked for.
+OF_BLOCKS = {"block_size": None, "mix": 0.5, "overlap": False, "tile": None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Options:
         block_size: of "lln_diag".
         tile: of "lln_diag" in image models, in place of block_size: blocks are tiles of at most so many patches a side,
             which class, distillation and register tokens share. None: consecutive tokens.
-        mix: of "lln_diag": a number, "ratio" or "scales" (learned).
+        mix: of "lln_diag": a number, "ratio", "scales" (learned) or "evidence", see `lln.LLNAttention`.
         learnable: None, "head" or "channel": alpha and beta are parameters. With "fixed" statistics.
         coefficients: None, "head" or "channel": alpha and beta are given numbers that are kept with the weights. With
             "fixed" statistics.
@@ -130,6 +132,8 @@ class Options:
             check_count("lln: tile", self.tile)
             if self.overlap:
                 raise ValueError("lln: tile and overlap are two ways to lay out blocks; leave one of them out.")
+            if self.mix == "evidence":
+                raise ValueError("lln: mix='evidence' goes with blocks of consecutive tokens; use 'scales' with tile.")
         if not isinstance(self.mechanisms, dict):
             raise TypeError(f"lln: mechanisms must be a dict from names to their options; got {self.mechanisms!r}.")
         for name, options in self.mechanisms.items():
@@ -192,6 +196,14 @@ def write(config: Any, options: Options) -> None:
 def runs_lln(config: Any) -> bool:
     """Whether "lln" or "lln_diag" runs, which have an LLNAttention in every attention module."""
     return getattr(config, "_attn_implementation", None) in LLN
+
+
+def check_runs(caller: str, config: Any, implementations: Collection[str]) -> None:
+    """ValueError where the model runs none of these."""
+    if config._attn_implementation not in implementations:
+        raise ValueError(
+            f"{caller}: the model runs {config._attn_implementation!r}; first lln.hf.convert(model, 'lln_diag')."
+        )
 
 
 def runs_ours(config: Any) -> bool:

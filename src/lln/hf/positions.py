@@ -20,6 +20,7 @@ from lln.hf.places import (
     read_pair,
     walk,
 )
+from lln.values import check_listed
 
 METHODS = (*LEARNED, *ROTARY)
 BUCKETS = ("relative_attention_bias", "rel_embeddings")  # whose last row serves all larger distances
@@ -85,8 +86,8 @@ def extend_positions(
         raise TypeError(f"model must be a transformers model; got {type(model).__name__}.")
     if (length is None) == (image_size is None):
         raise TypeError("give length for a model of text or image_size for one of pictures, and not both.")
-    if method is not None and method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}.")
+    if method is not None:
+        check_listed("method", method, METHODS)
     if image_size is not None:
         if method is not None:
             raise ValueError(f"method goes with length; leave it out with image_size, got {method!r}.")

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,9 @@ from lln.hf.options import IMPLEMENTATIONS
 SOFTMAX = "lln_measure"
 AttentionInterface.register(SOFTMAX, sdpa_attention_forward)
 AttentionMaskInterface.register(SOFTMAX, sdpa_mask)
+
+
+NO_BATCHES = "batches must hold at least one batch; it is empty."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +113,7 @@ def show_softmax(
     """Yields a function that runs the model, in eval and with softmax attention, on a batch of its arguments, and shows
     each call of an attention module. ValueError for what LLN attention could not do."""
 
-    def around(call: Call, go: Callable[[], Any]) -> Any:
+    def show_call(call: Call, go: Callable[[], Any]) -> Any:
         refuse(call.module, call.given)
         if call.given.get("cu_seq_lens_q") is not None:
             raise ValueError("batches: softmax here does not keep packed sequences apart; give each a row of its own.")
@@ -124,12 +127,12 @@ def show_softmax(
     def run(batch: Mapping[str, Any]) -> None:
         if not isinstance(batch, Mapping):
             raise TypeError(f"batches must be dicts of the model's arguments; got a {type(batch).__name__}.")
-        model(**on_device(batch, model))
+        model(**move_batch(batch, model))
 
     before = [(config, config._attn_implementation) for config in configs(model)]
-    remove = watch(model, around)
+    remove = watch(model, show_call)
     try:
-        with evaluating(model, caches=True):
+        with switch_to_eval(model, caches=True):
             for config, _ in before:
                 config._attn_implementation_internal = SOFTMAX
             yield run
@@ -154,6 +157,14 @@ def read_softmax(call: Call, out: Tensor) -> SoftmaxCall:
     return SoftmaxCall(**given, out=out, scale=scale, where=where)
 
 
+def check_batches(batches: Any) -> None:
+    """For those who go through the batches more than once."""
+    if not isinstance(batches, Sequence):
+        raise TypeError(f"batches must be a list, since they are gone through again; got {type(batches).__name__}.")
+    if not batches:
+        raise ValueError(NO_BATCHES)
+
+
 def check_pattern(call: SoftmaxCall) -> None:
     """ValueError where the model hides single pairs, which LLN attention cannot."""
     if call.mask is None or call.mask.shape[2] != call.query.shape[2]:
@@ -169,7 +180,7 @@ def check_pattern(call: SoftmaxCall) -> None:
         )
 
 
-def on_device(batch: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any]:
+def move_batch(batch: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any]:
     return {k: v.to(model.device) if isinstance(v, Tensor) else v for k, v in batch.items()}
 
 
@@ -180,7 +191,7 @@ def find_rows(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor | None
 
 
 @contextlib.contextmanager
-def evaluating(model: PreTrainedModel, *, caches: bool = False) -> Iterator[None]:
+def switch_to_eval(model: PreTrainedModel, *, caches: bool = False) -> Iterator[None]:
     """Without dropout, and unless `caches` without a cache of keys and values."""
     training = {module: module.training for module in model.modules()}
     uses = not caches and getattr(model.config, "use_cache", None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lln.instruments.heads import Heads, Rows, SoftmaxHeads, span_elements, take
 from lln.instruments.maps import AttentionMap, LLNMap, SoftmaxMap, lln_map, softmax_map
 from lln.kernels.common import PAPER_A, PAPER_B
-from lln.values import check_count, check_number, check_positive
+from lln.values import check_count, check_number, check_positive, derive_seed
 
 PILOT_PAIRS, PILOT_ROWS = 4096, 64  # draws that tell how many draws a width takes
 LEAST = 1e-12  # of a uniform number: at 0 it would choose a channel or key of weight 0
@@ -114,7 +114,7 @@ def draw_row_entropies(heads: Heads, count: int, seed: int) -> Tensor:
     repetition, so that all of them leave no error."""
     chosen = list(draw_rows(heads, count, seed))
     if not chosen:
-        return heads.full(torch.nan, 2)
+        return heads.make_full(torch.nan, 2)
     bits = torch.cat([heads.entropies(rows) for rows in chosen], 1)
     valid = torch.cat([take(heads.live, rows) for rows in chosen], 1)
     drawn, all_rows = valid.sum(1), heads.live.sum(1)
@@ -146,7 +146,7 @@ class PairDraw:
         step = max(span_elements(self.a.device) // max(heads * features, 1), 1024)
         for first in range(0, count, step):
             # On the CPU, so that every device sees the same numbers in (0, 1).
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + first)
+            generator = torch.Generator().manual_seed(derive_seed(seed, first))
             u = torch.rand(3, min(step, count - first), generator=generator, dtype=torch.float64)
             bits = self.bits(u.clamp_(LEAST, 1 - LEAST).to(self.a))
             total, squares = total + bits.sum(1), squares + bits.square().sum(1)
@@ -173,7 +173,7 @@ def accumulate(weights: Tensor) -> Tensor:
 
 def mean_of_rows(heads: Heads, parts: Iterable[Tensor]) -> Tensor:
     """[G, R] of all chunks -> [G] over live rows."""
-    return torch.where(heads.live, torch.cat([heads.full(0.0, 0), *parts], 1), 0.0).sum(1) / heads.live.sum(1)
+    return torch.where(heads.live, torch.cat([heads.make_full(0.0, 0), *parts], 1), 0.0).sum(1) / heads.live.sum(1)
 
 
 @torch.no_grad()
@@ -205,7 +205,7 @@ def row_variances(heads: Heads) -> list[Tensor]:
         log_p = heads.log_rows(part)
         visible = heads.seen[:, None, : log_p.shape[-1]]
         if heads.is_causal:
-            visible = visible & ~heads.later(part, log_p.shape[-1])
+            visible = visible & ~heads.find_later(part, log_p.shape[-1])
         weights, count = log_p.exp_(), counts[:, part].unsqueeze(-1)
         apart = (weights - weights.sum(-1, keepdim=True) / count).mul_(visible)
         rows.append(apart.square_().sum(-1) / count.squeeze(-1))
@@ -250,7 +250,7 @@ def log_moments(p: AttentionMap, *, rows: int | None = None, seed: int = 0) -> L
     for group in p.groups():
         parts = group.chunks() if rows is None else draw_rows(group, rows, seed)
         sums = (log_sums(group, part) for part in parts)
-        found.append(functools.reduce(merge, sums, next(sums, group.full(0.0, 6))))
+        found.append(functools.reduce(merge, sums, next(sums, group.make_full(0.0, 6))))
     count, mean, squares, row_count, row_variance, log_count = p.collect(found).unbind(-1)
     predicted_mean = predicted_variance = None
     if isinstance(p, SoftmaxMap):
@@ -313,7 +313,7 @@ def pair_variance(heads: Heads) -> Tensor:
 
 def causal_variance(heads: Heads) -> Tensor:
     assert isinstance(heads, SoftmaxHeads)
-    count = total = squares = heads.full(0.0)
+    count = total = squares = heads.make_full(0.0)
     centre = None
     for rows in heads.chunks():
         scores = heads.scores(rows)

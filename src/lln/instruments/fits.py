@@ -113,12 +113,12 @@ def lognormal_fit(p: AttentionMap, *, entries: int = 2**20, seed: int = 0) -> Lo
     check_count("entries", entries, 2)
     found = []
     for group in p.groups():
-        fit = normal_fit(*some_entries(group, entries, seed))
+        fit = normal_fit(*pick_entries(group, entries, seed))
         found.append(torch.stack([fit.distance, fit.qq_r2, fit.skewness, p_values(group, seed)], 1))
     return LognormalFit(*p.collect(found).unbind(-1))
 
 
-def some_entries(heads: Heads, entries: int, seed: int) -> tuple[Tensor, Tensor]:
+def pick_entries(heads: Heads, entries: int, seed: int) -> tuple[Tensor, Tensor]:
     """(log P [G, S], which of them are entries)"""
     if heads.rows * heads.keys <= entries:
         return join_visible([heads.log_rows(rows).flatten(1) for rows in heads.chunks()], heads)
@@ -136,7 +136,7 @@ def some_entries(heads: Heads, entries: int, seed: int) -> tuple[Tensor, Tensor]
 
 def join_visible(parts: list[Tensor], heads: Heads) -> tuple[Tensor, Tensor]:
     """(the values of all parts, which of them belong to keys that are seen), [G, count]."""
-    values = torch.cat([heads.full(0.0, 0), *parts], 1)
+    values = torch.cat([heads.make_full(0.0, 0), *parts], 1)
     return values, values > -torch.inf
 
 

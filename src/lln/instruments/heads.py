@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lln.kernels.common import SPAN_ELEMENTS, SPAN_ELEMENTS_ELSEWHERE, finite
+from lln.kernels.common import SPAN_ELEMENTS, SPAN_ELEMENTS_ELSEWHERE, make_finite
 
 # Rows are a slice, or an index [G, R] that may differ from head to head.
 Rows = slice | Tensor
@@ -73,12 +73,12 @@ class Heads:
             return self.keys
         return rows.stop if isinstance(rows, slice) else int(rows.max()) + 1 if rows.numel() else 0
 
-    def later(self, rows: Rows, width: int) -> Tensor:
+    def find_later(self, rows: Rows, width: int) -> Tensor:
         """Which of the first keys lie behind each row, [1 or G, R, width]."""
         at = rows if isinstance(rows, Tensor) else torch.arange(rows.start, rows.stop, device=self.device)[None]
         return torch.arange(width, device=self.device) > at.unsqueeze(-1)
 
-    def full(self, value: float, *shape: int) -> Tensor:
+    def make_full(self, value: float, *shape: int) -> Tensor:
         """[G, *shape]"""
         return torch.full((len(self), *shape), value, dtype=self.dtype, device=self.device)
 
@@ -92,7 +92,7 @@ class Heads:
         """P of some rows, as products take it."""
         return self.log_rows(rows).exp_()
 
-    def product(self, x: Tensor) -> Tensor:
+    def multiply(self, x: Tensor) -> Tensor:
         """P x for x [G, M, V]; zero in hidden rows."""
         parts = []
         for rows in self.chunks():
@@ -100,7 +100,7 @@ class Heads:
             parts.append(p @ x[:, : p.shape[-1]])
         return torch.cat(parts, 1)
 
-    def transposed(self, y: Tensor) -> Tensor:
+    def multiply_transposed(self, y: Tensor) -> Tensor:
         """P^T y for y [G, N, V]."""
         out = y.new_zeros(len(self), self.keys, y.shape[-1])
         for rows in self.chunks():
@@ -120,9 +120,9 @@ class Heads:
         """[G, N, V]: vectors whose images under P soon hold its leading eigenvectors. None: nothing is known."""
         return None
 
-    def dense(self) -> Tensor:
+    def make_dense(self) -> Tensor:
         """P itself, [G, N, M]."""
-        out = self.full(0.0, self.rows, self.keys)
+        out = self.make_full(0.0, self.rows, self.keys)
         for rows in self.chunks():
             p = self.log_rows(rows).exp_()
             out[:, rows, : p.shape[-1]] = p
@@ -137,12 +137,12 @@ class SoftmaxHeads(Heads):
         scores = take(self.q, rows) @ self.k[:, :width].transpose(1, 2)
         if self.padded:
             scores.masked_fill_(~self.seen[:, None, :width], -torch.inf)
-        return scores.masked_fill_(self.later(rows, width), -torch.inf) if self.is_causal else scores
+        return scores.masked_fill_(self.find_later(rows, width), -torch.inf) if self.is_causal else scores
 
     def log_rows(self, rows: Rows) -> Tensor:
         scores = self.scores(rows)
         if scores.shape[-1]:
-            scores.sub_(finite(scores.logsumexp(-1, keepdim=True)))
+            scores.sub_(make_finite(scores.logsumexp(-1, keepdim=True)))
         return scores.masked_fill_(~take(self.live, rows).unsqueeze(-1), -torch.inf) if self.padded else scores
 
     @functools.cached_property
@@ -175,10 +175,10 @@ class LLNHeads(Heads):
     def log_sum(self) -> Tensor:
         """L: [G, 1, D], or of each prefix [G, N, D]. Of no key at all it is the lowest finite number."""
         if self.is_causal:
-            return finite(self.x.logcumsumexp(1))
+            return make_finite(self.x.logcumsumexp(1))
         if not self.keys:
-            return finite(self.full(-torch.inf, 1, self.x.shape[-1]))
-        return finite(self.x.logsumexp(1, keepdim=True))
+            return make_finite(self.make_full(-torch.inf, 1, self.x.shape[-1]))
+        return make_finite(self.x.logsumexp(1, keepdim=True))
 
     @functools.cached_property
     def log_norm(self) -> Tensor:
@@ -199,7 +199,7 @@ class LLNHeads(Heads):
         if self.padded or self.is_causal:
             hidden = ~(self.seen[:, None, :end] & take(self.live, rows).unsqueeze(-1))
             if self.is_causal:
-                hidden |= self.later(rows, end)
+                hidden |= self.find_later(rows, end)
             log_p.masked_fill_(hidden, -torch.inf)
             lost &= ~hidden
         # The entries that underflowed take one logsumexp each.
@@ -238,7 +238,7 @@ class KernelHeads(Heads):
     def product_rows(self, rows: Rows) -> Tensor:
         width = self.width(rows)
         p = take(self.q, rows) @ self.k[:, :width].transpose(1, 2)
-        return p.masked_fill_(self.later(rows, width), 0.0) if self.is_causal else p
+        return p.masked_fill_(self.find_later(rows, width), 0.0) if self.is_causal else p
 
     def log_rows(self, rows: Rows) -> Tensor:
         p = self.product_rows(rows)
@@ -287,7 +287,7 @@ class DiagHeads(Heads):
             return slice(max(rows.start - self.size + 1, 0), min(rows.stop + self.size - 1, self.keys))
         return slice(0, self.keys)
 
-    def apart(self, rows: Rows, near: slice) -> Tensor:
+    def find_apart(self, rows: Rows, near: slice) -> Tensor:
         """Which of these keys share no block with which of these rows, [G, R, keys]."""
         inside = self.place[:, None, near] - take(self.start_at, rows).unsqueeze(-1)
         return (inside < 0) | (inside >= self.size)
@@ -296,11 +296,11 @@ class DiagHeads(Heads):
         """P_blocks of some rows at the keys that can share a block with one of them, and which keys these are."""
         near = self.reach(rows)
         scores = take(self.q, rows) @ self.k[:, near].transpose(1, 2)
-        hidden = self.apart(rows, near) | ~self.seen[:, None, near]
+        hidden = self.find_apart(rows, near) | ~self.seen[:, None, near]
         if self.is_causal:
-            hidden |= self.later(rows, near.stop)[..., near.start :]
+            hidden |= self.find_later(rows, near.stop)[..., near.start :]
         scores.masked_fill_(hidden, -torch.inf)
-        weights = scores.sub_(finite(scores.amax(-1, keepdim=True))).exp_()
+        weights = scores.sub_(make_finite(scores.amax(-1, keepdim=True))).exp_()
         p = weights / weights.sum(-1, keepdim=True).clamp_min_(1.0)  # the largest weight of a row that has any is 1
         return p.mul_(take(self.live, rows).unsqueeze(-1)), near
 
@@ -317,18 +317,18 @@ class DiagHeads(Heads):
         for rows in cut(self.rows, max(4 * self.size, 64)):
             yield rows, *self.block_rows(rows)
 
-    def product(self, x: Tensor) -> Tensor:
+    def multiply(self, x: Tensor) -> Tensor:
         if (factors := self.lln.factors()) is None:
-            return super().product(x)
+            return super().multiply(x)
         a, b = factors
         out = a @ (b.transpose(1, 2) @ x) * self.r
         for rows, p, near in self.blocks():
             out[:, rows] += p @ x[:, near] * self.p
         return out
 
-    def transposed(self, y: Tensor) -> Tensor:
+    def multiply_transposed(self, y: Tensor) -> Tensor:
         if (factors := self.lln.factors()) is None:
-            return super().transposed(y)
+            return super().multiply_transposed(y)
         a, b = factors
         out = b @ (a.transpose(1, 2) @ y) * self.r
         for rows, p, near in self.blocks():
@@ -352,6 +352,6 @@ class TileHeads(DiagHeads):
     def reach(self, rows: Rows) -> slice:
         return slice(0, self.keys)
 
-    def apart(self, rows: Rows, near: slice) -> Tensor:
+    def find_apart(self, rows: Rows, near: slice) -> Tensor:
         mine, theirs = take(self.place, rows).unsqueeze(-1), self.place[:, None, near]
         return (mine != theirs) & (mine >= 0) & (theirs >= 0)

@@ -19,6 +19,7 @@ from torch import Tensor
 from lln.checks import (
     Coefficient,
     Directions,
+    Inputs,
     Read,
     check_block_size,
     check_directions,
@@ -29,6 +30,7 @@ from lln.checks import (
     coefficient,
     mix_weights,
 )
+from lln.functional import attend_checked
 from lln.instruments.heads import (
     DenseHeads,
     DiagHeads,
@@ -39,10 +41,11 @@ from lln.instruments.heads import (
     TileHeads,
     span_elements,
 )
-from lln.kernels.common import finite, wide_dtype
+from lln.kernels.common import make_finite, wide_dtype
 from lln.kernels.evidence import channel_exponents, list_logits
 from lln.nn.module_options import check_overlap
 from lln.nn.overlap import window
+from lln.nn.weights import check_size, multiply_identity
 from lln.values import check_number, describe
 
 Place = tuple[Tensor, Tensor, Tensor]  # of heads: sample, head and key head, [G] each
@@ -98,9 +101,9 @@ class AttentionMap:
         """All heads in the order of [batch, heads], as many at a time as fit into a span."""
         size = max(span_elements(self.device) // max((self.rows + self.keys) * self.width, 1), 1)
         for part in torch.arange(self.batch * self.heads, device=self.device).split(size):
-            yield self.indexed(part)
+            yield self.select_heads(part)
 
-    def indexed(self, index: Tensor) -> Heads:
+    def select_heads(self, index: Tensor) -> Heads:
         """Heads by their place in [batch * heads], index [G]."""
         sample, head = index // self.heads, index % self.heads
         key_head = head // (self.heads // self.k.shape[1])
@@ -122,7 +125,7 @@ class AttentionMap:
     @torch.no_grad()
     def dense(self) -> Tensor:
         """P as a matrix, [batch, heads, rows, keys]; padded rows and hidden keys are 0."""
-        return torch.cat([group.dense() for group in self.groups()]).view(self.shape)
+        return torch.cat([group.make_dense() for group in self.groups()]).view(self.shape)
 
     @torch.no_grad()
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -197,7 +200,7 @@ class LLNMap(AttentionMap):
         logits = list_logits(q[shape], k[shape], x, self.scale, is_causal)
         x, logits = x[:, 0, 0], logits[:, 0, 0]
         sums = x.logcumsumexp(1) if is_causal else x.logsumexp(1, keepdim=True)
-        return logits - finite(sums), x
+        return logits - make_finite(sums), x
 
 
 class KernelMap(AttentionMap):
@@ -253,6 +256,7 @@ def lln_map(
     block_size: int | None = None,
     *,
     mix: Any = 0.5,
+    evidence_offset: Coefficient = 0.0,
     overlap: bool = False,
     tiles: Tensor | None = None,
     read: Read = "paper",
@@ -269,7 +273,8 @@ def lln_map(
         alpha, beta: numbers, or tensors [heads], [batch, heads], [heads, dim] or [batch, heads, dim] (beta: key heads).
         block_size: softmax attention inside consecutive blocks of so many tokens, counted from the first valid one.
         mix: P = mix P_lln + (1 - mix) P_blocks; a pair (r, p) gives r P_lln + p P_blocks. Numbers, or tensors [heads]
-            or [batch, heads].
+            or [batch, heads]. "evidence", with evidence_offset: as in `lln.lln_attention`. That map is a matrix, and a
+            ValueError where it would be too large.
         overlap: windows in place of blocks, as in `lln.LLNAttention`.
         tiles: [length], int: the block of each token, where blocks are of at most block_size tokens but not of
             consecutive ones; a token of a negative block shares all of them. Not causal.
@@ -292,8 +297,30 @@ def lln_map(
     check_tiles(tiles, q, block_size, is_causal or overlap)
     scale = q.shape[-1] ** -0.5 if scale is None else check_number("scale", scale)
     check_read(read, alpha, beta, directions)
+    if isinstance(mix, str):
+        given = {"beta": beta, "block_size": block_size, "mix": mix, "overlap": overlap, "read": read, "scale": scale}
+        given |= {"evidence_offset": evidence_offset, "directions": directions, "is_causal": is_causal}
+        return dense_map(
+            attend_to_units(q, k, key_mask, **given), is_causal=is_causal, key_mask=key_mask, query_mask=query_mask
+        )
     options = block_size, mix, overlap, tiles, read, check_directions(directions, k)
     return LLNMap(q, k, alpha, beta, *options, scale, is_causal, query_mask, key_mask)
+
+
+@torch.no_grad()
+def attend_to_units(q: Tensor, k: Tensor, key_mask: Tensor | None, **options: Any) -> Tensor:
+    """P [batch, heads, length, key length] of a call of the op, from what it makes of unit vectors as values."""
+    check_size(q, k, "mix='evidence'", "take fewer heads or shorter sequences")
+    wide = wide_dtype(q.device)
+    cast: dict[str, Any] = {name: t.to(wide) if isinstance(t, Tensor) else t for name, t in options.items()}
+    query, key = q.detach().to(wide), k.detach().to(wide)
+
+    def attend(units: Tensor) -> Tensor:
+        out = attend_checked(Inputs(query, key, units, key_mask, None, None, False), None, backend="eager", **cast)
+        assert isinstance(out, Tensor)
+        return out
+
+    return multiply_identity(attend, query, key)
 
 
 def kernel_map(

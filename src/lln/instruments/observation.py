@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lln.instruments.concentration import entropy, log_moments, temperature
-from lln.instruments.fits import normal_fit, some_entries
+from lln.instruments.fits import normal_fit, pick_entries
 from lln.instruments.maps import AttentionMap, dense_map, lln_map, softmax_map
 from lln.instruments.spectrum import spectral_gap
 from lln.kernels.common import wide_dtype
@@ -52,6 +52,7 @@ class Observation:
     mix: Any = 0.5
     plain: tuple[Tensor, Tensor] | None = None  # query and key as the model has them, where LLN attends with others
     overlap: bool = False
+    evidence_offset: Any = 0.0  # of mix="evidence"
     read: str = "paper"  # or "evidence", which has no alpha, with its directions: see `lln.lln_attention`
     directions: Any = None
     tiles: Tensor | None = None  # [N] the block of each token, where blocks are not consecutive ones; see `lln_map`
@@ -69,7 +70,7 @@ class Observation:
     def softmax_map(self) -> AttentionMap:
         """P of softmax attention on the model's queries and keys."""
         if self.bias is None:
-            plain = self.unmapped()
+            plain = self.undo_map()
             return softmax_map(plain.query, plain.key, scale=self.scale, **self.masks)
         p = self.scores().softmax(-1).nan_to_num(0.0)  # NaN: a row that sees nothing, which does not count
         return dense_map(p, key_mask=self.key_mask, query_mask=self.query_mask)
@@ -85,11 +86,13 @@ class Observation:
         options: dict[str, Any] = {"scale": self.scale}
         if block_size is not None:
             options |= {"mix": mix, "overlap": self.overlap, "tiles": self.tiles}
+        if mix == "evidence":
+            options["evidence_offset"] = self.evidence_offset
         if alpha is None:
             options |= {"read": self.read, "directions": self.directions}
         return lln_map(self.query, self.key, alpha, beta, block_size, **options, **self.masks)
 
-    def unmapped(self) -> Observation:
+    def undo_map(self) -> Observation:
         """With the model's own queries and keys."""
         if self.plain is None:
             return self
@@ -135,7 +138,7 @@ def measure_all(seen: Observation, wanted: tuple[str, ...]) -> dict[str, Tensor]
     heads, p = seen.query.shape[1], seen.map()
     each = heads // seen.key.shape[1]  # query heads of a key head
     nothing = torch.full((p.batch, heads), torch.nan, dtype=p.dtype, device=p.device)
-    healthy = all_finite(seen.query, p.live) and all_finite(seen.key, p.seen)
+    healthy = are_finite(seen.query, p.live) and are_finite(seen.key, p.seen)
     ways: dict[str, Callable[[], Tensor]] = {
         "sigma_q": lambda: spread(seen.query, p.live),
         "sigma_k": lambda: spread(seen.key, p.seen).repeat_interleave(each, 1),
@@ -145,7 +148,7 @@ def measure_all(seen: Observation, wanted: tuple[str, ...]) -> dict[str, Tensor]
         "spectral_gap": lambda: seen.gap(p),
         "log_variance": lambda: log_moments(p).variance,
         # The Kolmogorov-Smirnov distance of `lognormal_fit`, without its p-value.
-        "lognormality": lambda: p.collect([normal_fit(*some_entries(g, ENTRIES, 0)).distance for g in p.groups()]),
+        "lognormality": lambda: p.collect([normal_fit(*pick_entries(g, ENTRIES, 0)).distance for g in p.groups()]),
     }
     found = {
         name: way() if healthy or name in ("sigma_q", "sigma_k", "max_entropy") else nothing
@@ -159,7 +162,7 @@ def measure_all(seen: Observation, wanted: tuple[str, ...]) -> dict[str, Tensor]
     return found
 
 
-def all_finite(t: Tensor, valid: Tensor) -> bool:
+def are_finite(t: Tensor, valid: Tensor) -> bool:
     """Of t [B, H, N, D] at the valid tokens [B, N]."""
     return bool((t.isfinite().all(-1) | ~valid[:, None]).all())
 
@@ -210,27 +213,27 @@ def read_mask(mask: Any, rows: int, keys: int, one_sequence: bool, is_causal: bo
     additive = mask.is_floating_point()
     shown = mask > torch.finfo(mask.dtype).min / 2 if additive else mask.bool()
     if mask.ndim == 2:
-        return Pattern(is_causal, unless_full(shown))
+        return Pattern(is_causal, drop_full(shown))
     mask, shown = (t[..., :keys].expand(-1, -1, rows, -1) for t in (mask, shown))
     seen = shown.any(2).any(1)  # [B, keys]
     if additive and bool((torch.where(shown, mask, 0.0) != 0).any()):
-        return Pattern(key_mask=unless_full(seen), bias=torch.where(shown, mask, -torch.inf))
+        return Pattern(key_mask=drop_full(seen), bias=torch.where(shown, mask, -torch.inf))
     plain = seen[:, None, None]
     own = torch.arange(keys - rows, keys, device=mask.device).unsqueeze(-1)  # the last row is that of the last key
     causal = plain & (torch.arange(keys, device=mask.device) <= own)
     counts = seen[:, None, :, None] if one_sequence and rows == keys else torch.ones_like(plain)
     for is_causal, pattern in ((False, plain), (True, causal)):
         if not bool(((shown != pattern) & counts).any()):
-            return Pattern(is_causal, unless_full(seen))
-    return Pattern(key_mask=unless_full(seen), bias=as_bias(shown))
+            return Pattern(is_causal, drop_full(seen))
+    return Pattern(key_mask=drop_full(seen), bias=make_bias(shown))
 
 
-def as_bias(mask: Tensor, *, hides: bool = False) -> Tensor:
+def make_bias(mask: Tensor, *, hides: bool = False) -> Tensor:
     """A mask as what is added to the scores. Where it is bool or int, True = attend, or where it hides = ignore."""
     return mask if mask.is_floating_point() else torch.where(mask.bool() ^ hides, 0.0, -torch.inf)
 
 
-def unless_full(mask: Tensor) -> Tensor | None:
+def drop_full(mask: Tensor) -> Tensor | None:
     """None where nothing is hidden: it saves the instruments work."""
     return None if bool(mask.all()) else mask
 

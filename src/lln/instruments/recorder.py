@@ -11,7 +11,7 @@ from torch import nn
 
 from lln.instruments.observation import MEASURED, Observation, measure
 from lln.instruments.watchers import Look, Remove, replace_forward, watch_linear, watch_lln, watch_multihead
-from lln.nn.statistics import in_backward
+from lln.nn.statistics import is_in_backward
 from lln.values import check_count
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Recorder:
     def _watch(self) -> list[Remove]:
         if any(map(is_compiled, self.model.modules())):
             raise ValueError("record: the model is compiled, and a compiled graph shows nothing; record it as it was.")
-        look = Look(self._active, self._see, self.samples)
+        look = Look(self._is_active, self._see, self.samples)
         removes = [*watch_lln(self.model, look), *watch_multihead(self.model, look)]
         skip: set[nn.Module] = {m for m in self.model.modules() if isinstance(m, nn.MultiheadAttention)}
         if is_of_transformers(self.model):
@@ -139,13 +139,13 @@ class Recorder:
                 "linear layers named like query, key and value and a number of heads."
             )
         if isinstance(self.model, nn.TransformerEncoderLayer):  # see replace_forward
-            removes.append(replace_forward(self.model, self._around))
+            removes.append(replace_forward(self.model, self._run_between))
         else:  # before and after what is watched, which may be the model itself
             removes.append(self.model.register_forward_pre_hook(lambda *_: self._begin(), prepend=True).remove)
             removes.append(self.model.register_forward_hook(lambda *_: self._end(), always_call=True).remove)
         return removes
 
-    def _around(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run_between(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         self._begin()
         try:
             return original(*args, **kwargs)
@@ -153,18 +153,18 @@ class Recorder:
             self._end()
 
     def _begin(self) -> None:
-        if in_backward() or torch.compiler.is_compiling():
+        if is_in_backward() or torch.compiler.is_compiling():
             return
         self._looking = self.step % self.every == 0
         self._calls.clear()
         self.step += 1
 
     def _end(self) -> None:
-        if not in_backward():
+        if not is_in_backward():
             self._looking = False
 
-    def _active(self) -> bool:
-        return self._looking and not torch.compiler.is_compiling() and not in_backward()
+    def _is_active(self) -> bool:
+        return self._looking and not torch.compiler.is_compiling() and not is_in_backward()
 
     def _see(self, seen: Observation) -> None:
         layer = seen.layer or type(self.model).__name__

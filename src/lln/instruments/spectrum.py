@@ -129,15 +129,15 @@ def singular_of_factors(a: Tensor, b: Tensor) -> Tensor:
 def find_largest(p: AttentionMap, heads: Heads, singular: bool, tolerance: float) -> Tensor:
     """max |lambda| of the centred P of these heads, or their largest singular value: [G]."""
     if not heads.rows or not heads.keys:
-        return heads.full(0.0)
+        return heads.make_full(0.0)
     if heads.is_causal and not singular:
         # The first row sees one key, so that the first eigenvalue is 1 and need not be looked for.
         top = torch.where(heads.live, heads.diagonal(), 0.0).topk(min(2, heads.rows), 1).values
         return top[:, 1] if heads.rows > 1 else torch.zeros_like(top[:, 0])
     if min(heads.rows, heads.keys) <= DENSE:
-        centred = centre(heads, heads.dense())
+        centred = centre(heads, heads.make_dense())
         return top_singular(centred) if singular else top_eigenvalue(centred)
-    return torch.stack([iterate(p.indexed(one), singular, tolerance) for one in heads.index.split(1)])
+    return torch.stack([iterate(p.select_heads(one), singular, tolerance) for one in heads.index.split(1)])
 
 
 def centre(heads: Heads, rows: Tensor, counts: Tensor | None = None) -> Tensor:
@@ -164,26 +164,26 @@ def iterate(heads: Heads, singular: bool, tolerance: float) -> Tensor:
     count = live.sum().clamp_min(1)
 
     def forward(x: Tensor) -> Tensor:
-        y = heads.product(x.unsqueeze(0))
+        y = heads.multiply(x.unsqueeze(0))
         return ((y - y.sum(1, keepdim=True) / count) * live)[0]
 
-    def squared(x: Tensor) -> Tensor:
-        return heads.transposed(forward(x).unsqueeze(0))[0]  # forward(x) is centred already
+    def apply_gram(x: Tensor) -> Tensor:
+        return heads.multiply_transposed(forward(x).unsqueeze(0))[0]  # forward(x) is centred already
 
-    def random(*shape: int) -> Tensor:
+    def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(live)
 
     generator = torch.Generator().manual_seed(0)
-    start = random(heads.rows, BLOCK) * live[0]
+    start = draw(heads.rows, BLOCK) * live[0]
     known = heads.start()
     if known is not None:
-        mixed = centre(heads, known)[0] @ random(known.shape[-1], BLOCK // 2)
+        mixed = centre(heads, known)[0] @ draw(known.shape[-1], BLOCK // 2)
         mixed, start = mixed / mixed.norm().clamp_min(1e-30), start / start.norm().clamp_min(1e-30)
         start = torch.cat([mixed, start[:, BLOCK // 2 :]], 1)
     if not singular:
         return live.new_tensor(largest_eigenvalue(forward, start, tolerance))
-    start = heads.transposed(centre(heads, start.unsqueeze(0)))[0]
-    return live.new_tensor(largest_eigenvalue(squared, start, tolerance, symmetric=True)).sqrt()
+    start = heads.multiply_transposed(centre(heads, start.unsqueeze(0)))[0]
+    return live.new_tensor(largest_eigenvalue(apply_gram, start, tolerance, symmetric=True)).sqrt()
 
 
 def largest_eigenvalue(

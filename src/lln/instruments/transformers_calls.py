@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lln.hf.find import is_cross, uses_interface
 from lln.hf.interface import REFUSED
 from lln.hf.watch import SOFTMAX, Call, watch
-from lln.instruments.observation import Observation, Pattern, as_bias, default_scale, observe_softmax, read_mask
+from lln.instruments.observation import Observation, Pattern, default_scale, make_bias, observe_softmax, read_mask
 from lln.instruments.watchers import Look, Remove, split_sequences
 
 KNOWN = ("eager", "sdpa", "flex_attention", SOFTMAX)
@@ -22,11 +22,11 @@ UNKNOWN = ("softcap", "s_aux", "indices", "block_indices", "cache")  # arguments
 def watch_transformers(model: nn.Module, look: Look) -> Iterator[Remove]:
     """Nothing where no attention of the model uses transformers' interface."""
 
-    def around(call: Call, go: Callable[[], Any]) -> Any:
+    def show_call(call: Call, go: Callable[[], Any]) -> Any:
         look.show(observe_call, call)
         return go()
 
-    if (remove := watch(model, around)) is not None:
+    if (remove := watch(model, show_call)) is not None:
         yield remove
 
 
@@ -63,15 +63,15 @@ def observe_call(look: Look, call: Call) -> list[Observation]:
         ]
     if flash and given.get("sliding_window") is not None:
         raise ValueError(f"{who} hides keys by a window that only its kernel sees; use attn_implementation='sdpa'.")
-    query, key = look.first(call.query), look.first(call.key)
+    query, key = look.take_first(call.query), look.take_first(call.key)
     if isinstance(mask, Tensor):
-        mask = look.first(mask)
+        mask = look.take_first(mask)
     if (bias := given.get("position_bias")) is not None:
         # The bias of a model's positions and its mask as one that is added to the scores, [B, heads, rows, keys].
         if mask is None and causal:
             mask = torch.ones(1, 1, rows, keys, dtype=torch.bool, device=bias.device).tril(keys - rows)
         if mask is not None:
-            mask = as_bias(mask[:, None, None] if mask.ndim == 2 else mask)[..., :keys]
-        mask = look.first(bias) if mask is None else look.first(bias) + mask
+            mask = make_bias(mask[:, None, None] if mask.ndim == 2 else mask)[..., :keys]
+        mask = look.take_first(bias) if mask is None else look.take_first(bias) + mask
     pattern = Pattern(causal) if mask is None else read_mask(mask, rows, keys, not cross, causal)
     return [observe_softmax(name, query, key, scale, pattern, cross=cross)]

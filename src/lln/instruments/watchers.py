@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lln.instruments.observation import Observation, Pattern, as_bias, default_scale, observe_softmax, read_mask
+from lln.instruments.observation import Observation, Pattern, default_scale, make_bias, observe_softmax, read_mask
 from lln.nn.attention import LLNAttention
 from lln.nn.multihead import MultiheadAttention, list_projections, pad_nested
 from lln.nn.statistics import Where
@@ -47,16 +47,16 @@ ERROR = 1e-3
 class Look(NamedTuple):
     """What a watcher gets to know, and whom it tells."""
 
-    active: Callable[[], bool]
+    is_active: Callable[[], bool]
     see: Callable[[Observation], None]
     samples: int | None  # the first so many of a batch; None: all
 
-    def first(self, t: Tensor) -> Tensor:
+    def take_first(self, t: Tensor) -> Tensor:
         return t if self.samples is None or len(t) == 1 else t[: self.samples]
 
     def show(self, observe: Callable[..., Iterable[Observation]], *call: Any) -> None:
         """What `observe(look, *call)` gives, where anybody is looking now."""
-        for seen in observe(self, *call) if self.active() else ():
+        for seen in observe(self, *call) if self.is_active() else ():
             self.see(seen)
 
 
@@ -118,14 +118,15 @@ def observe_lln(look: Look, layer: str, module: LLNAttention, args: Any, kwargs:
     apart = query_mask is not None and (key_mask is None or not torch.equal(query_mask, key_mask))
     cross = getattr(module, "cross", False) or query.shape[2] != key.shape[2] or (apart and not is_causal)
 
-    def first(t: Any) -> Any:
-        return look.first(t) if offsets is None and t is not None else t
+    def cut(t: Any) -> Any:
+        return look.take_first(t) if offsets is None and t is not None else t
 
     seen = Observation(
-        layer, "lln" if module.block_size is None else "lln_diag", first(query), first(key),
-        default_scale(query) if module.scale is None else module.scale, is_causal, first(key_mask), first(query_mask),
-        None, cross, first(alpha), first(beta), module.block_size, find_mix(module),
-        None if plain is None else (first(plain[0]), first(plain[1])), module.overlap,
+        layer, "lln" if module.block_size is None else "lln_diag", cut(query), cut(key),
+        default_scale(query) if module.scale is None else module.scale, is_causal, cut(key_mask), cut(query_mask),
+        None, cross, cut(alpha), cut(beta), module.block_size, find_mix(module),
+        None if plain is None else (cut(plain[0]), cut(plain[1])), module.overlap,
+        module.evidence_offset.detach() if module.mix == "evidence" else 0.0,
         read.get("read", "paper"), read.get("directions"), module.list_tiles(query),
     )  # fmt: skip
     if offsets is None:
@@ -172,7 +173,7 @@ def watch_multihead(model: nn.Module, look: Look) -> Iterator[Remove]:
     def encode(name: str, module: nn.TransformerEncoderLayer, original: Any, *args: Any, **kwargs: Any) -> Any:
         before = calls[0]
         result = original(*args, **kwargs)
-        if look.active() and calls[0] == before and not isinstance(module.self_attn, MultiheadAttention):
+        if look.is_active() and calls[0] == before and not isinstance(module.self_attn, MultiheadAttention):
             given = LAYER_CALL.bind(module, *args, **kwargs).arguments
             with torch.no_grad():
                 x = module.norm1(given["src"]) if module.norm_first else given["src"]
@@ -204,7 +205,7 @@ def observe_multihead(
         padding = None if padding is None else padding.unsqueeze(0)
     elif not module.batch_first:
         query, key = query.transpose(0, 1), key.transpose(0, 1)
-    query, key = look.first(query), look.first(key)  # [B, N, E]
+    query, key = look.take_first(query), look.take_first(key)  # [B, N, E]
     q, k = (F.linear(x, *each) for x, each in zip((query, key), list_projections(module), strict=False))
     more_k: Tensor | None = module.bias_k
     extra = [] if more_k is None else [more_k]
@@ -216,9 +217,9 @@ def observe_multihead(
     if padding is not None or mask is not None:
         added = torch.zeros(1, 1, 1, 1, device=q.device)
         if padding is not None:
-            added = added + F.pad(as_bias(look.first(padding), hides=True), (0, len(extra)))[:, None, None]
+            added = added + F.pad(make_bias(look.take_first(padding), hides=True), (0, len(extra)))[:, None, None]
         if mask is not None:
-            pairs = as_bias(mask, hides=True)
+            pairs = make_bias(mask, hides=True)
             pairs = pairs[None, None] if pairs.dim() == 2 else pairs.unflatten(0, (-1, heads))[:batch]
             added = added + F.pad(pairs, (0, len(extra)))
         pattern = read_mask(added, rows, keys, one_sequence, False)
@@ -265,11 +266,11 @@ def observe_linear(look: Look, layer: str, module: nn.Module, layers: Any, args:
     if not all(one in seen_by for one in layers):
         raise ValueError(f"record: {layer} ({type(module).__name__}) did not use its query and key layers.")
     heads = count_heads(module) or 1
-    q, k, v = (look.first(seen_by[one][1]).unflatten(-1, (heads, -1)).transpose(1, 2) for one in layers)
+    q, k, v = (look.take_first(seen_by[one][1]).unflatten(-1, (heads, -1)).transpose(1, 2) for one in layers)
     scale = next((s for s in (getattr(module, n, None) for n in ("scaling", "scale")) if isinstance(s, float)), None)
     scale = default_scale(q) if scale is None else scale
-    made = [look.first(t) for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)]
-    made += [look.first(t) for one, (t, _) in seen_by.items() if one not in layers]
+    made = [look.take_first(t) for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, Tensor)]
+    made += [look.take_first(t) for one, (t, _) in seen_by.items() if one not in layers]
     for pattern in list_patterns(given, look, q.shape[2], k.shape[2]):
         seen = observe_softmax(layer, q, k, scale, pattern, cross=q.shape[2] != k.shape[2])
         wanted = (seen.softmax_map().dense() @ v.to(torch.float64)).transpose(1, 2).flatten(2)  # [B, N, H E]
@@ -284,10 +285,10 @@ def observe_linear(look: Look, layer: str, module: nn.Module, layers: Any, args:
 
 def list_patterns(given: dict[str, Any], look: Look, rows: int, keys: int) -> Iterator[Pattern]:
     """What the masks may mean, likely ones first."""
-    masks = [look.first(given[name]) for name in MASKS if isinstance(given.get(name), Tensor)]
+    masks = [look.take_first(given[name]) for name in MASKS if isinstance(given.get(name), Tensor)]
     bias = given.get("position_bias")
     if isinstance(bias, Tensor):
-        yield read_mask(sum(map(as_bias, masks), look.first(bias)), rows, keys, rows == keys, False)
+        yield read_mask(sum(map(make_bias, masks), look.take_first(bias)), rows, keys, rows == keys, False)
         return
     for causal in (False, True) if rows == keys else (False,):
         yield read_mask(masks[0], rows, keys, rows == keys, causal) if masks else Pattern(causal)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from lln.kernels.common import Dropout, compute_dtype, drop, full_precision, softmax_or_zero, spans, zeros_like
+from lln.kernels.common import Dropout, compute_dtype, drop, keep_full_precision, softmax_or_zero, spans, zeros_like
 
 
 def slot_rows(start: Tensor, slots: Tensor, length: int | Tensor, block_size: int) -> tuple[Tensor, Tensor]:
@@ -60,22 +60,22 @@ class Placement:
         visible, fresh = filled & key_mask.gather(1, rows), filled & (rows >= block_size)
         return cls(rows, visible, fresh, slots.clamp(0, count - 1), placed, block_size)
 
-    def queries(self, t: Tensor) -> Tensor:
+    def place_queries(self, t: Tensor) -> Tensor:
         """The new rows t [B, H, G, N, D] in their slots; zeros in the slots that hold none."""
         return gather_rows(t, (self.rows - self.block_size).clamp_min(0)) * self.fresh[:, None, None, :, None]
 
-    def keys(self, t: Tensor, opened: Tensor | None) -> Tensor:
+    def place_keys(self, t: Tensor, opened: Tensor | None) -> Tensor:
         """[open block, new rows] in their slots; what stands in slots that are not `visible` is arbitrary."""
         if opened is None:
             opened = t.new_zeros(()).expand(*t.shape[:-2], self.block_size, t.shape[-1])
         return gather_rows(torch.cat([opened, t], -2), self.rows)
 
-    def new_rows(self, t: Tensor) -> Tensor:
-        """The inverse of `queries`; rows without a slot get zeros."""
-        return self.all_rows(t)[..., self.block_size :, :]
+    def take_new_rows(self, t: Tensor) -> Tensor:
+        """The inverse of `place_queries`; rows without a slot get zeros."""
+        return self.take_all_rows(t)[..., self.block_size :, :]
 
-    def all_rows(self, t: Tensor) -> Tensor:
-        """The inverse of `keys`: [open block, new rows]."""
+    def take_all_rows(self, t: Tensor) -> Tensor:
+        """The inverse of `place_keys`: [open block, new rows]."""
         return gather_rows(t, self.slots) * self.placed[:, None, None, :, None]
 
 
@@ -101,7 +101,7 @@ class Blocks(Function):
     """
 
     @staticmethod
-    @full_precision
+    @keep_full_precision
     def forward(
         q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None, open_key: Tensor | None, open_value: Tensor | None,
         start: Tensor | None, key_mask: Tensor | None, block_size: int, is_causal: bool, scale: float,
@@ -109,7 +109,7 @@ class Blocks(Function):
     ) -> Tensor:  # fmt: skip
         computed = compute_dtype(q.dtype)
         placement = place(start, key_mask, block_size, open_key)
-        qs, ks, vs, visible = in_blocks(q, k, v, open_key, open_value, placement, block_size)
+        qs, ks, vs, visible = cut_into_blocks(q, k, v, open_key, open_value, placement, block_size)
         out = q.new_empty((*qs.shape[:-1], v.shape[-1]), dtype=dtype)
         for part in spans(qs, dim=-3, at_least=1):
             q_part, k_part, v_part = (t[..., part, :, :].to(computed) for t in (qs, ks, vs))
@@ -117,7 +117,7 @@ class Blocks(Function):
             o = drop(p, dropout, part.start)[0] @ v_part
             out[..., part, :, :] = o if weight is None else o * weight.unsqueeze(-2)
         out = out.flatten(-3, -2)
-        return out if placement is None else placement.new_rows(out)
+        return out if placement is None else placement.take_new_rows(out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -125,14 +125,14 @@ class Blocks(Function):
         ctx.settings = inputs[8:]
 
     @staticmethod
-    @full_precision
+    @keep_full_precision
     def backward(ctx: Any, g_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, weight, open_key, open_value, start, key_mask = ctx.saved_tensors
         block_size, is_causal, scale, _, dropout = ctx.settings
         dtype = compute_dtype(q.dtype)
         placement = place(start, key_mask, block_size, open_key)
-        qs, ks, vs, visible = in_blocks(q, k, v, open_key, open_value, placement, block_size)
-        gs = (g_out if placement is None else placement.queries(g_out)).unflatten(-2, (-1, block_size))
+        qs, ks, vs, visible = cut_into_blocks(q, k, v, open_key, open_value, placement, block_size)
+        gs = (g_out if placement is None else placement.place_queries(g_out)).unflatten(-2, (-1, block_size))
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (qs, ks, vs))
         dweight = zeros_like(weight)
         for part in spans(qs, dim=-3, at_least=1):
@@ -153,8 +153,8 @@ class Blocks(Function):
         dq, dk, dv = (t.flatten(-3, -2) for t in (dq, dk, dv))
         if placement is None:
             return dq, dk, dv, dweight, *[None] * 9
-        dk, dv = placement.all_rows(dk), placement.all_rows(dv)
-        grads = placement.new_rows(dq), dk[..., block_size:, :], dv[..., block_size:, :], dweight
+        dk, dv = placement.take_all_rows(dk), placement.take_all_rows(dv)
+        grads = placement.take_new_rows(dq), dk[..., block_size:, :], dv[..., block_size:, :], dweight
         if open_key is None:
             return *grads, *[None] * 9
         return *grads, dk[..., :block_size, :], dv[..., :block_size, :], *[None] * 7
@@ -166,14 +166,14 @@ def place(start: Tensor | None, key_mask: Tensor | None, block_size: int, open_k
     return Placement.make(start, key_mask, block_size, continued=open_key is not None)
 
 
-def in_blocks(
+def cut_into_blocks(
     q: Tensor, k: Tensor, v: Tensor, open_key: Tensor | None, open_value: Tensor | None,
     placement: Placement | None, block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """q, k, v as blocks [B, H, G, n, block_size, D], and which keys of each block may be attended to."""
     visible = None
     if placement is not None:
-        q, k, v = placement.queries(q), placement.keys(k, open_key), placement.keys(v, open_value)
+        q, k, v = placement.place_queries(q), placement.place_keys(k, open_key), placement.place_keys(v, open_value)
         visible = placement.visible[:, None, None].unflatten(-1, (-1, block_size))
     q, k, v = (t.unflatten(-2, (-1, block_size)) for t in (q, k, v))
     return q, k, v, visible

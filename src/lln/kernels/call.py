@@ -53,6 +53,9 @@ class Call:
     mean_key: Annotated[Tensor | None, SEQUENCE, EAGER] = None  # [B, Hk, M, D] of the incoming state
     entropy: Annotated[Tensor | None, SEQUENCE, EAGER] = None  # [B, Hk, M]
     count: Annotated[Tensor | None, SEQUENCE, EAGER] = None  # [B] int64 of the state: tokens since the first valid one
+    joint: Annotated[bool, EAGER] = False  # mix="evidence": blocks and what lies outside them, see evidence_mix
+    overlap: Annotated[bool, EAGER] = False  # of them: windows that overlap in place of blocks
+    offset: Annotated[Tensor | None, SEQUENCE, EAGER] = None  # of them: [B, Hq, 1], added to the evidence
     dropout: Annotated[Dropout | None, EAGER] = None  # of the eager back end, which draws it
 
     def arguments(self) -> tuple[Any, ...]:
@@ -87,7 +90,7 @@ class Call:
                 split[name] = t.split(1) if t.shape[0] > 1 else [t] * len(lengths_k)
         for i in range(len(lengths_k)):
             parts: dict[str, Any] = {name: tensors[i] for name, tensors in split.items()}
-            dropout = None if self.dropout is None else self.dropout.at(i)
+            dropout = None if self.dropout is None else self.dropout.make_stream(i)
             yield self.change(cu_query=None, cu_key=None, dropout=dropout, **parts)
 
     def block_mask(self) -> Tensor:

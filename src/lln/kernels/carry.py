@@ -5,11 +5,33 @@ All of it is index arithmetic on the device, without a loop over sequences and w
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from lln.kernels.blocks import slot_rows
 from lln.kernels.call import Call
+
+
+class Layout(NamedTuple):
+    """How a sequence is cut into groups of queries, and which keys each sees: group g the window of `size` slots from
+    g * rows on, in slots that count from `before` slots before the first row.
+
+        blocks           rows = size         before = 0           the block itself
+        overlap          rows = size / 2     before = size / 4    and a quarter on both sides
+        overlap, causal  rows = size / 2     before = size / 2    and the group before, no later token
+    """
+
+    size: int
+    rows: int
+    before: int
+
+    @classmethod
+    def choose(cls, size: int, overlap: bool, is_causal: bool) -> Layout:
+        if not overlap:
+            return cls(size, size, 0)
+        return cls(size, size // 2, size // 2 if is_causal else size // 4)
 
 
 def block_start(
@@ -51,14 +73,14 @@ def sequence_lengths(key: Tensor, cu_key: Tensor | None) -> Tensor:
 
 def open_block(call: Call) -> dict[str, Tensor]:
     """count, block_key, block_value and block_mask of the state after this call."""
-    size, device = call.block_size, call.key.device
-    assert size is not None
-    lengths = sequence_lengths(call.key, call.cu_key)
+    assert call.block_size is not None
+    size, group, before = Layout.choose(call.block_size, call.overlap, call.is_causal)
+    device, lengths = call.key.device, sequence_lengths(call.key, call.cu_key)
     start = torch.zeros_like(lengths) if call.start is None else call.start
     end = start + lengths
     count = end if call.count is None else torch.where(call.count > 0, call.count + lengths, end)
-    slots = end.div(size, rounding_mode="floor").mul(size).unsqueeze(-1) + torch.arange(size, device=device)
-    rows, filled = slot_rows(start, slots, lengths.unsqueeze(-1), size)  # of [block open before, new rows]
+    slots = end.div(group, rounding_mode="floor").mul(group).unsqueeze(-1) + torch.arange(size, device=device)
+    rows, filled = slot_rows(start + before, slots, lengths.unsqueeze(-1), size)  # of [block open before, new rows]
     kept = rows < size
     owner = torch.arange(lengths.shape[0], device=device).unsqueeze(-1)
     new = (rows - size).clamp_min(0)
@@ -80,8 +102,7 @@ def open_block(call: Call) -> dict[str, Tensor]:
     mask = filled
     if call.key_mask is not None and call.key.shape[-2]:
         mask = mask & (kept | call.key_mask[owner, new])
-    if call.open_mask is not None:
-        mask = mask & (~kept | call.open_mask.gather(-1, rows.clamp_max(size - 1)))
+    mask = mask & (~kept if call.open_mask is None else ~kept | call.open_mask.gather(-1, rows.clamp_max(size - 1)))
     hidden = ~mask[:, None, :, None]
     return {
         "count": count,

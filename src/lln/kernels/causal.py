@@ -29,9 +29,9 @@ from lln.kernels.common import (
     can_look,
     drop,
     exponents,
-    finite,
-    full_precision,
+    keep_full_precision,
     logaddexp,
+    make_finite,
     softmax_or_zero,
     zeros_like,
 )
@@ -65,17 +65,17 @@ class Chunk:
             yield Level(half, keys, decay)
             half //= 2
 
-    def entering(self) -> Tensor:
+    def weigh_past(self) -> Tensor:
         """e^(L_b - L_t) for the edge b at the chunk's start: the share of the past in every row."""
         return self.share(self.before, self.log_sums)
 
-    def own(self) -> Tensor:
+    def weigh_own(self) -> Tensor:
         """e^(x_t - L_t): the share of a row's own key."""
         return self.share(self.x, self.log_sums)
 
     def share(self, part: Tensor, whole: Tensor) -> Tensor:
         """e^(part - whole), at most 1; 0 for an empty part of an empty whole."""
-        return (part - finite(whole)).to(self.v.dtype).exp()
+        return (part - make_finite(whole)).to(self.v.dtype).exp()
 
 
 @dataclasses.dataclass
@@ -122,7 +122,7 @@ def load(
     x = pad_rows(exponents(k, beta, hidden), count, -torch.inf)
     before, x = before.unsqueeze(-2), x.to(before.dtype)
     log_sums = logaddexp(before, prefix_log_sums(x))
-    offset = (log_sums - finite(log_sums.detach().amax(-1, keepdim=True))).to(dtype)
+    offset = (log_sums - make_finite(log_sums.detach().amax(-1, keepdim=True))).to(dtype)
     a = softmax_or_zero(pad_rows(exponents(q, alpha), count) + offset)
     dropped, mask = drop(a, dropout, first)
     return Chunk(x, pad_rows(v.to(dtype), count), before, log_sums, a, dropped, mask)
@@ -135,8 +135,8 @@ def fold_chunk(chunk: Chunk) -> tuple[Tensor, Tensor]:
 
 def outputs(chunk: Chunk, mean_value: Tensor) -> Tensor:
     """o_t of every row of the chunk; mean_value is S at its start."""
-    out = (chunk.dropped * chunk.entering()) @ mean_value
-    out = out + (chunk.dropped * chunk.own()).sum(-1, keepdim=True) * chunk.v
+    out = (chunk.dropped * chunk.weigh_past()) @ mean_value
+    out = out + (chunk.dropped * chunk.weigh_own()).sum(-1, keepdim=True) * chunk.v
     for level in chunk.levels():
         weights = (take_right(chunk.dropped, level.half) * level.decay) @ level.keys.transpose(-1, -2)
         take_right(out, level.half).add_(weights @ take_left(chunk.v, level.half))
@@ -180,8 +180,8 @@ def attend_safely(
 
 def value_products(chunk: Chunk, mean_value: Tensor, g: Tensor) -> Tensor:
     """W_tc = dO_t . S_tc, with S_t never formed."""
-    w = chunk.entering() * (g @ mean_value.transpose(-1, -2))
-    w = w + chunk.own() * (g * chunk.v).sum(-1, keepdim=True)
+    w = chunk.weigh_past() * (g @ mean_value.transpose(-1, -2))
+    w = w + chunk.weigh_own() * (g * chunk.v).sum(-1, keepdim=True)
     for level in chunk.levels():
         scores = take_right(g, level.half) @ take_left(chunk.v, level.half).transpose(-1, -2)
         take_right(w, level.half).add_(level.decay * (scores @ level.keys))
@@ -193,7 +193,7 @@ def key_value_gradients(chunk: Chunk, g: Tensor, d: Tensor, suffix: Tensor, suff
     last = chunk.share(chunk.x, chunk.log_sums[..., -1:, :])
     dv = last @ suffix
     dx = last * (chunk.v @ suffix.transpose(-1, -2) - suffix_d)
-    own = chunk.own()
+    own = chunk.weigh_own()
     dv = dv + ((chunk.dropped * own).sum(-1, keepdim=True) * g).sum(2, keepdim=True)
     dx = dx + (own * (chunk.dropped * (g * chunk.v).sum(-1, keepdim=True) - chunk.a * d)).sum(2, keepdim=True)
     for level in chunk.levels():
@@ -218,7 +218,7 @@ class Causal(Function):
     The incoming log_sum and mean_value are the state of everything before the first row."""
 
     @staticmethod
-    @full_precision
+    @keep_full_precision
     def forward(
         q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, beta: Tensor, log_sum: Tensor, mean_value: Tensor,
         weight: Tensor | None, hidden: Tensor | None, dtype: torch.dtype, dropout: Dropout | None,
@@ -249,7 +249,7 @@ class Causal(Function):
         ctx.dropout = inputs[10]
 
     @staticmethod
-    @full_precision
+    @keep_full_precision
     def backward(ctx: Any, g_out: Tensor, g_log_sum: Tensor, g_mean: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, alpha, beta, log_sum, mean_value, weight, hidden, mean_end = ctx.saved_tensors
         dtype = alpha.dtype
@@ -294,7 +294,7 @@ class Causal(Function):
             dk[..., rows, :] = (beta * dx[..., :n, :]).to(k.dtype)
             if ctx.needs_input_grad[4]:
                 dbeta = dbeta + (dx[..., :n, :] * k[..., rows, :]).sum_to_size(beta.shape)
-            entering = chunk.entering()
+            entering = chunk.weigh_past()
             through = chunk.share(chunk.before, chunk.log_sums[..., -1:, :])
             reach = (chunk.dropped * entering).transpose(-1, -2) @ g
             suffix = through.transpose(-1, -2) * suffix + reach.sum(2, keepdim=True)

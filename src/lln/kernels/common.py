@@ -105,7 +105,7 @@ def make_once(
     return made
 
 
-def traced_as_constant(function: F) -> F:
+def trace_as_constant(function: F) -> F:
     """For functions of plain values that return a tensor they keep: torch.compile calls them while it traces and takes
     the tensor as it is. What they make they make on the CPU: that copy waits, so that any stream may read it."""
     # What torch.compiler.assume_constant_result does, without importing the compiler.
@@ -131,7 +131,7 @@ def reuse(buffer: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty(like.shape, dtype=dtype, device=like.device)
 
 
-def grouped(t: Tensor, heads: int) -> Tensor:
+def split_heads(t: Tensor, heads: int) -> Tensor:
     """[B, Hq, D] -> [B, H, G, D], where any size may be 1."""
     parts: Tensor = t.unflatten(1, (heads, -1) if t.shape[1] > 1 else (1, 1))
     return parts
@@ -142,7 +142,7 @@ def zeros_like(weight: Tensor | None) -> Any:
     return None if weight is None else torch.zeros_like(weight)
 
 
-def finite(t: Tensor) -> Tensor:
+def make_finite(t: Tensor) -> Tensor:
     """-inf becomes the lowest finite number, so that subtracting it from an exponent of -inf gives -inf, not NaN."""
     return t.clamp_min(torch.finfo(t.dtype).min)
 
@@ -158,7 +158,7 @@ def logaddexp(a: Tensor, b: Tensor) -> Tensor:
 
 def softmax_or_zero(logits: Tensor) -> Tensor:
     """Softmax over the last dimension; a row of -inf, which has nothing to attend to, gives zeros."""
-    top = finite(logits.detach().amax(-1, keepdim=True))
+    top = make_finite(logits.detach().amax(-1, keepdim=True))
     weights = (logits - top).exp()
     # The largest weight of a row that has any is exactly 1, so the clamp changes empty rows only. It is below 1, which
     # is the sum of a row with one key: what passes through a clamp at its limit depends on the version of torch.
@@ -199,11 +199,11 @@ class Dropout:
 
     def mask(self, like: Tensor, *place: int) -> Tensor:
         generator = torch.Generator(like.device)
-        generator.manual_seed(self.at(*place).seed)
+        generator.manual_seed(self.make_stream(*place).seed)
         keep = torch.rand(like.shape, generator=generator, device=like.device) >= self.p
         return keep.to(like.dtype) * (1.0 / (1.0 - self.p) if self.p < 1.0 else 0.0)
 
-    def at(self, *place: int) -> Dropout:
+    def make_stream(self, *place: int) -> Dropout:
         """An independent stream, for another part of the same call."""
         # Not hash(): in CPython hash(-1) == hash(-2).
         digest = hashlib.blake2b(repr((self.seed, *place)).encode(), digest_size=8).digest()
@@ -231,20 +231,20 @@ def run(function: type[Function], *args: Any) -> Any:
     return function.forward(*args)
 
 
-def autocast_enabled(device_type: str) -> bool:
+def is_autocast_enabled(device_type: str) -> bool:
     # torch has no autocast for the meta device and says so with an error.
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
-def full_precision(function: Callable[..., Any]) -> Callable[..., Any]:
+def keep_full_precision(function: Callable[..., Any]) -> Callable[..., Any]:
     """Run without autocast: the softmaxes must stay in the compute dtype in forward and backward alike."""
 
     @functools.wraps(function)
-    def wrapped(*args: Any) -> Any:
+    def run_without_autocast(*args: Any) -> Any:
         device = next(a.device.type for a in args if isinstance(a, Tensor))
-        if not autocast_enabled(device):
+        if not is_autocast_enabled(device):
             return function(*args)
         with torch.autocast(device, enabled=False):
             return function(*args)
 
-    return wrapped
+    return run_without_autocast

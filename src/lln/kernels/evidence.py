@@ -27,14 +27,14 @@ from lln.kernels.call import Call
 from lln.kernels.causal import Chunk, chunks, outputs, pad_rows, take_left, take_right, value_products
 from lln.kernels.common import (
     Dropout,
-    autocast_enabled,
     compute_dtype,
     drop,
     exponents,
-    finite,
-    grouped,
+    is_autocast_enabled,
+    make_finite,
     softmax_or_zero,
     spans,
+    split_heads,
     wide_dtype,
 )
 
@@ -60,7 +60,7 @@ def count_channels(directions: Tensor | str | None, dim: int) -> int:
 def attend(call: Call) -> tuple[Tensor, ...]:
     """(out [B, Hq, N, E] in the compute dtype with the linear part's weight, and the state as in `lln.LLNState`:
     log_sum [B, Hk, M], mean_value [B, Hk, M, E], mean_key [B, Hk, M, D], entropy [B, Hk, M]) of one sequence."""
-    if autocast_enabled(call.query.device.type):  # as `full_precision`
+    if is_autocast_enabled(call.query.device.type):  # as `keep_full_precision`
         with torch.autocast(call.query.device.type, enabled=False):
             return attend(call)
     heads, dtype = call.key.shape[1], compute_dtype(call.query.dtype)
@@ -72,13 +72,13 @@ def attend(call: Call) -> tuple[Tensor, ...]:
     given = call.log_sum, call.mean_value, call.mean_key, call.entropy
     state = Held(*(t.unsqueeze(2) for t in given if t is not None)) if call.log_sum is not None else None
     if call.is_causal and q.shape[-2] > 1:
-        out, state = attend_causally(q, k, v, x, state or empty(x, k, v), call.scale, call.dropout)
+        out, state = attend_causally(q, k, v, x, state or make_empty(x, k, v), call.scale, call.dropout)
     else:  # one token sees no later one: it is after its state and itself
         new = fold(x, k, v)
         state = new if state is None else merge(state, new)
         out = read(q, state, call.scale, call.dropout)
     if call.lln_weight is not None:
-        out = out * grouped(call.lln_weight, heads).unsqueeze(-2)
+        out = out * split_heads(call.lln_weight, heads).unsqueeze(-2)
     return out.flatten(1, 2), *(t.squeeze(2) for t in state)
 
 
@@ -92,7 +92,7 @@ def channel_exponents(k: Tensor, beta: Tensor, directions: Tensor | str | None, 
     return x if hidden is None else x.masked_fill(hidden, -torch.inf)
 
 
-def empty(x: Tensor, k: Tensor, v: Tensor) -> Held:
+def make_empty(x: Tensor, k: Tensor, v: Tensor) -> Held:
     """The state of no keys at all, the identity of `merge`."""
     shape, wide = (*x.shape[:3], x.shape[-1]), wide_dtype(x.device)
     value, key = (t.new_zeros((*shape, t.shape[-1])) for t in (v, k))
@@ -101,7 +101,7 @@ def empty(x: Tensor, k: Tensor, v: Tensor) -> Held:
 
 def join_entropies(sum_1: Tensor, entropy_1: Tensor, sum_2: Tensor, entropy_2: Tensor) -> tuple[Tensor, Tensor]:
     """(L, H) of two sets of keys from (L, H) of each."""
-    top = finite(torch.maximum(sum_1, sum_2).detach())
+    top = make_finite(torch.maximum(sum_1, sum_2).detach())
     # Not logaddexp: its second derivative is NaN where one of them is -inf.
     first, second = sum_1 - top, sum_2 - top  # <= 0
     total = first.exp() + second.exp()  # 1 to 2, or 0 where there is no key
@@ -117,7 +117,7 @@ def join_entropies(sum_1: Tensor, entropy_1: Tensor, sum_2: Tensor, entropy_2: T
 def merge(first: Held, second: Held) -> Held:
     """The state of both. Associative and commutative."""
     log_sum, entropy = join_entropies(first.log_sum, first.entropy, second.log_sum, second.entropy)
-    share = (second.log_sum - finite(log_sum)).exp().to(first.mean_value.dtype).unsqueeze(-1)
+    share = (second.log_sum - make_finite(log_sum)).exp().to(first.mean_value.dtype).unsqueeze(-1)
     # As in `fold.merge`: 1 - share would drift.
     value = first.mean_value + share * (second.mean_value - first.mean_value)
     key = first.mean_key + share * (second.mean_key - first.mean_key)
@@ -130,12 +130,12 @@ def fold(x: Tensor, k: Tensor, v: Tensor) -> Held:
     for rows in spans(x):
         part = fold_rows(x[..., rows, :], k[..., rows, :], v[..., rows, :])
         state = part if state is None else merge(state, part)
-    return empty(x, k, v) if state is None else state
+    return make_empty(x, k, v) if state is None else state
 
 
 def fold_rows(x: Tensor, k: Tensor, v: Tensor) -> Held:
     wide = wide_dtype(x.device)
-    top = finite(x.detach().amax(-2, keepdim=True))
+    top = make_finite(x.detach().amax(-2, keepdim=True))
     below = x - top  # <= 0
     weights = below.exp()
     total = weights.sum(-2)
@@ -215,7 +215,7 @@ def weigh_chunk(q: Tensor, k: Tensor, x: Tensor, state: Held, centre: Tensor, sc
 
 def list_logits(q: Tensor, k: Tensor, x: Tensor, scale: float, is_causal: bool) -> Tensor:
     """What the queries read each channel by, [B, H, G, N, M], but for a number a row."""
-    state = empty(x, k, k[..., :0])
+    state = make_empty(x, k, k[..., :0])
     if not is_causal:
         state = fold(x, k, k[..., :0])
         return scale * q @ state.mean_key.transpose(-1, -2) + state.entropy.to(q.dtype).unsqueeze(-2)

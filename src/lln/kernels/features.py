@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from lln.kernels.common import Dropout, compute_dtype, drop, full_precision, spans
+from lln.kernels.common import Dropout, compute_dtype, drop, keep_full_precision, spans
 
 FeatureMap = Callable[[Tensor], Tensor]  # [..., n, D] -> [..., n, F], row by row
 CHUNK = 128
@@ -68,7 +68,7 @@ def map_rows(t: Tensor, rows: slice, phi: FeatureMap, hidden: Tensor | None = No
     return features if hidden is None else features.masked_fill(hidden[..., rows, :], 0.0)
 
 
-def features_and_back(
+def map_with_backward(
     t: Tensor, rows: slice, phi: FeatureMap, hidden: Tensor | None = None
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Features of some rows, and what takes their gradient to that of the rows."""
@@ -87,20 +87,20 @@ class Decay:
     def __init__(self, log_gate: Tensor | None, rows: slice) -> None:
         self.sums = None if log_gate is None else log_gate[..., rows, :].cumsum(-2)
 
-    def pairs(self, scores: Tensor) -> Tensor:
+    def weigh_pairs(self, scores: Tensor) -> Tensor:
         scores = scores.tril()
         if self.sums is None:
             return scores
         # Above the diagonal the exponent is positive; it is cut before it can overflow.
         return scores * (self.sums - self.sums.transpose(-1, -2)).clamp_max(0.0).exp()
 
-    def entering(self, t: Tensor) -> Tensor:
+    def weigh_from_start(self, t: Tensor) -> Tensor:
         return t if self.sums is None else t * self.sums.exp()
 
-    def leaving(self, t: Tensor) -> Tensor:
+    def weigh_to_end(self, t: Tensor) -> Tensor:
         return t if self.sums is None else t * (self.sums[..., -1:, :] - self.sums).exp()
 
-    def through(self, state: Tensor) -> Tensor:
+    def weigh_across(self, state: Tensor) -> Tensor:
         return state if self.sums is None else state * self.sums[..., -1:, :].exp()
 
 
@@ -113,7 +113,7 @@ class FeatureAttention(Function):
     """(q, k, v, hidden, log_gate, maps, is_causal, dtype, dropout) -> out"""
 
     @staticmethod
-    @full_precision
+    @keep_full_precision
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, log_gate: Tensor | None, maps: Maps,
         is_causal: bool, dtype: torch.dtype, dropout: Dropout | None,
@@ -125,7 +125,7 @@ class FeatureAttention(Function):
                 decay = Decay(log_gate, rows)
                 fq, fk = map_rows(q, rows, maps.query), map_rows(k, rows, maps.key, hidden)
                 v_rows = v[..., rows, :].to(fk.dtype)
-                out[..., rows, :], _, _ = causal_rows(maps, decay, fq, fk, v_rows, state, dropout, rows.start)
+                out[..., rows, :], _, _ = attend_causal_rows(maps, decay, fq, fk, v_rows, state, dropout, rows.start)
                 state = fold(fk, v_rows, state, decay)
         else:
             state = fold_all(maps, k, v, hidden)
@@ -138,7 +138,7 @@ class FeatureAttention(Function):
         return out
 
     @staticmethod
-    @full_precision
+    @keep_full_precision
     @once_differentiable  # the features' own derivative is taken by autograd, within
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         (g_out,) = grads
@@ -151,11 +151,11 @@ class FeatureAttention(Function):
 
 def fold(fk: Tensor, v: Tensor, state: tuple[Tensor, Tensor] | None, decay: Decay | None) -> tuple[Tensor, Tensor]:
     """(S [B, H, 1, F, E], z [B, H, 1, F, 1]) with some more keys in it."""
-    late = fk if decay is None else decay.leaving(fk)
+    late = fk if decay is None else decay.weigh_to_end(fk)
     s, z = late.transpose(-1, -2) @ v, late.sum(-2).unsqueeze(-1)
     if state is None:
         return s, z
-    before = state if decay is None else (decay.through(state[0]), decay.through(state[1]))
+    before = state if decay is None else (decay.weigh_across(state[0]), decay.weigh_across(state[1]))
     return before[0] + s, before[1] + z
 
 
@@ -167,20 +167,20 @@ def fold_all(maps: Maps, k: Tensor, v: Tensor, hidden: Tensor | None) -> tuple[T
     return state
 
 
-def causal_rows(
+def attend_causal_rows(
     maps: Maps, decay: Decay, fq: Tensor, fk: Tensor, v: Tensor, state: tuple[Tensor, Tensor] | None,
     dropout: Dropout | None, place: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Out and 1 / total of a chunk's rows, and the dropout mask."""
     dropped, mask = drop(fq, dropout, place)
-    weights = decay.pairs(fq @ fk.transpose(-1, -2))
+    weights = decay.weigh_pairs(fq @ fk.transpose(-1, -2))
     total = weights.sum(-1, keepdim=True)
     if mask is not None:
-        weights = decay.pairs(dropped @ fk.transpose(-1, -2))
+        weights = decay.weigh_pairs(dropped @ fk.transpose(-1, -2))
     numerator = weights @ v
     if state is not None:
-        numerator = numerator + decay.entering(dropped) @ state[0]
-        total = total + decay.entering(fq) @ state[1]
+        numerator = numerator + decay.weigh_from_start(dropped) @ state[0]
+        total = total + decay.weigh_from_start(fq) @ state[1]
     out, inverse = maps.divide(numerator, total)
     return out, inverse, mask
 
@@ -193,7 +193,7 @@ def bidirectional_backward(
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     ds, dz = torch.zeros_like(s), torch.zeros_like(z)
     for rows in maps.spans(q, maps.query, False):
-        fq, back = features_and_back(q, rows, maps.query)
+        fq, back = map_with_backward(q, rows, maps.query)
         dropped, mask = drop(fq, dropout, rows.start)
         out, inverse = maps.divide(dropped @ s, fq @ z)
         g, g_total = maps.divide_backward(g_out[..., rows, :].to(fq.dtype), out, inverse)
@@ -203,7 +203,7 @@ def bidirectional_backward(
         ds += sum_shared(dropped.transpose(-1, -2) @ g)
         dz += sum_shared(fq.transpose(-1, -2) @ g_total)
     for rows in maps.spans(k, maps.key, False):
-        fk, back = features_and_back(k, rows, maps.key, hidden)
+        fk, back = map_with_backward(k, rows, maps.key, hidden)
         dv[..., rows, :] = (fk @ ds).to(v.dtype)
         dfk = v[..., rows, :].to(ds.dtype) @ ds.transpose(-1, -2) + dz.transpose(-1, -2)
         dk[..., rows, :] = back(dfk).to(k.dtype)
@@ -222,17 +222,17 @@ def causal_backward(
     state, kept = None, []
     for rows in chunks:
         decay, fk = Decay(log_gate, rows), map_rows(k, rows, maps.key, hidden)
-        fq, back = features_and_back(q, rows, maps.query)
+        fq, back = map_with_backward(q, rows, maps.query)
         v_rows = v[..., rows, :].to(fk.dtype)
-        out, inverse, mask = causal_rows(maps, decay, fq, fk, v_rows, state, dropout, rows.start)
+        out, inverse, mask = attend_causal_rows(maps, decay, fq, fk, v_rows, state, dropout, rows.start)
         g, g_total = maps.divide_backward(g_out[..., rows, :].to(fq.dtype), out, inverse)
-        dfq = decay.pairs(g @ v_rows.transpose(-1, -2)) @ fk
+        dfq = decay.weigh_pairs(g @ v_rows.transpose(-1, -2)) @ fk
         if state is not None:
-            dfq = dfq + decay.entering(g @ state[0].transpose(-1, -2))
+            dfq = dfq + decay.weigh_from_start(g @ state[0].transpose(-1, -2))
         dfq = dfq if mask is None else dfq * mask
-        dfq = dfq + decay.pairs(g_total.expand(*g_total.shape[:-1], fk.shape[-2])) @ fk
+        dfq = dfq + decay.weigh_pairs(g_total.expand(*g_total.shape[:-1], fk.shape[-2])) @ fk
         if state is not None:
-            dfq = dfq + decay.entering(g_total) * state[1].transpose(-1, -2)
+            dfq = dfq + decay.weigh_from_start(g_total) * state[1].transpose(-1, -2)
         dq[..., rows, :] = back(dfq).to(q.dtype)
         if dsums is not None and not maps.normalise:  # normalised, the numerator's share and the total's cancel
             dsums[..., rows, :] += sum_shared((g * out).sum(-1, keepdim=True))
@@ -241,28 +241,28 @@ def causal_backward(
     later = later_total = None  # R [B, H, 1, F, E], r [B, H, 1, F, 1]
     for rows, (inverse, g_total) in zip(reversed(chunks), reversed(kept), strict=True):
         decay, fq = Decay(log_gate, rows), map_rows(q, rows, maps.query)
-        fk, back = features_and_back(k, rows, maps.key, hidden)
+        fk, back = map_with_backward(k, rows, maps.key, hidden)
         v_rows = v[..., rows, :].to(fk.dtype)
         g = g_out[..., rows, :].to(fk.dtype) * inverse
         dropped, mask = drop(fq, dropout, rows.start)
-        weights = decay.pairs(fq @ fk.transpose(-1, -2))
-        of_values = weights if mask is None else decay.pairs(dropped @ fk.transpose(-1, -2))
+        weights = decay.weigh_pairs(fq @ fk.transpose(-1, -2))
+        of_values = weights if mask is None else decay.weigh_pairs(dropped @ fk.transpose(-1, -2))
         dv_rows = sum_shared(of_values.transpose(-1, -2) @ g)
         done = sum_shared(weights.transpose(-1, -2) @ g_total)  # gradient of the ones that the total sums
-        dfk = sum_shared(decay.pairs(g @ v_rows.transpose(-1, -2)).transpose(-1, -2) @ dropped)
+        dfk = sum_shared(decay.weigh_pairs(g @ v_rows.transpose(-1, -2)).transpose(-1, -2) @ dropped)
         ones = g_total.expand(*g_total.shape[:-1], fk.shape[-2])
-        dfk = dfk + sum_shared(decay.pairs(ones).transpose(-1, -2) @ fq)
+        dfk = dfk + sum_shared(decay.weigh_pairs(ones).transpose(-1, -2) @ fq)
         if later is not None and later_total is not None:
-            late = decay.leaving(fk)
+            late = decay.weigh_to_end(fk)
             dv_rows, done = dv_rows + late @ later, done + late @ later_total
-            dfk = dfk + decay.leaving(v_rows @ later.transpose(-1, -2) + later_total.transpose(-1, -2))
+            dfk = dfk + decay.weigh_to_end(v_rows @ later.transpose(-1, -2) + later_total.transpose(-1, -2))
         dk[..., rows, :] = back(dfk).to(k.dtype)
         dv[..., rows, :] = dv_rows.to(v.dtype)
         if dsums is not None:
             dsums[..., rows, :] -= (dv_rows * v_rows).sum(-1, keepdim=True) + done
-        new = sum_shared(decay.entering(dropped).transpose(-1, -2) @ g)
-        new_total = sum_shared(decay.entering(fq).transpose(-1, -2) @ g_total)
-        later = new if later is None else decay.through(later) + new
-        later_total = new_total if later_total is None else decay.through(later_total) + new_total
+        new = sum_shared(decay.weigh_from_start(dropped).transpose(-1, -2) @ g)
+        new_total = sum_shared(decay.weigh_from_start(fq).transpose(-1, -2) @ g_total)
+        later = new if later is None else decay.weigh_across(later) + new
+        later_total = new_total if later_total is None else decay.weigh_across(later_total) + new_total
     dgate = None if dsums is None else dsums.flip(-2).cumsum(-2).flip(-2)
     return dq, dk, dv, dgate

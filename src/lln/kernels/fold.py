@@ -22,9 +22,9 @@ from lln.kernels.common import (
     can_look,
     drop,
     exponents,
-    finite,
-    full_precision,
+    keep_full_precision,
     logaddexp,
+    make_finite,
     reuse,
     spans,
     wide_dtype,
@@ -38,13 +38,13 @@ TOGETHER = 32  # spans that are summed up before they are merged, which rounds l
 def merge(log_sum_1: Tensor, mean_1: Tensor, log_sum_2: Tensor, mean_2: Tensor) -> tuple[Tensor, Tensor]:
     """The state of two sets of keys and values from the states of each. Associative and commutative."""
     log_sum = logaddexp(log_sum_1, log_sum_2)
-    share = (log_sum_2 - finite(log_sum)).exp().to(mean_1.dtype).unsqueeze(-1)
+    share = (log_sum_2 - make_finite(log_sum)).exp().to(mean_1.dtype).unsqueeze(-1)
     # S1 + w (S2 - S1) rather than (1 - w) S1 + w S2: the rounding of 1 - w would drift over many merges.
     mean = mean_1 + share * (mean_2 - mean_1)
     return log_sum, mean.masked_fill((log_sum == -torch.inf).unsqueeze(-1), 0.0)
 
 
-def empty(key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def make_empty(key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The state of no keys at all, the identity of `merge`."""
     batch, heads, _, _, dim = key.shape
     log_sum = key.new_full((batch, heads, 1, dim), -torch.inf, dtype=wide_dtype(key.device))
@@ -66,7 +66,7 @@ def fold_rows(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The state of a few rows: x = beta k [B, H, 1, n, D] (-inf where hidden) and v [B, H, 1, n, E].
 
     Overwrites x."""
-    top = finite(x.detach().amax(-2, keepdim=True))
+    top = make_finite(x.detach().amax(-2, keepdim=True))
     weights = exp_(x.sub_(top))
     total = weights.sum(-2)
     # The largest weight of a channel that has keys is exactly 1, so the clamp changes empty channels only
@@ -104,18 +104,18 @@ class Fold(Function):
     """(k, v, beta, hidden) -> (log_sum, mean_value)"""
 
     @staticmethod
-    @full_precision
+    @keep_full_precision
     def forward(k: Tensor, v: Tensor, beta: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
         parts = list(spans(k))
         if not parts:
-            return empty(k, v, beta.dtype)
+            return make_empty(k, v, beta.dtype)
         if not can_look(k) or not k.numel():
-            return Fold.safely(k, v, beta, hidden, parts)
+            return Fold.fold_safely(k, v, beta, hidden, parts)
         state = None
         for at in range(0, len(parts), TOGETHER):
             log_sum, mean, unsafe = fold_quickly(k, v, beta, hidden, parts[at : at + TOGETHER])
             if bool(unsafe.any()):  # head by head: what other sequences hold changes no bit
-                safe_sum, safe_mean = Fold.safely(k, v, beta, hidden, parts[at : at + TOGETHER])
+                safe_sum, safe_mean = Fold.fold_safely(k, v, beta, hidden, parts[at : at + TOGETHER])
                 log_sum = torch.where(unsafe.unsqueeze(-1), safe_sum, log_sum)
                 mean = torch.where(unsafe[..., None, None], safe_mean, mean)
             state = (log_sum, mean) if state is None else merge(*state, log_sum, mean)
@@ -123,7 +123,7 @@ class Fold(Function):
         return state
 
     @staticmethod
-    def safely(
+    def fold_safely(
         k: Tensor, v: Tensor, beta: Tensor, hidden: Tensor | None, parts: Sequence[slice]
     ) -> tuple[Tensor, Tensor]:
         """Whatever the exponents are."""
@@ -142,12 +142,12 @@ class Fold(Function):
         ctx.save_for_backward(*inputs, *output)
 
     @staticmethod
-    @full_precision
+    @keep_full_precision
     def backward(ctx: Any, g_log_sum: Tensor, g_mean: Tensor) -> tuple[Tensor | None, ...]:
         k, v, beta, hidden, log_sum, mean_value = ctx.saved_tensors
-        edge = finite(log_sum.to(beta.dtype)).unsqueeze(-2)
+        edge = make_finite(log_sum.to(beta.dtype)).unsqueeze(-2)
         # What log_sum loses in the narrower dtype would be an error of every weight of its channel.
-        lost = (finite(log_sum) - edge.squeeze(-2)).clamp(-1.0, 1.0).to(beta.dtype).unsqueeze(-2)
+        lost = (make_finite(log_sum) - edge.squeeze(-2)).clamp(-1.0, 1.0).to(beta.dtype).unsqueeze(-2)
         shift = (g_log_sum.to(beta.dtype) - (mean_value * g_mean).sum(-1)).unsqueeze(-2)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         dbeta = torch.zeros_like(beta)
@@ -167,13 +167,13 @@ class Read(Function):
     """(q, alpha, log_sum, mean_value, weight, dtype, dropout) -> weight * softmax_c(alpha q + log_sum) @ mean_value"""
 
     @staticmethod
-    @full_precision
+    @keep_full_precision
     def forward(
         q: Tensor, alpha: Tensor, log_sum: Tensor, mean_value: Tensor, weight: Tensor | None,
         dtype: torch.dtype, dropout: Dropout | None,
     ) -> Tensor:  # fmt: skip
         out = q.new_empty((*q.shape[:-1], mean_value.shape[-1]), dtype=dtype)
-        offset, mean_value, _ = readable(log_sum, mean_value)
+        offset, mean_value, _ = make_readable(log_sum, mean_value)
         logits = a = o = None
         quick = dropout is None and can_look(q)
         for rows in spans(q):
@@ -199,10 +199,10 @@ class Read(Function):
         ctx.dropout = inputs[6]
 
     @staticmethod
-    @full_precision
+    @keep_full_precision
     def backward(ctx: Any, g_out: Tensor) -> tuple[Tensor | None, ...]:
         q, alpha, log_sum, mean_value, weight = ctx.saved_tensors
-        offset, mean_value, alive = readable(log_sum, mean_value)
+        offset, mean_value, alive = make_readable(log_sum, mean_value)
         dq = torch.empty_like(q)
         dalpha, dmean, dlog_sum = torch.zeros_like(alpha), torch.zeros_like(mean_value), torch.zeros_like(offset)
         dweight = zeros_like(weight)
@@ -246,11 +246,11 @@ def read_quickly(
     return is_ordinary(total, 1e6).logical_not_()
 
 
-def readable(log_sum: Tensor, mean_value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def make_readable(log_sum: Tensor, mean_value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The state as queries use it: L relative to its largest channel (a softmax over channels does not see
     the difference, and small exponents round less), S zero and L finite where there is no key at all."""
     top = log_sum.detach().amax(-1, keepdim=True)
     alive = top > -torch.inf
-    offset = (log_sum - finite(top)).masked_fill(~alive, 0.0)
+    offset = (log_sum - make_finite(top)).masked_fill(~alive, 0.0)
     alive = alive.unsqueeze(-1).to(mean_value.dtype)
     return offset.unsqueeze(-2).to(mean_value.dtype), mean_value * alive, alive

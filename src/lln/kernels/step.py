@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lln.kernels.call import Call
-from lln.kernels.common import autocast_enabled, compute_dtype, exponents, grouped, softmax_or_zero
-from lln.kernels.fold import merge, readable
+from lln.kernels.common import compute_dtype, exponents, is_autocast_enabled, softmax_or_zero, split_heads
+from lln.kernels.fold import make_readable, merge
 
 
 def is_step(call: Call) -> bool:
@@ -22,7 +22,7 @@ def is_step(call: Call) -> bool:
         return False
     if call.read != "paper":  # which is as short for one token as it is
         return False
-    if call.dropout_p or autocast_enabled(call.query.device.type):
+    if call.dropout_p or is_autocast_enabled(call.query.device.type):
         return False
     return not (torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in call.arguments()))
 
@@ -37,13 +37,13 @@ def step(call: Call) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     x = exponents(call.key.squeeze(2), call.beta, hidden)  # [B, H, D]
     # One key is a state of its own: L = beta k, S = v in every channel.
     log_sum, mean = merge(call.log_sum, call.mean_value, x.to(call.log_sum.dtype), call.value.to(dtype))
-    offset, readable_mean, _ = readable(log_sum, mean)
-    a = torch.softmax(exponents(q, grouped(call.alpha, heads)) + offset, -1)
+    offset, readable_mean, _ = make_readable(log_sum, mean)
+    a = torch.softmax(exponents(q, split_heads(call.alpha, heads)) + offset, -1)
     out = a @ readable_mean  # [B, H, G, E]
     block: dict[str, Tensor] = {}
     if call.lln_weight is not None and call.block_weight is not None:
         diag, block = step_in_block(call, q.to(dtype))
-        out = out * grouped(call.lln_weight, heads) + diag * grouped(call.block_weight, heads)
+        out = out * split_heads(call.lln_weight, heads) + diag * split_heads(call.block_weight, heads)
     return out.flatten(1, 2).unsqueeze(2).to(call.query.dtype), log_sum, mean, block
 
 

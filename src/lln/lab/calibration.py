@@ -6,12 +6,12 @@ noise they share cancels in its slope.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lln.lab.core.progress import Progress
 from lln.lab.core.seeds import normal
 from lln.matching.curves import interpolate, pchip
 
@@ -74,7 +74,7 @@ def average_runs(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     return values.mean(0), values.std(0) / math.sqrt(len(rows))
 
 
-def measure(plan: CurvePlan, seed: int, device: torch.device, progress: Callable[[str], None]) -> dict[str, Any]:
+def measure(plan: CurvePlan, seed: int, device: torch.device, progress: Progress) -> dict[str, Any]:
     """The curves, ready for JSON. `progress` hears of each of plan.steps() steps."""
     variance, entropy = {}, {}
     for dim in plan.head_dims:
@@ -98,7 +98,7 @@ def measure(plan: CurvePlan, seed: int, device: torch.device, progress: Callable
 
 
 def invert_entropy(
-    plan: CurvePlan, dim: int, length: int, seed: int, device: torch.device, progress: Callable[[str], None]
+    plan: CurvePlan, dim: int, length: int, seed: int, device: torch.device, progress: Progress
 ) -> dict[str, list[float]]:
     """s2 for every t, and its standard error, by inverting the entropy of LLN at the entropy of softmax."""
     lln_runs: list[Tensor] = []

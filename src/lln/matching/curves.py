@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lln.files import read_data
-from lln.kernels.common import make_once, traced_as_constant, wide_dtype
+from lln.kernels.common import make_once, trace_as_constant, wide_dtype
 
 
 def interpolate(at: Tensor, x: Tensor, y: Tensor, slope: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def interpolate_dims(per_dim: list[list[float]], head_dim: int) -> Tensor:
 MADE: dict[tuple[str, int, str], Tensor] = {}
 
 
-@traced_as_constant
+@trace_as_constant
 def find_curves(matching: str, head_dim: int, device: torch.device) -> Tensor:
     """Of "variance" the curve log V -> log s2, as `pchip` has it. Of "entropy" for each measured length N the curve
     log t -> log s2, likewise, and a fourth row of log N: [lengths, 4, n]. All are over the same t."""

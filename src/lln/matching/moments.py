@@ -77,13 +77,13 @@ def match_moments(
     device = devices[-1] if devices else torch.device("cpu")
     dtype = wide_dtype(device)
 
-    def as_tensor(value: float | Tensor) -> Tensor:
+    def make_tensor(value: float | Tensor) -> Tensor:
         # torch.full rather than torch.tensor: a fill on the device, not a copy to it, so that a CUDA graph can hold it.
         if isinstance(value, Tensor):
             return value.detach().to(device, dtype)
         return torch.full((), value, dtype=dtype, device=device)
 
-    q, k = as_tensor(sigma_q), as_tensor(sigma_k)
+    q, k = make_tensor(sigma_q), make_tensor(sigma_k)
     t = (q * k).square()
     if scale is not None:
         t *= score_factor(scale, head_dim)
@@ -93,7 +93,7 @@ def match_moments(
     elif matching == "variance":
         half = s2_for_variance(t, head_dim).div_(2).sqrt_()
     else:
-        half = s2_for_entropy(t, head_dim, as_tensor(length)).div_(2).sqrt_()
+        half = s2_for_entropy(t, head_dim, make_tensor(length)).div_(2).sqrt_()
     alpha, beta = half / q, half / k
     return (alpha, beta) if devices else (alpha.item(), beta.item())
 

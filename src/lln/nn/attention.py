@@ -17,7 +17,7 @@ from lln.nn.convolution import check_sequence, check_value, convolve
 from lln.nn.feature_map import map_features
 from lln.nn.module_options import check_options
 from lln.nn.overlap import overlapping_attention
-from lln.nn.statistics import MomentMatcher, Where, check_heads, in_backward
+from lln.nn.statistics import MomentMatcher, Where, check_heads, is_in_backward
 from lln.state import LLNState
 
 
@@ -40,7 +40,9 @@ class LLNAttention(MomentMatcher):
         learnable: with "fixed": "head" or "channel" makes alpha and beta parameters that start from the given values.
         block_size: LLN+Diag with blocks of so many tokens; None: LLN alone.
         mix: of the linear part and the blocks: a number; "ratio" learns one number a head; "scales" learns two factors
-            (r, p) a head and value channel. All start at the average of the two.
+            (r, p) a head and value channel. All start at the average of the two. "evidence", with the evidence read:
+            each query weighs its block against all keys outside it (see `lln.lln_attention`), with an offset a head
+            that is learned and starts at 0.
         read: "paper", or "evidence" for weights that were trained with softmax (see `lln.lln_attention`). It has no
             alpha; beta is found as before, and says how much the keys of a channel differ from those of others.
         directions: of the evidence read's channels: None, the keys' own coordinates; "signed", these and their
@@ -53,7 +55,8 @@ class LLNAttention(MomentMatcher):
             window is symmetric, or reaches back alone where attention is causal. It starts at zero. What key_mask and
             query_mask hide, and other packed sequences, are not seen. Refused: a state, and cross attention.
         overlap: with a block_size divisible by 4: in place of blocks, windows of block_size keys around every
-            block_size / 2 queries, a quarter of it further on both sides; causal: half of it before them. No state.
+            block_size / 2 queries, a quarter of it further on both sides; causal: half of it before them. There is a
+            state with mix="evidence" alone.
         dropout: probability in training.
         scale: of the softmax that is imitated, and of the one in the blocks; default 1 / sqrt(head_dim).
         decoder: the queries belong to a causal decoder (cross attention), so statistics must not look at all of them.
@@ -90,6 +93,7 @@ class LLNAttention(MomentMatcher):
     """
 
     mix_logit: nn.Parameter
+    evidence_offset: nn.Parameter
     channel_directions: nn.Parameter
     lln_scale: nn.Parameter
     block_scale: nn.Parameter
@@ -113,7 +117,7 @@ class LLNAttention(MomentMatcher):
         beta: Coefficient | None = None,
         learnable: Literal["head", "channel"] | None = None,
         block_size: int | None = None,
-        mix: float | Literal["ratio", "scales"] = 0.5,
+        mix: float | Literal["ratio", "scales", "evidence"] = 0.5,
         read: Read = "paper",
         directions: int | Literal["signed"] | None = None,
         feature_map: Literal["linear"] | None = None,
@@ -150,6 +154,7 @@ class LLNAttention(MomentMatcher):
         learned: tuple[tuple[bool, float, dict[str, tuple[int, ...]]], ...] = (
             (mix == "ratio", 0.0, {"mix_logit": (num_heads,)}),
             (mix == "scales", 0.5, {"lln_scale": scales, "block_scale": scales}),
+            (mix == "evidence", 0.0, {"evidence_offset": (num_heads,)}),
             (feature_map is not None, 0.0, {
                 "map_q": (num_heads, head_dim, head_dim),
                 "map_k": (key_heads, head_dim, head_dim),
@@ -178,7 +183,12 @@ class LLNAttention(MomentMatcher):
             return self.mix_logit.sigmoid()
         if self.mix == "scales":
             return self.lln_scale.unsqueeze(0), self.block_scale.unsqueeze(0)
-        return float(self.mix)
+        return "evidence" if self.mix == "evidence" else float(self.mix)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a causal sequence may be cut: overlapping windows reach further back than other states keep rows."""
+        return not self.overlap or self.mix == "evidence"
 
     @property
     def moves(self) -> bool:
@@ -277,7 +287,7 @@ class LLNAttention(MomentMatcher):
             query, key = self.convolve(query, key, where)
             value = convolve(value, self.conv_v, is_causal=is_causal, mask=key_mask, cu_seqlens=cu_seqlens)
         new = None
-        if self.statistics == "running" and self.training and not in_backward():
+        if self.statistics == "running" and self.training and not is_in_backward():
             self.commit()
             new = self.sum_moments(query, key, where)
         alpha, beta = self.match(query, key, where)
@@ -297,6 +307,9 @@ class LLNAttention(MomentMatcher):
         if self.block_size is not None:
             call = {"block_size": self.block_size, "mix": self.mix_weights(), "scale": self.scale} | call
         op: Callable[..., Any] = overlapping_attention if self.overlap else attend_checked
+        if call.get("mix") == "evidence":
+            call = {"overlap": self.overlap, "evidence_offset": self.evidence_offset} | call
+            op = attend_checked
         return op(inputs, alpha, beta, **call, backend=self.backend)
 
     def read_options(self) -> dict[str, Any]:

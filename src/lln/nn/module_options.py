@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from lln.checks import BACKENDS, MATCHINGS, STATISTICS, Coefficient, check_block_size, check_read
+from lln.checks import (
+    BACKENDS,
+    MATCHINGS,
+    STATISTICS,
+    Coefficient,
+    check_block_size,
+    check_joint,
+    check_no_mix,
+    check_read,
+)
 from lln.kernels.evidence import SIGNED
-from lln.values import check_choice, check_count, check_flag, check_fraction, check_positive, describe
+from lln.values import check_choice, check_count, check_flag, check_fraction, check_positive
 
 
 def check_options(
@@ -44,14 +53,14 @@ def check_options(
     check_block_size(block_size, is_causal=True, cross=False, with_state=False)
     if not isinstance(mix, str):
         check_fraction("mix", mix)
-    elif mix not in ("ratio", "scales"):
-        raise ValueError(f"mix must be a number, 'ratio' or 'scales'; got {mix!r}.")
-    if block_size is None and mix != 0.5:
-        raise ValueError(f"mix weighs LLN against the blocks and needs block_size; got mix={mix!r}.")
+    elif mix not in ("ratio", "scales", "evidence"):
+        raise ValueError(f"mix must be a number, 'ratio', 'scales' or 'evidence'; got {mix!r}.")
+    if block_size is None:
+        check_no_mix(mix)
+    elif mix == "evidence":
+        check_joint(mix, read, block_size, overlap, 0.0)
     check_choice("feature_map", feature_map, None, "linear")
-    check_read(read, None if read == "evidence" else 1.0, 1.0, directions)
-    if read == "evidence" and alpha is not None:
-        raise ValueError(f"alpha: the evidence read has none, its temperature is scale; got {describe(alpha)}.")
+    check_read(read, alpha if read == "evidence" else 1.0, 1.0, directions)
     if isinstance(directions, int):
         check_count("directions", directions)
         if statistics != "fixed" or beta is not None or learnable is not None:

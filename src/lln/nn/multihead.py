@@ -39,7 +39,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             beta as given, or those of a spread of 1). Causal attention needs "running" or "fixed".
         block_size: LLN+Diag: adds softmax attention inside consecutive blocks of so many tokens. None: LLN alone.
         mix: of the linear part and the blocks: a number (0 to 1, the share of the linear part); "ratio" learns one
-            number a head; "scales" learns two factors a head and value channel. Needs block_size.
+            number a head; "scales" learns two factors a head and value channel; "evidence" lets each query weigh its
+            block against all else, with the evidence read (see `lln.lln_attention`). Needs block_size.
         read: "paper", or "evidence" for weights that were trained with softmax; see `lln.LLNAttention`.
         directions: of the evidence read's channels; see `lln.LLNAttention`.
         alpha: with "fixed": factor of the queries, a positive number or a tensor [num_heads] or [num_heads, head_dim].
@@ -95,7 +96,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         matching: Matching = "paper",
         statistics: Statistics = "sample",
         block_size: int | None = None,
-        mix: float | Literal["ratio", "scales"] = 0.5,
+        mix: float | Literal["ratio", "scales", "evidence"] = 0.5,
         read: Read = "paper",
         directions: int | Literal["signed"] | None = None,
         alpha: Coefficient | None = None,

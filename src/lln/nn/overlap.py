@@ -155,15 +155,15 @@ class Slots:
             count = (length // size + len(first)) * size  # at most; how many there are only the device knows
         target = torch.where(slots < 0, count, slots)
 
-        def into(values: Tensor, empty: int) -> Tensor:
+        def fill_slots(values: Tensor, empty: int) -> Tensor:
             """Numbers of rows [N] as numbers of slots [B, S]."""
             made = torch.full((slots.shape[0], count + 1), empty, dtype=torch.int64, device=device)
             return made.scatter_(1, target, values.expand(slots.shape))[:, :count]
 
-        rows = into(at, length)
+        rows = fill_slots(at, length)
         filled, rows = rows < length, rows.clamp_max(length - 1)
         visible = filled if key_mask is None else filled & key_mask.gather(1, rows)
-        return cls(rows, visible, slots, None if owner is None else into(owner, -1))
+        return cls(rows, visible, slots, None if owner is None else fill_slots(owner, -1))
 
     def fill(self, t: Tensor) -> Tensor:
         """Rows t [B, H, N, D] in their slots; what stands in empty ones is arbitrary."""

@@ -235,7 +235,7 @@ def check_heads(query: Tensor, key: Tensor, heads: int, key_heads: int, head_dim
         )
 
 
-def in_backward() -> bool:
+def is_in_backward() -> bool:
     """Whether autograd is running backward right now, that is, whether a forward is a recomputation."""
     # A compiled graph recomputes within itself and does not come here again.
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

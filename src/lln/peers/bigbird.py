@@ -67,7 +67,7 @@ def block_sparse(call: Call, mask: Tensor, *, block: int, drawn: int, seed: int,
         none = torch.zeros_like(chosen, dtype=torch.bool)
     chosen, none = (t.unflatten(1, (key_heads, groups)) for t in (chosen, none))  # [B, H, G, n, r]
 
-    def random(t: Tensor) -> Tensor:
+    def take_chosen(t: Tensor) -> Tensor:
         """[B, H, G, n, r size, D]"""
         found: Tensor = whole_blocks(t, chosen.flatten(3)).unflatten(3, (count, -1))
         return found.flatten(4, 5)
@@ -84,8 +84,8 @@ def block_sparse(call: Call, mask: Tensor, *, block: int, drawn: int, seed: int,
             shown = shown & (ends != 0)[..., None, None]
         parts.append((scores(queries, whole_blocks(kb, end), call.scale, ~shown), whole_blocks(vb, end)))
     if chosen.shape[-1]:
-        shown = random(seen) & ~none.repeat_interleave(size, -1).unsqueeze(-1)
-        parts.append((scores(queries, random(kb), call.scale, ~shown), random(vb)))
+        shown = take_chosen(seen) & ~none.repeat_interleave(size, -1).unsqueeze(-1)
+        parts.append((scores(queries, take_chosen(kb), call.scale, ~shown), take_chosen(vb)))
     out = joint_attention(parts, call.dropout, 1).flatten(-3, -2)
     # The first and the last block see every key.
     for place, end in enumerate((torch.zeros_like(last), last)):

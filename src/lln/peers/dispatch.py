@@ -13,8 +13,8 @@ from torch import Tensor
 from lln.checks import check_call, check_inputs
 from lln.functional import CuSeqlens, Mix, autocast
 from lln.kernels.call import Call
-from lln.kernels.common import autocast_enabled
-from lln.kernels.eager import blocks_of, with_dropout
+from lln.kernels.common import is_autocast_enabled
+from lln.kernels.eager import attend_block_part, draw_dropout
 from lln.nn.statistics import check_heads
 from lln.peers.registry import REGISTRY, Mechanism, check_names, find
 from lln.values import describe
@@ -111,7 +111,7 @@ def run(
     entry.check(query, key, is_causal, key_mask, cu_seqlens)
     call = check_call(inputs, block_size=block_size, mix=mix, is_causal=is_causal, dropout_p=dropout_p, scale=scale)
     device = query.device.type
-    narrow = torch.autocast(device, enabled=False) if autocast_enabled(device) else contextlib.nullcontext()
+    narrow = torch.autocast(device, enabled=False) if is_autocast_enabled(device) else contextlib.nullcontext()
     with narrow:
         out = attend(call) if entry.whole else run_each(attend, call, with_blocks=True)
         return out.to(query.dtype)
@@ -138,8 +138,8 @@ def run_each(attend: Attend, call: Call, with_blocks: bool = False) -> Tensor:
         out = attend(sequence)
         if not with_blocks or sequence.block_size is None or sequence.lln_weight is None:
             return out
-        blocks = blocks_of(sequence)
+        blocks = attend_block_part(sequence)
         return out.to(blocks.dtype) * sequence.lln_weight.unsqueeze(-2) + blocks
 
-    outs = [part(sequence) for sequence in with_dropout(call).sequences()]
+    outs = [part(sequence) for sequence in draw_dropout(call).sequences()]
     return outs[0] if len(outs) == 1 else torch.cat(outs, -2)

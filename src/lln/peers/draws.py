@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.kernels.common import make_once, traced_as_constant
-from lln.nn.statistics import in_backward
+from lln.kernels.common import make_once, trace_as_constant
+from lln.nn.statistics import is_in_backward
 from lln.peers.modules import AttentionModule
 from lln.values import check_count
 
@@ -20,7 +20,7 @@ from lln.values import check_count
 KEPT: dict[tuple[object, ...], Tensor] = {}
 
 
-@traced_as_constant
+@trace_as_constant
 def gaussian(
     rows: int, columns: int, seed: int, orthogonal: bool = False, *, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
@@ -30,7 +30,7 @@ def gaussian(
     return make_once(KEPT, key, lambda: draw_gaussian(rows, columns, seed, orthogonal).to(dtype), device)
 
 
-@traced_as_constant
+@trace_as_constant
 def uniform(count: int, seed: int, *, device: torch.device) -> Tensor:
     """[count] in [0, 1), in float32. Nobody may change it."""
 
@@ -82,7 +82,7 @@ class RandomFeatures(AttentionModule):
         return draw_gaussian(self.features, self.head_dim, self.seed + number, self.orthogonal)
 
     def current_projection(self) -> Tensor:
-        if self.training and self.redraw_every is not None and not in_backward():
+        if self.training and self.redraw_every is not None and not is_in_backward():
             if self._known is None:
                 self._known = int(self.calls)
             if self._known and self._known % self.redraw_every == 0:

@@ -21,7 +21,24 @@ from lln.values import check_count
 
 @register("flash")
 class Flash(Mixer):
-    """chunk: c. expansion: channels of u and v, over those of the hidden states. key_dim: of z."""
+    """FLASH as a module, in the place of the whole attention block (see `Mixer`).
+
+    Args:
+        sizes: num_heads, head_dim, max_length; the hidden states have num_heads * head_dim channels.
+        chunk: tokens of a chunk, c.
+        expansion: channels of u and v, over those of the hidden states.
+        key_dim: channels of z, which queries and keys are made of.
+        dropout: probability in training.
+
+    Shape:
+        - hidden: [batch, length, num_heads * head_dim], and the same for the output
+
+    Examples:
+        >>> import lln, torch
+        >>> module = lln.mechanism("flash", num_heads=4, head_dim=16, chunk=16, key_dim=8)
+        >>> module(torch.randn(2, 50, 64), is_causal=True).shape
+        torch.Size([2, 50, 64])
+    """
 
     def __init__(
         self, *sizes: Any, chunk: int = 256, expansion: int = 2, key_dim: int = 128, dropout: float = 0.0

@@ -17,8 +17,25 @@ from lln.values import check_choice
 
 @register("hedgehog")
 class Hedgehog(AttentionModule):
-    """activation: "softmax" over the channels as released, or "exp" as in the paper's formula; the exponentials
-    themselves are taken inside LLN's fold."""
+    """Hedgehog as a module: it learns a map of queries and one of keys for each head.
+
+    Args:
+        activation: "softmax" over the channels as released, or "exp" as in the paper's formula; the exponentials
+            themselves are taken inside LLN's fold.
+        sizes, common: as of `AttentionModule`.
+
+    Shape:
+        - query: [batch, num_heads, length, head_dim]
+        - key: [batch, num_key_heads, key length, head_dim]; value: [batch, num_key_heads, key length, value dim]
+        - output: [batch, num_heads, length, value dim]
+
+    Examples:
+        >>> import lln, torch
+        >>> module = lln.mechanism("hedgehog", num_heads=4, head_dim=16)
+        >>> query, key, value = (torch.randn(2, 4, 50, 16) for _ in range(3))
+        >>> module(query, key, value, is_causal=True).shape
+        torch.Size([2, 4, 50, 16])
+    """
 
     def __init__(self, *sizes: Any, activation: Literal["softmax", "exp"] = "softmax", **common: Any) -> None:
         super().__init__(*sizes, **common)

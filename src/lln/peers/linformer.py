@@ -17,7 +17,25 @@ from lln.values import check_count
 
 @register("linformer")
 class Linformer(AttentionModule):
-    """rank: rows that the keys are projected to. share: one projection for keys and values."""
+    """Linformer as a module: it learns the projections, which have a row for each of `max_length` positions.
+
+    Args:
+        rank: rows that the keys are projected to.
+        share: one projection for keys and values.
+        sizes, common: as of `AttentionModule`.
+
+    Shape:
+        - query: [batch, num_heads, length, head_dim]
+        - key: [batch, num_key_heads, key length, head_dim]; value: [batch, num_key_heads, key length, value dim]
+        - output: [batch, num_heads, length, value dim]
+
+    Examples:
+        >>> import lln, torch
+        >>> module = lln.mechanism("linformer", num_heads=4, head_dim=16, max_length=64, rank=8)
+        >>> query, key, value = (torch.randn(2, 4, 50, 16) for _ in range(3))
+        >>> module(query, key, value).shape
+        torch.Size([2, 4, 50, 16])
+    """
 
     def __init__(self, *sizes: Any, rank: int = 256, share: bool = False, **common: Any) -> None:
         super().__init__(*sizes, **common)

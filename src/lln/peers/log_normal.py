@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lln.checks import Matching, Statistics
-from lln.functional import Coefficient, CuSeqlens, lln_attention
+from lln.checks import Inputs, Matching, Statistics
+from lln.functional import Coefficient, CuSeqlens, attend_checked
 from lln.kernels.call import Call
-from lln.kernels.eager import blocks_of
+from lln.kernels.eager import attend_block_part
 from lln.nn.attention import LLNAttention
 from lln.peers.dispatch import run_each
 from lln.peers.registry import DECLARED, register
@@ -47,14 +47,17 @@ def lln(
         call.query, call.key, is_causal=call.is_causal, key_mask=call.key_mask, cu_seqlens=cu_seqlens
     )
     factors = [own if isinstance(own, Tensor) else found for own, found in zip((alpha, beta), matched, strict=True)]
-    out: Tensor = lln_attention(
-        call.query, call.key, call.value, *factors, **blocks, is_causal=call.is_causal, key_mask=call.key_mask,
-        dropout_p=call.dropout_p, cu_seqlens=cu_seqlens, scale=call.scale,
-    )  # fmt: skip
+    inputs = Inputs(
+        call.query, call.key, call.value, call.key_mask, call.cu_query, call.cu_key, isinstance(cu_seqlens, tuple)
+    )
+    out = attend_checked(
+        inputs, *factors, **blocks, is_causal=call.is_causal, dropout_p=call.dropout_p, scale=call.scale
+    )
+    assert isinstance(out, Tensor)
     return out
 
 
 @register("block_diagonal")
 def block_diagonal(call: Call) -> Tensor:
     """The Diag of LLN+Diag alone: softmax attention inside consecutive blocks and nothing else."""
-    return run_each(blocks_of, call.change(block_weight=None))
+    return run_each(attend_block_part, call.change(block_weight=None))

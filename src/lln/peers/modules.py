@@ -63,6 +63,13 @@ class AttentionModule(PeerModule):
         - query: [batch, num_heads, length, head_dim]
         - key: [batch, num_key_heads, key length, head_dim]; value: [batch, num_key_heads, key length, value dim]
         - output: [batch, num_heads, length, value dim]
+
+    Examples:
+        >>> import lln, torch
+        >>> module = lln.mechanism("nystromformer", num_heads=4, head_dim=16, num_key_heads=2, landmarks=8)
+        >>> query, key, value = torch.randn(2, 4, 50, 16), torch.randn(2, 2, 50, 16), torch.randn(2, 2, 50, 8)
+        >>> module(query, key, value).shape
+        torch.Size([2, 4, 50, 8])
     """
 
     def __init__(
@@ -89,7 +96,25 @@ class AttentionModule(PeerModule):
 
 
 class FunctionModule(AttentionModule):
-    """A mechanism that learns nothing: `function`, with its options set."""
+    """A mechanism that learns nothing: `function`, with its options set. `lln.mechanism` builds it.
+
+    Args:
+        name: of the mechanism.
+        function: of a checked call, with its options set.
+        sizes, common: as of `AttentionModule`.
+
+    Shape:
+        - query: [batch, num_heads, length, head_dim]
+        - key: [batch, num_key_heads, key length, head_dim]; value: [batch, num_key_heads, key length, value dim]
+        - output: [batch, num_heads, length, value dim]
+
+    Examples:
+        >>> import lln, torch
+        >>> module = lln.mechanism("elu", num_heads=4, head_dim=16, block_size=16)
+        >>> query, key, value = (torch.randn(2, 4, 50, 16) for _ in range(3))
+        >>> module(query, key, value, is_causal=True).shape
+        torch.Size([2, 4, 50, 16])
+    """
 
     def __init__(self, name: str, function: Attend, *sizes: Any, **common: Any) -> None:
         self.name = name
@@ -106,6 +131,12 @@ class Mixer(PeerModule):
 
     Shape:
         - hidden: [batch, length, num_heads * head_dim], and the same for the output
+
+    Examples:
+        >>> import lln, torch
+        >>> module = lln.mechanism("tnn", num_heads=4, head_dim=16, rpe_dim=8)
+        >>> module(torch.randn(2, 50, 64), is_causal=True).shape
+        torch.Size([2, 50, 64])
     """
 
     def forward(

@@ -47,7 +47,26 @@ def nystromformer(call: Call, *, landmarks: int = 64, iterations: int = 6) -> Te
 
 @register("nystromformer", function=nystromformer)
 class Nystromformer(AttentionModule):
-    """conv_kernel: adds a learned depthwise convolution of so many values, an odd number (the paper: 33)."""
+    """Nystromformer as a module. It learns nothing but the convolution, where there is one.
+
+    Args:
+        landmarks: m, segments of the queries and of the keys.
+        iterations: of the inverse.
+        conv_kernel: adds a learned depthwise convolution of so many values, an odd number (the paper: 33).
+        sizes, common: as of `AttentionModule`.
+
+    Shape:
+        - query: [batch, num_heads, length, head_dim]
+        - key: [batch, num_key_heads, key length, head_dim]; value: [batch, num_key_heads, key length, value dim]
+        - output: [batch, num_heads, length, value dim]
+
+    Examples:
+        >>> import lln, torch
+        >>> module = lln.mechanism("nystromformer", num_heads=4, head_dim=16, landmarks=8, conv_kernel=5)
+        >>> query, key, value = (torch.randn(2, 4, 50, 16) for _ in range(3))
+        >>> module(query, key, value).shape
+        torch.Size([2, 4, 50, 16])
+    """
 
     def __init__(
         self, *sizes: Any, landmarks: int = 64, iterations: int = 6, conv_kernel: int | None = None, **common: Any

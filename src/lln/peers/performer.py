@@ -34,6 +34,28 @@ def performer(
 
 @register("performer", function=performer)
 class Performer(RandomFeatures):
+    """Performer as a module: its random directions are a buffer, drawn anew as it trains.
+
+    Args:
+        features: random directions, default D ln D to a multiple of 16.
+        seed: they are a function of it and of how often they were drawn.
+        orthogonal: directions at right angles in each square block, which lowers the variance.
+        redraw_every: training calls after which they are drawn anew; None: drawn once.
+        sizes, common: as of `AttentionModule`.
+
+    Shape:
+        - query: [batch, num_heads, length, head_dim]
+        - key: [batch, num_key_heads, key length, head_dim]; value: [batch, num_key_heads, key length, value dim]
+        - output: [batch, num_heads, length, value dim]
+
+    Examples:
+        >>> import lln, torch
+        >>> module = lln.mechanism("performer", num_heads=4, head_dim=16, features=32)
+        >>> query, key, value = (torch.randn(2, 4, 50, 16) for _ in range(3))
+        >>> module(query, key, value, is_causal=True).shape
+        torch.Size([2, 4, 50, 16])
+    """
+
     usual_features = staticmethod(default_features)
 
     def attend(self, call: Call) -> Tensor:

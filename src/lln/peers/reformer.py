@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from lln.kernels.call import Call
-from lln.kernels.common import drop, finite, softmax_or_zero
+from lln.kernels.common import drop, make_finite, softmax_or_zero
 from lln.peers.draws import gaussian
 from lln.peers.pieces import find_valid, group_heads
 from lln.peers.registry import register
 from lln.peers.windows import cut_blocks, whole_blocks
-from lln.values import check_count, describe
+from lln.values import check_count, derive_seed, describe
 
 SELF = -1e5  # a token attends to itself only where there is nobody else
 
@@ -36,7 +36,7 @@ def reformer(
     if rotations is None:
         half = max(1, (buckets or 2 * max(length // chunk, 1)) // 2)
         # Each direction has a draw of its own, so that fewer are the first of more.
-        seeds = [seed * 1000003 + column for column in range(half)]
+        seeds = [derive_seed(seed, column) for column in range(half)]
         drawn = [gaussian(heads * rounds, dim, one, device=q.device, dtype=q.dtype) for one in seeds]
         rotations = torch.stack(drawn, -1).unflatten(0, (heads, rounds)).transpose(1, 2)
     elif rotations.ndim != 4 or list(rotations.shape[:2]) != [heads, dim]:
@@ -72,7 +72,7 @@ def reformer(
     key_place, key_shown = (add_before(t.unsqueeze(-1)).squeeze(-1) for t in (place, shown))
     logits = logits.masked_fill(place.unsqueeze(-1) == key_place.unsqueeze(-2), SELF)
     logits = logits.masked_fill(~key_shown.unsqueeze(-2), -torch.inf)
-    top = finite(logits.detach().amax(-1, keepdim=True))
+    top = make_finite(logits.detach().amax(-1, keepdim=True))
     p = (logits - top).exp()
     total = p.sum(-1, keepdim=True)
     some = total.clamp_min(0.5)  # at least 1 where a key is shown

@@ -51,8 +51,29 @@ def rfa(
 
 @register("rfa", function=rfa)
 class RFA(RandomFeatures):
-    """gated: g_t = sigmoid(w . k_t + b) for each key head, learned (the paper's gate reads the token's hidden state;
-    on q, k, v the key is what there is of it)."""
+    """Random feature attention as a module: its random directions are a buffer, and a gate is learned.
+
+    Args:
+        features: random directions, default one for each channel.
+        seed: they are a function of it and of how often they were drawn.
+        sigma: width of the Gaussian kernel.
+        gated: g_t = sigmoid(w . k_t + b) for each key head, learned (the paper's gate reads the token's hidden state;
+            on q, k, v the key is what there is of it). Causal attention only.
+        redraw_every: training calls after which directions are drawn anew; None: drawn once.
+        sizes, common: as of `AttentionModule`.
+
+    Shape:
+        - query: [batch, num_heads, length, head_dim]
+        - key: [batch, num_key_heads, key length, head_dim]; value: [batch, num_key_heads, key length, value dim]
+        - output: [batch, num_heads, length, value dim]
+
+    Examples:
+        >>> import lln, torch
+        >>> module = lln.mechanism("rfa", num_heads=4, head_dim=16, gated=True)
+        >>> query, key, value = (torch.randn(2, 4, 50, 16) for _ in range(3))
+        >>> module(query, key, value, is_causal=True).shape
+        torch.Size([2, 4, 50, 16])
+    """
 
     usual_features = staticmethod(int)  # one for each channel
 

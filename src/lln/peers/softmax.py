@@ -35,7 +35,25 @@ def softmax(call: Call) -> Tensor:
 
 @register("convolved_softmax")
 class ConvolvedSoftmax(AttentionModule):
-    """convolution: its odd width, see `lln.nn.convolution`. It starts at zero, which is softmax attention."""
+    """Softmax attention on convolved queries, keys and values, as a module that learns the convolution.
+
+    Args:
+        convolution: its odd width, see `lln.nn.convolution`. It starts at zero, which is softmax attention.
+        value_dim: of the values, default head_dim.
+        sizes, common: as of `AttentionModule`.
+
+    Shape:
+        - query: [batch, num_heads, length, head_dim]
+        - key: [batch, num_key_heads, key length, head_dim]; value: [batch, num_key_heads, key length, value dim]
+        - output: [batch, num_heads, length, value dim]
+
+    Examples:
+        >>> import lln, torch
+        >>> module = lln.mechanism("convolved_softmax", num_heads=4, head_dim=16, convolution=3)
+        >>> query, key, value = (torch.randn(2, 4, 50, 16) for _ in range(3))
+        >>> module(query, key, value, is_causal=True).shape
+        torch.Size([2, 4, 50, 16])
+    """
 
     def __init__(self, *sizes: Any, convolution: int = 5, value_dim: int | None = None, **common: Any) -> None:
         super().__init__(*sizes, **common)

@@ -22,8 +22,24 @@ from lln.values import check_count, check_number
 
 @register("tnn")
 class TNN(Mixer):
-    """decay: lambda. expansion: channels of u and v, over those of the hidden states. rpe_dim, rpe_layers: of the
-    network."""
+    """TNN as a module, in the place of the whole attention block (see `Mixer`).
+
+    Args:
+        sizes: num_heads, head_dim, max_length; the hidden states have num_heads * head_dim channels.
+        decay: lambda, by which t falls with the distance.
+        expansion: channels of u and v, over those of the hidden states.
+        rpe_dim, rpe_layers: width and depth of the network that makes t from the distance.
+        dropout: probability in training.
+
+    Shape:
+        - hidden: [batch, length, num_heads * head_dim], and the same for the output
+
+    Examples:
+        >>> import lln, torch
+        >>> module = lln.mechanism("tnn", num_heads=4, head_dim=16, rpe_dim=8)
+        >>> module(torch.randn(2, 50, 64), is_causal=True).shape
+        torch.Size([2, 50, 64])
+    """
 
     def __init__(
         self, *sizes: Any, decay: float = 0.99, expansion: int = 3, rpe_dim: int = 64, rpe_layers: int = 3,

@@ -21,7 +21,25 @@ from lln.values import check_count
 
 @register("transformer_ls")
 class TransformerLS(AttentionModule):
-    """window: tokens of a segment, which sees itself and half a segment to each side. rank: r."""
+    """Transformer-LS as a module: it learns the projection of the keys and two norms.
+
+    Args:
+        window: tokens of a segment, which sees itself and half a segment to each side.
+        rank: rows that the sequence is projected to, r.
+        sizes, common: as of `AttentionModule`.
+
+    Shape:
+        - query: [batch, num_heads, length, head_dim]
+        - key, value: [batch, num_key_heads, length, head_dim]
+        - output: [batch, num_heads, length, head_dim]
+
+    Examples:
+        >>> import lln, torch
+        >>> module = lln.mechanism("transformer_ls", num_heads=4, head_dim=16, window=16, rank=8)
+        >>> query, key, value = (torch.randn(2, 4, 50, 16) for _ in range(3))
+        >>> module(query, key, value).shape
+        torch.Size([2, 4, 50, 16])
+    """
 
     def __init__(self, *sizes: Any, window: int = 128, rank: int = 32, **common: Any) -> None:
         super().__init__(*sizes, **common)
@@ -37,9 +55,9 @@ class TransformerLS(AttentionModule):
                 f"transformer_ls normalises keys and values alike, so value dim must be {self.head_dim}; "
                 f"got {call.value.shape[3]}."
             )
-        return align(call, self.long_short)
+        return align(call, self.attend_long_short)
 
-    def long_short(self, call: Call, mask: Tensor) -> Tensor:
+    def attend_long_short(self, call: Call, mask: Tensor) -> Tensor:
         q, k, v = group_heads(call)
         weight = softmax_or_zero(
             (k @ self.projection.to(k.dtype).unsqueeze(1))

@@ -18,7 +18,7 @@ from torch.nn import functional
 from lln.kernels.call import Call
 from lln.kernels.carry import block_start
 from lln.kernels.common import drop
-from lln.kernels.eager import blocks_of
+from lln.kernels.eager import attend_block_part
 from lln.kernels.features import FeatureMap
 from lln.peers.pieces import feature_attention, group_heads
 from lln.peers.registry import register
@@ -62,7 +62,7 @@ def rectify_blocks(call: Call, block: int) -> Tensor:
 
 def softmax_blocks(call: Call, block: int) -> Tensor:
     start = block_start(call.key, call.key_mask, None, None, block)
-    return blocks_of(call.change(block_size=block, start=start, block_weight=None))
+    return attend_block_part(call.change(block_size=block, start=start, block_weight=None))
 
 
 register("transnormer_t1")(functools.partial(transnormer, functional.elu, rectify_blocks))

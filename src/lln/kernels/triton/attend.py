@@ -22,30 +22,31 @@ def attend(call: Call) -> tuple[Tensor, ...]:
     if call.is_causal and call.key_mask is not None and not plan.masks_fit(dim, dtype):
         return eager.attend(call)
     if size is not None and (call.scale < 1e-30 or not plan.blocks_fit(size, dim, width, dtype)):
-        return with_eager_blocks(call)
+        return attend_with_eager_blocks(call)
     from lln.kernels.triton.fit import DoesNotFit
     from lln.kernels.triton.op import apply
+    from lln.kernels.triton.tape import draw_seed
 
     if call.dropout_p:
         call = call.change(seed=draw_seed(call.query.device))
     try:
         return apply(*call.arguments())
     except DoesNotFit:  # only before anything was computed
-        return eager.attend(call) if size is None else with_eager_blocks(call)
+        return eager.attend(call) if size is None else attend_with_eager_blocks(call)
 
 
 def attend_known(
     options: tuple[Any, ...], given: tuple[Tensor | None, ...], backend: str, attend: Callable[[], Tensor]
 ) -> Tensor:
-    """What `attend` gives, see `known.attend_known`; where these kernels have no part in it, by calling it."""
+    """What `attend` gives, see `recognise.attend_known`; where these kernels have no part in it, by calling it."""
     query = given[0]
     if torch.compiler.is_compiling() or not isinstance(query, Tensor) or TRITON is None or TRITON < OLDEST_TRITON:
         return attend()
     if not query.is_cuda and backend != "triton":
         return attend()
-    from lln.kernels.triton import known  # on demand: `import lln` does without triton
+    from lln.kernels.triton import recognise  # on demand: `import lln` does without triton
 
-    return known.attend_known(options, given, attend)
+    return recognise.attend_known(options, given, attend)
 
 
 def can_step(call: Call) -> bool:
@@ -70,17 +71,7 @@ def step(call: Call) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     return out, log_sum, mean, dict(zip(("count", "block_key", "block_value", "block_mask"), rest, strict=False))
 
 
-def draw_seed(device: torch.device) -> Tensor:
-    """Of dropout: on the device, so that a CUDA graph draws anew at each replay."""
-    from lln.kernels.triton.tape import WATCH
-
-    seed = torch.randint(2**62, (), device=device)
-    if WATCH.link is not None:
-        WATCH.link.draw(seed)
-    return seed
-
-
-def with_eager_blocks(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def attend_with_eager_blocks(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Blocks that do not fit into a program, or a scale that is not positive: the linear part here, the blocks by the
     eager back end."""
     fields = ("block_size", "lln_weight", "block_weight", "start", "open_key", "open_value", "open_mask")
@@ -88,8 +79,8 @@ def with_eager_blocks(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     linear, log_sum, mean = attend(call.change(**none))
     rows = [linear] if call.cu_query is None else linear.split(call.cu_query.diff().tolist(), -2)
     outs = []
-    for sequence, part in zip(eager.with_dropout(call).sequences(), rows, strict=True):
+    for sequence, part in zip(eager.draw_dropout(call).sequences(), rows, strict=True):
         assert sequence.lln_weight is not None
         part = part * sequence.lln_weight.unsqueeze(-2)
-        outs.append((part + eager.blocks_of(sequence) if part.shape[-2] else part).to(call.query.dtype))
+        outs.append((part + eager.attend_block_part(sequence) if part.shape[-2] else part).to(call.query.dtype))
     return torch.cat(outs, -2), log_sum, mean

@@ -31,10 +31,10 @@ class Backward(Launch):
         self.grad_log, self.grad_mean = grad_log, grad_mean
         self.has_grad = grad_log is not None or grad_mean is not None
         if final is not None:
-            self.ends_in(final)
+            self.set_end(final)
         self.dalpha, self.dbeta = "alpha" in wanted, "beta" in wanted
         self.dweights = self.blocks and not wanted.isdisjoint(("lln_weight", "block_weight"))
-        dq, dk, dv = (self.like(t, t.shape[3]) for t in (call.query, call.key, call.value))
+        dq, dk, dv = (self.allocate_like(t, t.shape[3]) for t in (call.query, call.key, call.value))
         self.gradients: dict[str, Tensor] = {"query": dq, "key": dk, "value": dv}
         self.values |= {
             "GRAD": grad, "DQ": dq, "DK": dk, "DV": dv,
@@ -48,8 +48,8 @@ class Backward(Launch):
         # Weights that are the same for all channels go into P and A, unless their own gradients need these without.
         self.values["UNIFORM"] &= not self.dweights
 
-    def parts(self, wanted: bool, count: int, size: int) -> Tensor | None:
-        return self.empty(count, size) if wanted else None
+    def allocate_parts(self, wanted: bool, count: int, size: int) -> Tensor | None:
+        return self.allocate(count, size) if wanted else None
 
     def add_up(self, name: str, parts: Tensor | None, w: plan.Works) -> None:
         """The gradient of a factor: sums of parts [heads * works, X] over the works of each sequence, in its shape."""
@@ -65,16 +65,16 @@ class Backward(Launch):
         self.gradients[name] = sums.sum_to_size(getattr(self.call, name).shape).contiguous()
 
     def run(self) -> dict[str, Tensor]:
-        with plan.on_device(self.device):
+        with plan.use_device(self.device):
             if self.call.is_causal and self.rows:
-                self.causal_backward()
+                self.run_causal()
             else:
                 if not self.folded_before:
-                    self.ends_in(self.state())
-                self.bidirectional()
+                    self.set_end(self.state())
+                self.run_bidirectional()
         return self.gradients
 
-    def ends_in(self, state: tuple[Tensor, Tensor]) -> None:
+    def set_end(self, state: tuple[Tensor, Tensor]) -> None:
         self.log, self.mean = state
         if self.has_grad:  # one of them may be missing
             self.grad_log = torch.zeros_like(self.log) if self.grad_log is None else self.grad_log.contiguous()
@@ -82,8 +82,8 @@ class Backward(Launch):
 
     # Bidirectional
 
-    def bidirectional(self) -> None:
-        dmean, pull = self.queries()
+    def run_bidirectional(self) -> None:
+        dmean, pull = self.run_queries()
         if self.keys:
             self.fold_backward(dmean, pull)
         elif self.dbeta:
@@ -94,18 +94,18 @@ class Backward(Launch):
             dlog = part * ((self.call.mean_value * dmean).sum(-1) - pull)
             self.gradients["log_sum"] = dlog.double().contiguous()
 
-    def queries(self) -> tuple[Tensor, Tensor]:
+    def run_queries(self) -> tuple[Tensor, Tensor]:
         """dS and r of every state; dq, unless the blocks have a part in it."""
         w = self.cut("read_backward", self.query_heads, False, False)
         count = self.query_heads * w.works
         single = w.splits == 1 and self.group == 1 and self.call.cu_query is None
         single = single and not self.has_grad and not self.dweights
-        parts, pulls = self.sums(self.batch, self.heads) if single else self.sums(count)
-        dalpha = self.parts(self.dalpha, count, self.dim)
+        parts, pulls = self.allocate_sums(self.batch, self.heads) if single else self.allocate_sums(count)
+        dalpha = self.allocate_parts(self.dalpha, count, self.dim)
         if self.blocks:
             total = self.call.query.shape[0] * self.query_heads * self.rows
-            self.values |= {name: self.empty(total) for name in ("TOP", "INVERSE", "OWN")}
-            self.values["LOG2"] = self.empty(self.batch, self.heads, self.dim)
+            self.values |= {name: self.allocate(total) for name in ("TOP", "INVERSE", "OWN")}
+            self.values["LOG2"] = self.allocate(self.batch, self.heads, self.dim)
         if count:
             self.launch(
                 read_backward_kernel, count, "read_backward", LOG=self.log, MEAN=self.mean, DMEAN=parts, PULL=pulls,
@@ -120,7 +120,7 @@ class Backward(Launch):
             self.add_up("lln_weight", (parts.view(mean.shape) * mean).sum(-2), w)
         if single:
             return parts, pulls
-        dmean, pull = self.sums(self.batch, self.heads)
+        dmean, pull = self.allocate_sums(self.batch, self.heads)
         self.merge_with(
             sum_kernel, w, DMEAN=parts, PULL=pulls, LOG=self.log, MEAN=self.mean, G_LOG=self.grad_log,
             G_MEAN=self.grad_mean, DMEAN_OUT=dmean, PULL_OUT=pull, WEIGHTED=self.blocks,
@@ -129,8 +129,8 @@ class Backward(Launch):
 
     def fold_backward(self, dmean: Tensor, pull: Tensor) -> None:
         w = self.cut("fold_backward", self.heads, True, self.shifted)
-        dbeta = self.parts(self.dbeta, self.heads * w.works, self.dim)
-        dweight = self.parts(self.dweights, self.query_heads * w.works, self.width)
+        dbeta = self.allocate_parts(self.dbeta, self.heads * w.works, self.dim)
+        dweight = self.allocate_parts(self.dweights, self.query_heads * w.works, self.width)
         wide = self.group > 1 and self.dtype != torch.bfloat16  # matrices of float32
         self.launch(
             fold_backward_kernel, self.heads * w.works, "fold_backward", LOG=self.log, MEAN=self.mean, DMEAN=dmean,
@@ -142,23 +142,25 @@ class Backward(Launch):
 
     # Causal
 
-    def causal_backward(self) -> None:
-        w, state = self.prefixes("causal" if self.measured else "causal_queries")
-        self.ends_in(state)
+    def run_causal(self) -> None:
+        w, state = self.fold_prefixes("causal" if self.measured else "causal_queries")
+        self.set_end(state)
         count, rows = self.query_heads * w.works, self.call.query.shape[0] * self.query_heads * self.rows
-        reach, reach_d = self.sums(count)
+        reach, reach_d = self.allocate_sums(count)
         wide = torch.float64 if self.dtype == torch.float32 else torch.float32
-        parts = {"alpha": self.parts(self.dalpha, count, self.dim)}
-        parts |= {name: self.parts(self.dweights, count, self.width) for name in ("lln_weight", "block_weight")}
+        parts = {"alpha": self.allocate_parts(self.dalpha, count, self.dim)}
+        parts |= {
+            name: self.allocate_parts(self.dweights, count, self.width) for name in ("lln_weight", "block_weight")
+        }
         self.values.update(
-            name_strides("o", self.gradients["query"]), OUT=None, REACH=reach, REACH_D=reach_d, OWN=self.empty(rows),
-            LOG_Z=self.empty(rows, dtype=wide), REFERENCE=self.empty(self.heads * w.works * w.tiles, self.dim),
+            name_strides("o", self.gradients["query"]), OUT=None, REACH=reach, REACH_D=reach_d, OWN=self.allocate(rows),
+            LOG_Z=self.allocate(rows, dtype=wide), REFERENCE=self.allocate(self.heads * w.works * w.tiles, self.dim),
             DALPHA=parts["alpha"], DLLN=parts["lln_weight"], DBLOCK=parts["block_weight"], BACKWARD=True,
         )  # fmt: skip
-        self.causal_rows("causal_queries", count)
-        self.suffix(w)
+        self.launch_causal_rows("causal_queries", count)
+        self.sum_suffix(w)
         count = self.heads * w.works
-        parts["beta"] = self.values["DBETA"] = self.parts(self.dbeta, count, self.dim)
+        parts["beta"] = self.values["DBETA"] = self.allocate_parts(self.dbeta, count, self.dim)
         for name, opened in (("open_key", "OPEN_K"), ("open_value", "OPEN_V")):
             self.values[f"D{opened}"] = None
             if self.values[opened] is not None:
@@ -169,10 +171,10 @@ class Backward(Launch):
         for name, part in parts.items():
             self.add_up(name, part, w)
 
-    def suffix(self, w: plan.Works) -> None:
+    def sum_suffix(self, w: plan.Works) -> None:
         """R and r at the end of every work; the gradient of the incoming state."""
-        suffix, suffix_d = self.sums(self.heads * w.works)
-        first, first_d = self.sums(self.batch, self.heads)
+        suffix, suffix_d = self.allocate_sums(self.heads * w.works)
+        first, first_d = self.allocate_sums(self.batch, self.heads)
         self.merge_with(
             suffix_kernel, w, LOG_END=self.log, MEAN_END=self.mean, G_LOG=self.grad_log, G_MEAN=self.grad_mean,
             SUFFIX=suffix, SUFFIX_D=suffix_d, REACH_0=first, REACH_D0=first_d,

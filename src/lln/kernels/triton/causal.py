@@ -32,6 +32,7 @@ from lln.kernels.triton.parts import (
     block_products,
     block_weight_gradient,
     draw_kept,
+    hide_keys,
     key_log,
     load_factor,
     load_matrix,
@@ -43,7 +44,6 @@ from lln.kernels.triton.parts import (
     store_matrix,
     store_rows,
     visible_keys,
-    where_visible,
 )
 
 TINY = tl.constexpr(2.0**-80)
@@ -296,9 +296,7 @@ def causal_rows_kernel(
             u, _total, peak = softmax_rows(scale_rows(q.to(tl.float32), alpha_factor, alpha_low, offset, WIDE))
             reference = load_key_reference(END32, before, D, BD)
             e = tl.exp2(
-                where_visible(
-                    tl.minimum(scale_rows(k.to(tl.float32), factor, low, reference, WIDE), 1.0), visible, EVEN
-                )
+                hide_keys(tl.minimum(scale_rows(k.to(tl.float32), factor, low, reference, WIDE), 1.0), visible, EVEN)
             )
             if BACKWARD:
                 e = e.to(DOT)

@@ -28,6 +28,7 @@ from lln.kernels.triton.parts import (
     block_products,
     block_values,
     draw_kept,
+    hide_keys,
     key_log,
     load_factor,
     load_matrix,
@@ -37,7 +38,6 @@ from lln.kernels.triton.parts import (
     split_factor,
     store_rows,
     visible_keys,
-    where_visible,
 )
 
 
@@ -146,7 +146,7 @@ def causal_keys_kernel(
         v = v.to(DOT)
         if not SLOW:
             edge = load_key_reference(END32, index, D, BD)
-            e = tl.exp2(where_visible(tl.minimum(scale_rows(k, factor, low, edge, WIDE), 1.0), visible, EVEN)).to(DOT)
+            e = tl.exp2(hide_keys(tl.minimum(scale_rows(k, factor, low, edge, WIDE), 1.0), visible, EVEN)).to(DOT)
             dv = tl.dot(e, suffix.to(DOT), dv, input_precision=PRECISION)
             de = tl.dot(v, tl.trans(suffix.to(DOT)), input_precision=PRECISION) - suffix_d[None, :]
         for group in tl.range(0, G, disable_licm=AGAIN):

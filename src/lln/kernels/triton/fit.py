@@ -151,7 +151,7 @@ def describe_kind(call: Call) -> Hashable:
     steps = [n if n < 16 else 16 + n % 16 for n in (*query.stride(), *key.stride(), *value.stride())]
     return (
         query.device, query.dtype, dim, value.shape[3], heads // key_heads, call.block_size, call.is_causal,
-        plan.tf32_allowed(), plan.is_small(batch, heads, max(rows, keys)), lowest_bits(rows), lowest_bits(keys),
+        plan.is_tf32_allowed(), plan.is_small(batch, heads, max(rows, keys)), lowest_bits(rows), lowest_bits(keys),
         call.key_mask is None, call.cu_query is None, call.log_sum is None, call.start is None, call.open_key is None,
         call.seed is None, *wide, *steps,
     )  # fmt: skip

@@ -122,14 +122,14 @@ class Launch:
         }  # fmt: skip
         return w
 
-    def made(self, t: Tensor) -> Tensor:
+    def record_made(self, t: Tensor) -> Tensor:
         return t if self.recording is None else self.recording.make(t)
 
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return self.made(torch.empty(shape, dtype=dtype, device=self.device))
+    def allocate(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.record_made(torch.empty(shape, dtype=dtype, device=self.device))
 
-    def like(self, t: Tensor, dim: int) -> Tensor:
-        return self.made(make_like(t, dim))
+    def allocate_like(self, t: Tensor, dim: int) -> Tensor:
+        return self.record_made(make_like(t, dim))
 
     def launch(self, kernel: Any, programs: int, settings: str, /, **given: Any) -> None:
         """A kernel with the values so far and those given, and with the settings of that name."""
@@ -145,18 +145,18 @@ class Launch:
         if self.recording is not None:
             self.recording.launch(compiled, (programs,), args)
 
-    def states(self, *lead: int) -> tuple[Tensor, Tensor]:
+    def allocate_states(self, *lead: int) -> tuple[Tensor, Tensor]:
         """New (log_sum, mean_value) of [*lead] states."""
-        return self.empty(*lead, self.dim, dtype=torch.float64), self.empty(*lead, self.dim, self.width)
+        return self.allocate(*lead, self.dim, dtype=torch.float64), self.allocate(*lead, self.dim, self.width)
 
-    def sums(self, *lead: int) -> tuple[Tensor, Tensor]:
+    def allocate_sums(self, *lead: int) -> tuple[Tensor, Tensor]:
         """New [*lead, D, E] and [*lead, D], in float32."""
-        return self.empty(*lead, self.dim, self.width), self.empty(*lead, self.dim)
+        return self.allocate(*lead, self.dim, self.width), self.allocate(*lead, self.dim)
 
     def fold(self, w: plan.Works, single: bool) -> tuple[Tensor, Tensor]:
         """States of the works, [heads * works, ...]; with `single` of the sequences, [B, heads, ...]."""
         count = self.heads * w.works
-        log, mean = self.states(self.batch, self.heads) if single else self.states(count)
+        log, mean = self.allocate_states(self.batch, self.heads) if single else self.allocate_states(count)
         self.launch(fold_kernel, count, "fold", LOG=log, MEAN=mean, SINGLE=single)
         return log, mean
 
@@ -169,67 +169,67 @@ class Launch:
 
     def merge(self, kernel: Any, w: plan.Works, **given: Tensor) -> tuple[Tensor, Tensor]:
         """One state a sequence, of the incoming one and those given, of the works."""
-        log, mean = self.states(self.batch, self.heads)
+        log, mean = self.allocate_states(self.batch, self.heads)
         before, values = (None if t is None else t.contiguous() for t in (self.call.log_sum, self.call.mean_value))
         self.merge_with(
             kernel, w, **given, LOG_IN=before, MEAN_IN=values, LOG_OUT=log, MEAN_OUT=mean, HAS_STATE=before is not None
         )
         return log, mean
 
-    def folded(self) -> tuple[Tensor, Tensor]:
+    def fold_sequences(self) -> tuple[Tensor, Tensor]:
         w = self.cut("fold", self.heads, True, False)
         single = w.splits == 1 and self.call.cu_key is None and self.call.log_sum is None
         log, mean = self.fold(w, single)
         return (log, mean) if single else self.merge(merge_kernel, w, LOG=log, MEAN=mean)
 
     def read(self, log: Tensor, mean: Tensor) -> Tensor:
-        out = self.like(self.call.query, self.width)
+        out = self.allocate_like(self.call.query, self.width)
         w = self.cut("read", self.query_heads, False, self.shifted)
         self.values.update(name_strides("o", out))
         self.launch(read_kernel, self.query_heads * w.works, "read", LOG=log, MEAN=mean, OUT=out)
         return out
 
-    def prefixes(self, kernel: str = "causal") -> tuple[plan.Works, tuple[Tensor, Tensor]]:
+    def fold_prefixes(self, kernel: str = "causal") -> tuple[plan.Works, tuple[Tensor, Tensor]]:
         """(works of a causal call; L and S after the last). Its kernels are given the states before each work, L after
         it in two forms, the open block, marks to set."""
         w = self.cut(kernel, self.query_heads, True, self.shifted)
         log, mean = self.fold(w, False)
-        before, mean_before, end = (self.made(torch.empty_like(t)) for t in (log, mean, log))
+        before, mean_before, end = (self.record_made(torch.empty_like(t)) for t in (log, mean, log))
         final = self.merge(
             prefix_kernel, w, LOG=log, MEAN=mean, BEFORE=before, MEAN_BEFORE=mean_before, END=end,
-            END32=self.empty(*log.shape),
+            END32=self.allocate(*log.shape),
         )  # fmt: skip
         self.values |= {
-            "LOG": before, "MEAN": mean_before, "MARK": self.empty(self.query_heads * w.works, dtype=torch.int32)
+            "LOG": before, "MEAN": mean_before, "MARK": self.allocate(self.query_heads * w.works, dtype=torch.int32)
         }  # fmt: skip
         for name in ("OPEN_K", "OPEN_V", "OPEN_MASK"):
             if self.values[name] is not None:
                 self.values[name] = self.values[name].contiguous()
         return w, final
 
-    def causal_rows(self, settings: str, count: int) -> None:
+    def launch_causal_rows(self, settings: str, count: int) -> None:
         """`causal_rows_kernel`, and again for the splits that it marks."""
         self.launch(causal_rows_kernel, count, settings, SLOW=False)
         self.launch(causal_rows_kernel, count, "slow", SLOW=True)
 
-    def causal(self) -> tuple[Tensor, Tensor, Tensor]:
-        w, final = self.prefixes()
-        out = self.like(self.call.query, self.width)
+    def attend_causally(self) -> tuple[Tensor, Tensor, Tensor]:
+        w, final = self.fold_prefixes()
+        out = self.allocate_like(self.call.query, self.width)
         self.values.update(name_strides("o", out), OUT=out, **NO_BACKWARD)
-        self.causal_rows("causal", self.query_heads * w.works)
+        self.launch_causal_rows("causal", self.query_heads * w.works)
         return out, *final
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
-        with plan.on_device(self.device):
+        with plan.use_device(self.device):
             if self.call.is_causal and self.rows:
-                return self.causal()
+                return self.attend_causally()
             log, mean = self.state()
-            return (self.read(log, mean) if self.rows else self.like(self.call.query, self.width)), log, mean
+            return (self.read(log, mean) if self.rows else self.allocate_like(self.call.query, self.width)), log, mean
 
     def state(self) -> tuple[Tensor, Tensor]:
         """(log_sum, mean_value) of all keys."""
         if self.keys:
-            return self.folded()
+            return self.fold_sequences()
         if self.call.log_sum is not None and self.call.mean_value is not None:
             given = self.call.log_sum, self.call.mean_value
             log, mean = (t.clone(memory_format=torch.contiguous_format) for t in given)

@@ -31,10 +31,10 @@ Launch = Callable[[list[int], int], None]  # with addresses of memory, on a stre
 def make_launch(compiled: Any, grid: tuple[int, ...], template: list[Any], places: list[Place]) -> Launch:
     """Of a kernel that was compiled and launched before: by the driver where it has nothing out of the ordinary."""
     packed = pack(compiled, template, places)
-    return through_triton(compiled, grid, template, places) if packed is None else through_driver(grid, *packed)
+    return make_triton_launch(compiled, grid, template, places) if packed is None else make_driver_launch(grid, *packed)
 
 
-def through_triton(compiled: Any, grid: tuple[int, ...], template: list[Any], places: list[Place]) -> Launch:
+def make_triton_launch(compiled: Any, grid: tuple[int, ...], template: list[Any], places: list[Place]) -> Launch:
     run = compiled[grid]
 
     def launch(bases: list[int], stream: int) -> None:
@@ -46,7 +46,7 @@ def through_triton(compiled: Any, grid: tuple[int, ...], template: list[Any], pl
     return launch
 
 
-def through_driver(grid: tuple[int, ...], kernel: Any, buffer: Any, cells: list[tuple[Any, int, int]]) -> Launch:
+def make_driver_launch(grid: tuple[int, ...], kernel: Any, buffer: Any, cells: list[tuple[Any, int, int]]) -> Launch:
     size = ctypes.c_size_t(len(buffer))
     extra = (ctypes.c_void_p * 5)(BUFFER, ctypes.addressof(buffer), BUFFER_SIZE, ctypes.addressof(size), END)
     function, threads, shared = kernel.function, 32 * kernel.metadata.num_warps, kernel.metadata.shared

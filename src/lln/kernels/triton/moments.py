@@ -18,7 +18,7 @@ from lln.kernels.triton.moments_kernels import (
     settle_kernel,
     split_kernel,
 )
-from lln.kernels.triton.plan import on_device
+from lln.kernels.triton.plan import use_device
 from lln.kernels.triton.tape import Recording, replay, signature
 
 PROGRAMS = 528  # four for each multiprocessor of an H100 or H200; fixed, so that results do not depend on the device
@@ -67,7 +67,7 @@ def paper_match(variance_q: Tensor, variance_k: Tensor, heads: int, factor: floa
 
     def launches(recording: Recording | None) -> Sequence[Tensor]:
         alpha, beta = allocate_match(variance_q, variance_k, heads, factor)
-        with on_device(variance_q.device):
+        with use_device(variance_q.device):
             args = (variance_q, variance_k, alpha, beta, factor, heads // key_heads)
             run(recording, (alpha, beta), match_kernel, key_heads, args, 1)
         return alpha, beta
@@ -85,7 +85,7 @@ def settle(given_q: Tensor, given_k: Tensor, learned: bool) -> tuple[Tensor, Ten
         made = [t.new_empty(1, *t.shape[-2:], dtype=torch.float32) for t in given]
         programs = triton.cdiv(max(t.numel() for t in given), SETTLED)
         args = (*given, *made, given_q.numel(), given_k.numel(), learned, SETTLED)
-        with on_device(given_q.device):
+        with use_device(given_q.device):
             run(recording, made, settle_kernel, programs, args, 4)
         return made
 
@@ -131,7 +131,7 @@ def launch(data: Sequence[Any], factor: float | None, made: Sequence[Tensor], re
     each = (groups * length + key_length) * dim  # of one sample and key head; packed: of all its sequences
     total = each * batch * key_heads
     columns = triton.next_power_of_2(dim)
-    with on_device(query.device):
+    with use_device(query.device):
         if each <= (2 * LEAST if packed else max(2 * LEAST, total // PROGRAMS)):
             # A wide program is quicker alone, several narrow ones hide each other's beginnings and ends.
             warps = 16 if cells < PROGRAMS // 2 and each > (number if packed else 1) * LEAST // 4 else 4

@@ -47,9 +47,9 @@ def keeps_state(is_causal: bool, query: Tensor, size: Any) -> bool:
     return not (is_causal or (known and size > max(rows, FREE)))
 
 
-def key_of(args: Sequence[Any]) -> Hashable:
+def make_key(args: Sequence[Any]) -> Hashable:
     """Calls with the same key do the same launches."""
-    tf32 = args[0].dtype == torch.float32 and plan.tf32_allowed()
+    tf32 = args[0].dtype == torch.float32 and plan.is_tf32_allowed()
     return args[0].device, tf32, tuple(args[TENSORS:]), signature(args[:TENSORS])
 
 
@@ -59,7 +59,7 @@ def forward(args: Sequence[Any]) -> Sequence[Tensor]:
     def launches(recording: Recording | None) -> Sequence[Tensor]:
         return run_forward(Call(*args), recording, forward)
 
-    return replay(key_of(args), args[:TENSORS], launches, args[TENSORS:])
+    return replay(make_key(args), args[:TENSORS], launches, args[TENSORS:])
 
 
 def backward(tensors: Sequence[Any], rest: Sequence[Any], grads: Any, needs: Sequence[bool]) -> Mapping[str, Tensor]:
@@ -90,7 +90,7 @@ def backward(tensors: Sequence[Any], rest: Sequence[Any], grads: Any, needs: Seq
 def backward_key(tensors: Sequence[Any], rest: Sequence[Any], grad: Tensor) -> Hashable:
     """Not the forward's key: what comes back through hooks for saved tensors may have other strides."""
     *given, log, mean = tensors
-    return "backward", key_of((*given, *rest)), signature((log, mean, grad))
+    return "backward", make_key((*given, *rest)), signature((log, mean, grad))
 
 
 def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
@@ -171,13 +171,13 @@ def op_backward(ctx: Any, *grads: Any) -> Grads:
     return tuple(next(found) if need else None for need in needs)
 
 
-def no_second_derivative(ctx: Any, *grads: Any) -> None:
+def refuse_second_derivative(ctx: Any, *grads: Any) -> None:
     raise RuntimeError(ONCE)
 
 
 torch.library.register_autograd("lln::attend", op_backward, setup_context=keep_inputs, lib=LIBRARY)
 # Without one, torch would warn and take it for zero.
-torch.library.register_autograd("lln::attend_backward", no_second_derivative, lib=LIBRARY)
+torch.library.register_autograd("lln::attend_backward", refuse_second_derivative, lib=LIBRARY)
 
 
 def apply(*args: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -270,7 +270,7 @@ def draw_kept(SEED, stream, rows, columns, width: tl.constexpr, dropout):
 
 
 @triton.jit
-def where_visible(x, visible, EVEN: tl.constexpr):
+def hide_keys(x, visible, EVEN: tl.constexpr):
     """Exponents x [BM, BD] of keys, -inf where a key is hidden. EVEN: none is."""
     if EVEN:
         return x

@@ -130,14 +130,14 @@ def is_small(batch: int, heads: int, length: int) -> bool:
 HERE = contextlib.nullcontext()
 
 
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def use_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be that of the tensors."""
     if device.type != "cuda" or torch._C._cuda_getDevice() == device.index:
         return HERE
     return torch.cuda.device(device)
 
 
-def tf32_allowed() -> bool:
+def is_tf32_allowed() -> bool:
     """Whether float32 matrices may be multiplied as tf32, by either of torch's two ways to say so."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
@@ -151,7 +151,7 @@ def choose_precision(dtype: torch.dtype) -> str:
     torch.set_float32_matmul_precision("high"), float32 in one. AMD's matrix units multiply float32."""
     if HIP:
         return "ieee"
-    return "tf32" if dtype == torch.bfloat16 or (dtype == torch.float32 and tf32_allowed()) else "tf32x3"
+    return "tf32" if dtype == torch.bfloat16 or (dtype == torch.float32 and is_tf32_allowed()) else "tf32x3"
 
 
 @functools.cache

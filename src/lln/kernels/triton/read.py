@@ -20,6 +20,7 @@ from lln.kernels.triton.parts import (
     block_values,
     block_weight_gradient,
     draw_kept,
+    hide_keys,
     key_log,
     load_factor,
     load_matrix,
@@ -33,7 +34,6 @@ from lln.kernels.triton.parts import (
     store_matrix,
     store_rows,
     visible_keys,
-    where_visible,
     widen,
 )
 
@@ -289,7 +289,7 @@ def fold_backward_kernel(
         x = scale_rows(k32, factor, low, -log, WIDE)
         if WIDE:
             x = x - log_low[None, :]
-        weights = tl.exp2(where_visible(tl.minimum(x, 1.0), visible, EVEN))  # > 0 only where x is rounded away
+        weights = tl.exp2(hide_keys(tl.minimum(x, 1.0), visible, EVEN))  # > 0 only where x is rounded away
         dv = tl.dot(weights.to(DOT), dmean, dv, input_precision=PRECISION)
         dw = tl.dot(v.to(DOT), tl.trans(dmean), input_precision=PRECISION)
         if LOW:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lln.kernels.triton.plan import on_device
+from lln.kernels.triton.plan import use_device
 from lln.kernels.triton.tape import Recording, replay, signature
 
 
@@ -40,7 +40,7 @@ def find_start(key: Tensor, key_mask: Tensor | None, count: Tensor | None, block
         start = torch.empty(key.shape[0], dtype=torch.int64, device=key.device)
         strides = (0, 0) if key_mask is None else key_mask.stride()
         args = (key_mask, count, start, *strides, key.shape[2], block_size, key_mask is not None, count is not None)
-        with on_device(key.device):
+        with use_device(key.device):
             compiled = start_kernel[(key.shape[0],)](*args)
         if recording is not None:
             recording.make(start)

@@ -242,10 +242,10 @@ def take_step_in_place(
         launch(given, out, given[8:], ticket, length, scale, kind, factor, recording)
         return (out,)
 
-    return replay(in_place_key(given, length, scale, kind, factor), (*given, ticket, length), launches)[0]
+    return replay(make_in_place_key(given, length, scale, kind, factor), (*given, ticket, length), launches)[0]
 
 
-def in_place_key(given: Step, length: Tensor | None, scale: float, kind: int, factor: float) -> Hashable:
+def make_in_place_key(given: Step, length: Tensor | None, scale: float, kind: int, factor: float) -> Hashable:
     return "step in place", given.query.device, length is None, scale, kind, factor, signature(given)
 
 
@@ -275,7 +275,7 @@ def launch(
     args = (
         *given, ticket, length, out, *new, *strides, *factors, *weights, mask_b, scale, heads, *constants
     )  # fmt: skip
-    with plan.on_device(given.query.device):
+    with plan.use_device(given.query.device):
         compiled = step_kernel[(batch * heads,)](*args, num_warps=4 if padded * constants[5] <= 4096 else 8)
     if recording is not None:
         recording.make(out)

@@ -3,7 +3,7 @@
 The host needs several times as long to decide what to launch as the device takes for a short sequence. Tensors of the
 same shapes, strides and dtypes lead to the same launches with other addresses: those of a first call are recorded, and
 later ones fill in addresses. What is not all launches and new memory (packed attention, gradients of alpha) is never
-recorded. `known` puts the tapes of one call of a user (statistics, attention) together into one.
+recorded. `recognise` puts the tapes of one call of a user (statistics, attention) together into one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lln.kernels.common import raw_stream
 from lln.kernels.triton.launch import Launch, Place, make_launch
-from lln.kernels.triton.plan import on_device
+from lln.kernels.triton.plan import use_device
 
 ALIGNED = 16  # bytes; Triton compiles for addresses that are multiples of it
 APART = 256  # bytes between pieces of memory, as the allocator has it
@@ -41,11 +41,11 @@ def addresses(tensors: Sequence[Tensor | None]) -> list[int]:
     return [0 if t is None else t.data_ptr() for t in tensors]
 
 
-def kind_of(t: Tensor) -> Kind:
+def read_kind(t: Tensor) -> Kind:
     return tuple(t.shape), t.stride(), t.dtype
 
 
-def bytes_of(kind: Kind) -> int:
+def count_bytes(kind: Kind) -> int:
     """From one piece of memory to the next."""
     size, stride, dtype = kind
     reach = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if 0 not in size else 0
@@ -133,12 +133,12 @@ class Recording:
         for t in self.made:
             if id(t) not in kept:
                 where[self.known[id(t)]] = self.given + len(kept), size
-                size += bytes_of(kind_of(t))
+                size += count_bytes(read_kind(t))
         kernels = [
             (compiled, grid, template, [(place, *where[source]) for place, source in places])
             for compiled, grid, template, places in self.launches
         ]
-        return Tape(device, self.given, [kind_of(t) for t in results], size, kernels)
+        return Tape(device, self.given, [read_kind(t) for t in results], size, kernels)
 
 
 TAPES: dict[Hashable, Tape | None] = {}
@@ -155,12 +155,20 @@ def remember(store: dict[Hashable, Any], key: Hashable, value: Any) -> None:
 
 
 class Watch(threading.local):
-    """Who is shown what is played, if anybody: see `known.Link`."""
+    """Who is shown what is played, if anybody: see `recognise.Link`."""
 
     link: Any = None
 
 
 WATCH = Watch()
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """Of dropout: on the device, so that a CUDA graph draws anew at each replay."""
+    seed = torch.randint(2**62, (), device=device)
+    if WATCH.link is not None:
+        WATCH.link.draw(seed)
+    return seed
 
 
 def replay(
@@ -173,7 +181,7 @@ def replay(
     device = given[0].device
     tape = TAPES.get(key)
     if tape is not None:
-        with on_device(device):
+        with use_device(device):
             result: Sequence[Tensor] = tape.play(addresses(given))
     else:
         recording = None if key in TAPES else Recording(given)

@@ -89,7 +89,7 @@ def measure_shape(plan: BenchPlan, shape: Shape, causal: bool, earlier: Rows, pr
                 if plan.device.type == "cuda":
                     time_on_cuda(row, works, plan)
                 else:
-                    turns[name] = {part: within_context(attention, work) for part, work in works.items()}
+                    turns[name] = {part: put_in_context(attention, work) for part, work in works.items()}
         except Exception as error:  # out of memory, no such back end: a result, and no reason to stop
             row["error"] = calls.describe_failure(error)
     if plan.device.type == "cpu":
@@ -106,7 +106,7 @@ def build_works(plan: BenchPlan, attention: Attention, shape: Shape, causal: boo
     return calls.make_works(attention.build(case), inputs)
 
 
-def within_context(attention: Attention, work: Work) -> Work:
+def put_in_context(attention: Attention, work: Work) -> Work:
     def call() -> Any:
         with attention.context():
             return work()

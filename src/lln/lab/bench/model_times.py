@@ -20,7 +20,7 @@ import lln.hf
 from lln.hf.attach import ModelAttention
 from lln.lab.bench.calls import CheckFailed, describe_failure, describe_plan
 from lln.lab.core.errors import Refused, WrongOption, first_line
-from lln.lab.core.pretrained import is_here, quiet, shorten_name
+from lln.lab.core.pretrained import is_here, shorten_name, silence
 from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.provenance import provenance
 from lln.lab.core.timing import Work, capture, peak_memory, time_calls
@@ -107,7 +107,7 @@ def build_model(plan: ModelPlan, attention: str) -> Any:
             model = getattr(transformers, kind)(config)
     else:
         here = is_here(plan.model)
-        with quiet(transformers, bars=not here):
+        with silence(transformers, bars=not here):
             try:
                 named = transformers.AutoConfig.from_pretrained(plan.model, local_files_only=here).architectures or [""]
                 found = getattr(transformers, named[0], transformers.AutoModel)
@@ -159,13 +159,13 @@ def measure_model(
 def measure_row(plan: ModelPlan, models: dict[str, Any], batch: int, length: int, mode: str, kind: str) -> Any:
     row: dict[str, Any] = {"kind": kind, "mode": mode, "batch": batch, "length": length}
     works, row["bytes"], row["failed"] = {}, {}, {}
-    with best_torch(kind), contextlib.ExitStack() as stack:
+    with choose_torch_backends(kind), contextlib.ExitStack() as stack:
         for name, model in models.items():
             model.config._attn_implementation_internal = name  # where `fill_cache` has put another
             try:
                 work = make_work(plan, model, draw_tokens(plan, model, batch, length), mode, kind, stack)
                 row["bytes"][name] = peak_memory(work, plan.device)
-                works[name] = in_mode(work, mode, plan.device)
+                works[name] = prepare_mode(work, mode, plan.device)
             except Exception as error:  # out of memory, what cannot be captured: a result, and no reason to stop
                 row["failed"][name] = describe_failure(error)
         times = time_calls(works, repeats=plan.repeats, device=plan.device, warmup=3)
@@ -179,7 +179,7 @@ def measure_row(plan: ModelPlan, models: dict[str, Any], batch: int, length: int
     return row
 
 
-def best_torch(kind: str) -> Any:
+def choose_torch_backends(kind: str) -> Any:
     """cuDNN builds a plan for each new length, which takes many times a token."""
     if kind != "token":
         return contextlib.nullcontext()
@@ -197,7 +197,7 @@ def make_work(plan: ModelPlan, model: Any, tokens: Tensor, mode: str, kind: str,
         return functools.partial(call, tokens, **given)
     batch, length = tokens.shape
     if kind == "prefill":
-        return lambda: call(tokens, past_key_values=new_cache(model, mode, length), logits_to_keep=1)
+        return lambda: call(tokens, past_key_values=make_cache(model, mode, length), logits_to_keep=1)
     cache, token = fill_cache(model, tokens, mode), tokens[:, :1]
     places = torch.full((batch, 1), length, device=plan.device)
     return functools.partial(call, token, past_key_values=cache, position_ids=places)
@@ -229,7 +229,7 @@ def has_head(model: Any) -> bool:
     return type(model).__name__.endswith(("LM", "LMHeadModel", "PreTraining"))
 
 
-def in_mode(work: Work, mode: str, device: torch.device) -> Work:
+def prepare_mode(work: Work, mode: str, device: torch.device) -> Work:
     if mode != "graph":
         return work
     graph = capture(work, device)
@@ -243,7 +243,7 @@ def is_static(mode: str) -> bool:
     return mode != "eager"
 
 
-def new_cache(model: Any, mode: str, length: int) -> Any:
+def make_cache(model: Any, mode: str, length: int) -> Any:
     config = model.config.get_text_config(decoder=True)
     if model.config._attn_implementation != TORCH:
         return lln.hf.LLNCache(config.num_hidden_layers, static=True) if is_static(mode) else lln.hf.LLNCache()
@@ -260,7 +260,7 @@ def fill_cache(model: Any, tokens: Tensor, mode: str) -> Any:
     cache then is full but for one place, and read without a mask, which is torch's attention at its best: transformers
     by itself would hand it one, and repeat the heads."""
     batch, length = tokens.shape
-    cache = new_cache(model, mode, length)
+    cache = make_cache(model, mode, length)
     if model.config._attn_implementation != TORCH:
         for part in tokens.split(PIECE, 1):
             model(part, past_key_values=cache, logits_to_keep=1)

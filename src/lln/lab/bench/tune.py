@@ -80,17 +80,20 @@ def build_calls(shape: Shape, blocks: bool, causal: bool, device: torch.device) 
     call = Call(**given)
     log, mean = Launch(call).forward()[1:]
 
-    def back() -> Backward:
+    def make_backward() -> Backward:
         return Backward(call, (log, mean), g, None, None, set())
 
     if causal:
-        return {"causal": lambda: Launch(call).causal(), **dict.fromkeys(SHARED, lambda: back().run())}
-    ready = back()
-    pulls = ready.queries()
+        return {
+            "causal": lambda: Launch(call).attend_causally(),
+            **dict.fromkeys(SHARED, lambda: make_backward().run()),
+        }
+    ready = make_backward()
+    pulls = ready.run_queries()
     return {
-        "fold": lambda: Launch(call).folded(),
+        "fold": lambda: Launch(call).fold_sequences(),
         "read": lambda: Launch(call).read(log, mean),
-        "read_backward": lambda: back().queries(),
+        "read_backward": lambda: make_backward().run_queries(),
         "fold_backward": lambda: ready.fold_backward(*pulls),
     }
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli import bench, calibrate, common, compare, convert, info, inspect, report, reproduce, train
+from lln.lab.cli import bench, calibrate, compare, convert, info, inspect, report, reproduce, shared, train
 
 app = typer.Typer(
     help="Linear-time attention that behaves like softmax attention.",
@@ -22,7 +22,7 @@ app = typer.Typer(
 )
 
 for module in (report, inspect, compare, convert, train, reproduce, bench, calibrate, info):  # as --help lists them
-    common.add_command(app, getattr(module, module.__name__.rpartition(".")[2]))
+    shared.add_command(app, getattr(module, module.__name__.rpartition(".")[2]))
 
 
 def print_version(wanted: bool) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lln.lab.cli import common
+from lln.lab.cli import shared
 from lln.lab.core.progress import progress_bar
 
 Dtype = enum.StrEnum("Dtype", "bfloat16 float16 float32")
@@ -15,10 +15,10 @@ Causal = enum.StrEnum("Causal", "no yes both")
 
 def bench(
     lengths: str | None = None,
-    heads: common.CountOrNone = None,
-    dim: common.CountOrNone = None,
-    batch: common.CountOrNone = None,
-    tokens: common.CountOrNone = None,
+    heads: shared.CountOrNone = None,
+    dim: shared.CountOrNone = None,
+    batch: shared.CountOrNone = None,
+    tokens: shared.CountOrNone = None,
     shapes: str | None = None,
     causal: Causal | None = None,
     dtype: Dtype | None = None,
@@ -28,12 +28,12 @@ def bench(
     modes: str | None = None,
     kinds: str | None = None,
     dropout: Annotated[float, typer.Option(min=0.0, max=0.9)] = 0.0,
-    repeats: common.CountOrNone = None,
+    repeats: shared.CountOrNone = None,
     quick: bool = False,
-    device: Annotated[str | None, typer.Option(callback=common.parse_device)] = None,
-    seed: common.Seed = 0,
+    device: Annotated[str | None, typer.Option(callback=shared.parse_device)] = None,
+    seed: shared.Seed = 0,
     out: Path = Path("bench"),
-    as_json: common.JsonForTable = False,
+    as_json: shared.JsonForTable = False,
     render: Path | None = None,
     tune: bool = False,
 ) -> None:
@@ -70,7 +70,7 @@ def bench(
     [bold]lln bench --model roberta-base --lengths 512,4096[/bold] for a whole model, as transformers runs it;
     [bold]lln bench --render bench/bench.json --out page[/bold] to draw what another machine measured.
     """
-    common.need_folder(out)
+    shared.need_folder(out)
 
     import torch
 
@@ -95,7 +95,7 @@ def bench(
         if model is None and text is not None:
             raise typer.BadParameter("goes with --model.", param_hint=option)
     options: dict[str, Any] = {
-        "lengths": None if lengths is None else common.parse_lengths(lengths), "heads": heads, "dim": dim,
+        "lengths": None if lengths is None else shared.parse_lengths(lengths), "heads": heads, "dim": dim,
         "batch": batch, "tokens": tokens, "shapes": shapes, "causal": causal, "dtype": dtype, "only": only,
         "peers": peers, "repeats": repeats, "quick": quick, "device": where, "seed": seed, "dropout": dropout,
     }  # fmt: skip
@@ -107,7 +107,7 @@ def bench(
         if render is not None:
             result = read_result(render)
         elif model is not None:
-            common.need("hf")
+            shared.need("hf")
             from lln.lab.bench.model_times import measure_model, plan_model
 
             asked = plan_model(model=model, modes=modes, kinds=kinds, **options)
@@ -118,11 +118,11 @@ def bench(
             with progress_bar(plan.steps()) as step:
                 result = measure(plan, store=store, progress=step)
     except CheckFailed as error:
-        common.fail(str(error), 1)
+        shared.fail(str(error), 1)
     if "errors" in result:  # of a model
         from lln.lab.bench.bench_tables import make_model_table, write_model
 
-        common.publish(result, out, "model", write_model(result), [make_model_table(result)], as_json=as_json)
+        shared.publish(result, out, "model", write_model(result), [make_model_table(result)], as_json=as_json)
         return
     shown = [make_bench_table(result), *describe_growth(result)]
-    common.publish(result, out, "bench", write_bench(result), shown, as_json=as_json)
+    shared.publish(result, out, "bench", write_bench(result), shown, as_json=as_json)

@@ -5,7 +5,7 @@ from typing import Any
 
 import typer
 
-from lln.lab.cli.common import DeviceToMeasure, Seed, parse_lengths
+from lln.lab.cli.shared import DeviceToMeasure, Seed, parse_lengths
 from lln.lab.core.progress import progress_bar
 
 

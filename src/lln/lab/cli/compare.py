@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli import common
+from lln.lab.cli import shared
 from lln.lab.core.progress import progress_bar
 
 
@@ -15,15 +15,15 @@ def compare(
     everything: Annotated[bool, typer.Option("--all")] = False,
     temperatures: str = "0.5,1,2",
     model: str | None = None,
-    batch: common.Count = 1,
-    heads: common.Count = 4,
-    dim: common.Count = 64,
+    batch: shared.Count = 1,
+    heads: shared.Count = 4,
+    dim: shared.Count = 64,
     causal: bool = False,
-    repeats: common.Count = 3,
+    repeats: shared.Count = 3,
     device: str | None = None,
-    seed: common.Seed = 0,
+    seed: shared.Seed = 0,
     out: Path = Path("compare"),
-    as_json: common.JsonForTable = False,
+    as_json: shared.JsonForTable = False,
 ) -> None:
     """Mechanisms side by side on the same inputs: time, memory, entropy, spectral gap, distance from softmax.
 
@@ -53,19 +53,19 @@ def compare(
     from lln.lab.bench.comparison import DEFAULT, ComparisonPlan, measure, measure_on_model
     from lln.peers import mechanisms
 
-    common.need_folder(out)
+    shared.need_folder(out)
     if only is not None and everything:
         raise typer.BadParameter("--only and --all exclude each other.", param_hint="--only")
     names = tuple(mechanisms()) if everything else DEFAULT if only is None else tuple(only.split(","))
-    chosen = common.parse_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    hot = common.parse_numbers(temperatures, "--temperatures", float, "numbers with commas between, like 0.5,1,2")
+    chosen = shared.parse_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    hot = shared.parse_numbers(temperatures, "--temperatures", float, "numbers with commas between, like 0.5,1,2")
     plan = ComparisonPlan(
-        names=names, lengths=tuple(common.parse_lengths(lengths)), temperatures=tuple(hot), batch=batch, heads=heads,
+        names=names, lengths=tuple(shared.parse_lengths(lengths)), temperatures=tuple(hot), batch=batch, heads=heads,
         dim=dim, causal=causal, device=torch.device(chosen or "cpu"), repeats=repeats, seed=seed,
     )  # fmt: skip
     loaded = None
     if model is not None:
-        common.need("hf")
+        shared.need("hf")
 
         from lln.lab.core.pretrained import load
 
@@ -75,4 +75,4 @@ def compare(
         if loaded is not None:
             result |= {"model": Path(str(model)).name, "recorded": measure_on_model(plan, *loaded, step)}
             write_json(out / "compare.json", result)
-    common.publish(result, out, "compare", write_compare(result), [make_compare_table(result)], as_json=as_json)
+    shared.publish(result, out, "compare", write_compare(result), [make_compare_table(result)], as_json=as_json)

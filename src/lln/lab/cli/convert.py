@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.common import Count, CountOrNone, DeviceToRun, ModelName, Seed, fail, need
+from lln.lab.cli.shared import Count, CountOrNone, DeviceToRun, ModelName, Seed, fail, need
 from lln.lab.core.progress import Bars
 
 
@@ -25,7 +25,8 @@ def convert(
     match_only: Annotated[bool, typer.Option("--match-only")] = False,
     matching: str = "data",
     learn: str = "channel",
-    mix: str = "scales",
+    mix: Annotated[str | None, typer.Option()] = None,
+    overlap: str = "auto",
     feature_map: str = "linear",
     length: Annotated[int | None, typer.Option(min=2)] = None,
     image_size: CountOrNone = None,
@@ -59,7 +60,9 @@ def convert(
         match_only: Only match alpha and beta of the paper's read; nothing is fitted or distilled.
         matching: Of the paper's read: data, entropy, variance or paper.
         learn: Of the paper's read, distilled alpha and beta: one a head or one a channel.
-        mix: Mix of lln_diag: ratio (one a head), or scales (two a channel; no output_attentions).
+        mix: Mix of lln_diag: evidence (each query decides), ratio (one a head), or scales (two a channel; no
+            output_attentions). [default: evidence for texts, scales for pictures and the paper's read]
+        overlap: Windows that overlap in place of blocks: yes, no, or auto (causal models with mix evidence).
         feature_map: linear: a map of queries and keys, distilled for each head; none: without it.
         length: Tokens of a passage; a model with fewer places is given more. [default: what texts and model have, at
             most 1024]
@@ -91,12 +94,15 @@ def convert(
     from lln.lab.core.provenance import provenance
     from lln.lab.core.tables import print_wide, terminal_table
 
+    choices = {"auto": None, "yes": True, "no": False}
+    if overlap not in choices:
+        fail(f"lln convert: --overlap must be auto, yes or no; got {overlap!r}.")
     sizes = {"block_size": block_size, "length": length, "tile": tile, "image_size": image_size}
     given = check_given({"input_ids": calibration, "pixel_values": images}, sizes)
     try:
         plan = ConversionPlan(
             attention=attention, read=read, directions=directions, matching=matching, match_only=match_only,
-            distill=distill, fine_tune=fine_tune, coefficients=learn, mix=mix,
+            distill=distill, fine_tune=fine_tune, coefficients=learn, mix=mix, overlap=choices[overlap],
             feature_map=None if feature_map == "none" else feature_map, batch_size=batch_size, rate=rate,
             fine_rate=fine_rate, seed=seed, **{name: size for name, size in sizes.items() if size is not None},
         )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lln.lab.cli import common
+from lln.lab.cli import shared
 
 
 def gather_facts() -> dict[str, Any]:
@@ -29,7 +29,7 @@ def gather_facts() -> dict[str, Any]:
         "devices": devices,
         "triton": ".".join(map(str, TRITON)) if TRITON else None,
         "back ends": ["eager", "triton"] if kernels else ["eager"],
-        "missing": {extra: common.find_missing(extra) for extra in common.EXTRAS},
+        "missing": {extra: shared.find_missing(extra) for extra in shared.EXTRAS},
     }
 
 

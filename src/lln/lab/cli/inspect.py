@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.common import Count, DeviceToRun, JsonForTable, ModelName, Seed, fail, need, need_folder
+from lln.lab.cli.shared import Count, DeviceToRun, JsonForTable, ModelName, Seed, fail, need, need_folder
 from lln.lab.core.errors import Refused, read_text
 from lln.lab.core.progress import progress_bar
 

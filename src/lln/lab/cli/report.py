@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.common import CountOrNone, DeviceToMeasure, Seed, fail, find_missing, need, need_folder, parse_lengths
+from lln.lab.cli.shared import CountOrNone, DeviceToMeasure, Seed, fail, find_missing, need, need_folder, parse_lengths
 from lln.lab.core.progress import progress_bar
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lln.files import read_data, write_json, write_result
-from lln.lab.cli import common
+from lln.lab.cli import shared
 from lln.lab.core.errors import DataError, Refused
 from lln.lab.core.progress import Bars, describe_metrics, progress_bar
 
@@ -34,22 +34,22 @@ def reproduce(
     figure: Annotated[FigureName, typer.Argument()],
     out: Path = Path("reproduced"),
     quick: bool = False,
-    seeds: common.CountOrNone = None,
-    seed: common.Seed = 0,
+    seeds: shared.CountOrNone = None,
+    seed: shared.Seed = 0,
     scale: Scale = Scale.tiny,
-    device: Annotated[str | None, typer.Option(callback=common.parse_device)] = None,
+    device: Annotated[str | None, typer.Option(callback=shared.parse_device)] = None,
     attentions: str | None = None,
     tasks: str | None = None,
-    tunings: common.CountOrNone = None,
+    tunings: shared.CountOrNone = None,
     changes: Annotated[list[str] | None, typer.Option("--set")] = None,
-    data_root: common.DataRoot = None,
+    data_root: shared.DataRoot = None,
     source: Annotated[Path | None, typer.Option("--from")] = None,
     no_charts: bool = False,
     dry_run: bool = False,
     retry: Annotated[bool, typer.Option("--retry-failed")] = False,
     keep: Annotated[bool, typer.Option("--keep-all")] = False,
-    at_once: common.Count = 1,
-    as_json: common.AsJson = False,
+    at_once: shared.Count = 1,
+    as_json: shared.AsJson = False,
 ) -> None:
     """Make a figure or table of the paper from scratch and say whether its claims hold, in numbers.
 
@@ -81,12 +81,12 @@ def reproduce(
     [bold]variants[/bold] (what else may help LLN), [bold]lengths[/bold] (needles in text). Stopped, the same command
     goes on; [bold]lln reproduce fig8 --from DIR[/bold] draws from runs that exist.
     """
-    common.need_folder(out)
+    shared.need_folder(out)
     name = figure.value
     if source is not None and at_once > 1:
         raise typer.BadParameter("--from runs nothing, so nothing at once.", param_hint="--at-once")
     if name in TRAINED:
-        common.need("train")
+        shared.need("train")
         if quick:
             raise typer.BadParameter(f"{name} is made of runs: --scale says how long they are.", param_hint="--quick")
         if tunings and name not in TUNED:
@@ -102,7 +102,7 @@ def reproduce(
                 raise Refused(f"--from: {source} is not a folder, nor a result in JSON.")
             work = understand(
                 name, scale=scale.value, attentions=attentions, tasks=tasks, seeds=seeds or 1, first=seed,
-                tunings=tunings, changes=dict(map(common.parse_pair, changes or [])), device=device, out=out,
+                tunings=tunings, changes=dict(map(shared.parse_pair, changes or [])), device=device, out=out,
             )  # fmt: skip
             if source is not None:
                 result = work.load(source)
@@ -114,7 +114,7 @@ def reproduce(
                     typer.echo("\n".join(f"{folder}: {state}" for folder, state in plan.states.items()))
                     return
         except (ValueError, DataError) as error:
-            common.fail(f"lln reproduce: {error}")
+            shared.fail(f"lln reproduce: {error}")
         if source is None:
             result = run(work, plan, data_root=data_root, retry=retry, keep=keep, at_once=at_once)
         paths = work.write(result, charts=not no_charts)
@@ -136,7 +136,7 @@ def reproduce(
             repeats=1 if quick else 3, seed=seed, source=source, charts=not no_charts, as_json=as_json,
         )  # fmt: skip
         return
-    common.need("report")
+    shared.need("report")
 
     import dataclasses
 
@@ -160,7 +160,7 @@ def reproduce_costs(
     name: str, scale: str, device: str | None, out: Path, attentions: list[str], changes: list[str], *, repeats: int,
     seed: int, source: Path | None, charts: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    common.need("train")
+    shared.need("train")
     charts = charts and name == "table2"  # table4 has no lengths to draw against
     if charts and (why := refuse_charts("measures")):
         raise typer.BadParameter(why)
@@ -199,7 +199,7 @@ def reproduce_costs(
 
 def refuse_charts(does: str) -> str | None:
     """Why there can be none here, if so."""
-    extra = f"charts need {', '.join(names := common.find_missing('report'))} (pip install 'lln-attention[report]')"
+    extra = f"charts need {', '.join(names := shared.find_missing('report'))} (pip install 'lln-attention[report]')"
     return f"{extra}; --no-charts {does} without, and --from draws later." if names else None
 
 
@@ -237,11 +237,11 @@ def run(
         except KeyboardInterrupt:
             work.collect()
             bars.progress.stop()
-            common.fail(f"Stopped. The same command goes on where it was; what there is so far is in {work.out}.", 130)
+            shared.fail(f"Stopped. The same command goes on where it was; what there is so far is in {work.out}.", 130)
         except OSError as error:
             bars.progress.stop()
             why = f"{error.strerror or error}: the runs in {work.asked.runs} stop here"
-            common.fail(f"{why}; the same command goes on.", 1)
+            shared.fail(f"{why}; the same command goes on.", 1)
     return work.collect()
 
 

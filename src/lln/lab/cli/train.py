@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lln.lab.cli.common import AsJson, DataRoot, Seed, fail, need, parse_pair
+from lln.lab.cli.shared import AsJson, DataRoot, Seed, fail, need, parse_pair
 from lln.lab.core.progress import Bars, describe_metrics
 
 

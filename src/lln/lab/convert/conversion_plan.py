@@ -25,7 +25,8 @@ class ConversionPlan:
     coefficients: str = (
         "channel"  # what distillation learns of the paper's alpha and beta: one each a head or a channel
     )
-    mix: str = "scales"  # what it learns of the mix
+    mix: str | None = None  # None: "evidence" of texts with that read, else "scales", what distillation learns of it
+    overlap: bool | None = None  # windows that overlap in place of blocks; None: of causal models with that mix
     feature_map: str | None = "linear"
     length: int | None = None  # tokens of a passage at most; None: what texts and model have
     image_size: int | None = None  # pixels of a picture's side; None: what the image processor makes
@@ -42,7 +43,10 @@ class ConversionPlan:
                 check_count(name, getattr(self, name))
         check_choice("matching", self.matching, *MATCHINGS, "data")
         check_choice("coefficients", self.coefficients, "head", "channel")
-        check_choice("mix", self.mix, "ratio", "scales")
+        check_choice("mix", self.mix, None, "ratio", "scales", "evidence")
+        check_choice("overlap", self.overlap, None, False, True)
+        if self.mix == "evidence" and (self.read != "evidence" or self.match_only):
+            raise ValueError("mix='evidence' goes with read='evidence', and without match_only.")
         check_choice("feature_map", self.feature_map, None, "linear")
         for name in ("distill", "fine_tune", "seed"):
             check_count(name, getattr(self, name), least=0)
@@ -67,8 +71,18 @@ class ConversionPlan:
         """Tokens of a passage at least: within one block LLN+Diag is softmax, and nothing else could be learned."""
         return 2 * self.block_size if self.attention == "lln_diag" else 16
 
-    def options(self, head_dim: int, size: dict[str, int]) -> dict[str, Any]:
-        """Of `lln.hf.convert`. size: of the blocks, block_size or tile."""
+    def choose_mix(self, tiled: bool) -> str:
+        return self.mix or ("evidence" if self.read == "evidence" and not self.match_only and not tiled else "scales")
+
+    def lay_blocks(self, size: dict[str, int], causal: bool) -> dict[str, Any]:
+        """How softmax attention is laid out, for `lln.hf.convert`. size: of the blocks, block_size or tile."""
+        overlap = self.overlap
+        if overlap is None:  # without it the first token of a block sees nothing but itself nearby
+            overlap = causal and self.choose_mix("tile" in size) == "evidence"
+        return {**size, "overlap": True} if overlap else dict(size)
+
+    def options(self, head_dim: int, size: dict[str, Any]) -> dict[str, Any]:
+        """Of `lln.hf.convert`. size: as `lay_blocks` gives it."""
         found: dict[str, Any] = {"implementation": self.attention}
         blocks = self.attention == "lln_diag"
         found |= size if blocks else {}
@@ -77,7 +91,7 @@ class ConversionPlan:
             if self.matching != "data":
                 found["statistics"] = {"encoder": "sample", "decoder": "running"}
             return found
-        found |= {"mix": self.mix} if blocks else {}
+        found |= {"mix": self.choose_mix("tile" in size)} if blocks else {}
         found |= {"feature_map": self.feature_map} if self.distill and self.feature_map is not None else {}
         if self.read == "evidence":
             return found | {"read": "evidence", "directions": self.directions or 4 * head_dim}

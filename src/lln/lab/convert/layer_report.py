@@ -10,13 +10,14 @@ from transformers import PreTrainedModel
 
 from lln.hf.attach import ModelAttention
 from lln.hf.find import attention_modules
-from lln.hf.watch import SoftmaxCall, evaluating, find_rows, on_device, show_softmax
+from lln.hf.watch import SoftmaxCall, find_rows, move_batch, show_softmax, switch_to_eval
 from lln.instruments.observation import Observation, measure
 from lln.instruments.watchers import Look, find_mix, observe_lln
 from lln.lab.core.documents import write_markdown, write_paragraphs
 from lln.lab.core.progress import ignore
 
 MEASURED = ("entropy", "spectral_gap")
+LARGEST = 2**25  # numbers of a map that must be a matrix
 WHOLE = Look(lambda: True, ignore, None)  # looks at all samples
 TITLES = {"matched": "matched", "fitted": "fitted", "distilled": "distilled", "fine_tuned": "fine-tuned"}
 
@@ -41,18 +42,21 @@ class Witness:
         (ours,) = observe_lln(WHOLE, self.name, lln, (call.query, call.key, call.value), call.where)
         softmax = Observation(self.name, "softmax", call.query, call.key, ours.scale, **call.where, cross=lln.cross)
         for kind, seen in (("softmax", softmax), ("lln", ours)):
+            if kind == "lln" and lln.mix == "evidence" and call.query.shape[:3].numel() * call.key.shape[2] > LARGEST:
+                continue  # that map is a matrix, see `lln_map`
             found = measure(seen, MEASURED)
             for name in MEASURED:
                 self.found[kind].setdefault(name, []).append(found[name].cpu())
 
     def row(self) -> dict[str, Any]:
         means: dict[str, dict[str, Any]] = {
-            kind: {name: mean(torch.cat(values)) for name, values in found.items()}
+            kind: {name: mean(torch.cat(found[name])) if name in found else None for name in MEASURED}
             for kind, found in self.found.items()
         }
         error = (self.error / self.size) ** 0.5 if self.size else 0.0
         mix = find_mix(self.attention)  # the weight of LLN beside the blocks, of each head
-        mix = None if self.attention.block_size is None else float(mix.mean() if isinstance(mix, Tensor) else mix)
+        none = self.attention.block_size is None or isinstance(mix, str)
+        mix = None if none else float(mix.mean() if isinstance(mix, Tensor) else mix)
         return {"layer": self.name, **means, "lln": means["lln"] | {"error": error, "mix": mix}}
 
 
@@ -69,11 +73,12 @@ def compare_layers(model: PreTrainedModel, batches: Sequence[Mapping[str, Any]])
         layer     its name
         softmax   entropy (bits) and spectral_gap of softmax attention there
         lln       the same of LLN attention on the same queries and keys; error: ||LLN - softmax|| / ||softmax|| of the
-                  outputs; mix: the weight of LLN beside the blocks, None without blocks
+                  outputs; mix: the weight of LLN beside the blocks, None without blocks and where each query has its
+                  own (mix="evidence"); entropy and gap are None of the latter where their map would be too large
 
     Means over heads and samples; padding does not count. The inputs of all layers are those of the softmax model."""
     witnesses = {name: Witness(module.lln, name) for name, module in attention_modules(model)}
-    with evaluating(model), show_softmax(model, lambda call: witnesses[call.layer].look(call)) as run:
+    with switch_to_eval(model), show_softmax(model, lambda call: witnesses[call.layer].look(call)) as run:
         for batch in batches:
             run(batch)
     return [witness.row() for witness in witnesses.values()]
@@ -83,9 +88,9 @@ def compare_layers(model: PreTrainedModel, batches: Sequence[Mapping[str, Any]])
 def last_hidden(model: PreTrainedModel, batches: Sequence[Mapping[str, Any]]) -> list[Tensor]:
     """The model's last hidden states at the tokens that are no padding, [tokens, width] of each batch."""
     found = []
-    with evaluating(model):
+    with switch_to_eval(model):
         for batch in batches:
-            given = on_device(batch, model)
+            given = move_batch(batch, model)
             hidden = model.base_model(**given).last_hidden_state
             rows = find_rows(model, given)
             found.append(hidden.flatten(0, 1) if rows is None else hidden[rows])

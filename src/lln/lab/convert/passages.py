@@ -49,7 +49,7 @@ class Passages(Material):
         return extend_positions(model, self.length) if self.length > count_positions(model) else model
 
     def make_batches(self, model: PreTrainedModel, some: Sequence[Any], size: int) -> list[dict[str, Tensor]]:
-        return as_batches(model, self.processor, some, size)
+        return pad_batches(model, self.processor, some, size)
 
     def describe_size(self) -> dict[str, Any]:
         return {"tokens": self.length}
@@ -117,7 +117,7 @@ def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def as_batches(model: Any, tokenizer: Any, found: Sequence[Sequence[int]], size: int) -> list[dict[str, Tensor]]:
+def pad_batches(model: Any, tokenizer: Any, found: Sequence[Sequence[int]], size: int) -> list[dict[str, Tensor]]:
     """`size` passages at a time in their order, the shorter ones padded at their end."""
     filler = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     batches = []

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lln.files import hash_file
 from lln.hf.find import attention_modules
 from lln.hf.positions import extend_positions
 from lln.lab.convert.conversion_plan import ConversionPlan
@@ -152,7 +153,7 @@ def find_pictures(folders: Sequence[Path]) -> dict[str, Path]:
             raise Refused(f"--images: there is no picture below {folder} ({', '.join(SUFFIXES)})")
         for file in files:
             read_picture(file)
-            found.setdefault(hashlib.sha256(file.read_bytes()).hexdigest(), file)
+            found.setdefault(hash_file(file), file)
     return dict(sorted(found.items()))
 
 

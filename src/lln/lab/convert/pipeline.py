@@ -22,14 +22,14 @@ from lln.hf.find import attention_modules, read_sizes
 from lln.hf.fitting import fit
 from lln.hf.options import runs_ours
 from lln.hf.tiles import REMEDY
-from lln.hf.watch import evaluating
+from lln.hf.watch import switch_to_eval
 from lln.lab.convert.conversion_plan import ConversionPlan
 from lln.lab.convert.layer_report import compare_layers, hidden_error, last_hidden, write_report
 from lln.lab.convert.material import IN_PYTHON, Batch, Material
 from lln.lab.convert.verdict import FEWEST, agree, classify, compare, judge, leave_blocks, measure_model, predicts
 from lln.lab.convert.workplace import LEARNING, MODEL, Workplace
 from lln.lab.core.errors import Refused, first_line
-from lln.lab.core.pretrained import load, quiet, shorten_name
+from lln.lab.core.pretrained import load, shorten_name, silence
 from lln.lab.inspect.inspection import label_layers
 
 # How many passages or pictures
@@ -75,8 +75,8 @@ def convert_checkpoint(
     parts = kept, thin_out(kept, REPORTED), learned, thin_out(learned, MATCHED)
     judged, reported, lessons, matched = (material.make_batches(model, part, plan.batch_size) for part in parts)
     counts = {"learned": len(learned), "reported": len(parts[1]), "judged": len(kept)}
-    with work.alone():
-        with evaluating(model):
+    with work.lock():
+        with switch_to_eval(model):
             conversion = Conversion(work, plan, model, material, reported, judged, progress)
             conversion.match(matched)
             if not plan.match_only:
@@ -143,7 +143,7 @@ class Conversion:
         progress: Progress,
     ) -> None:
         self.work, self.plan, self.model, self.kept, self.progress = work, plan, model, kept, progress
-        self.judged, self.size = judged, material.block_size(plan)
+        self.judged, self.size = judged, plan.lay_blocks(material.block_size(plan), predicts(model))
         self.found: dict[str, dict[str, Any]] = {}
         try:
             self.wanted = last_hidden(model, kept)
@@ -265,7 +265,7 @@ def save(model: PreTrainedModel, processor: Any, work: Workplace, name: str, res
     shutil.rmtree(folder, ignore_errors=True)
     held = transformers.AutoConfig.from_pretrained(name, local_files_only=True).dtype
     model.to(getattr(torch, held) if isinstance(held, str) else held or torch.float32)
-    with quiet(transformers, bars=False):
+    with silence(transformers, bars=False):
         model.save_pretrained(folder)
         processor.save_pretrained(folder)
     card = folder / "README.md"

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from lln.hf.converting import convert
-from lln.hf.watch import evaluating, find_rows, on_device
+from lln.hf.watch import find_rows, move_batch, switch_to_eval
 
 KEPT = 0.95  # rank correlation
 WORSE = 1.05  # perplexity over the softmax model's
@@ -47,9 +47,9 @@ def predicts(model: PreTrainedModel) -> bool:
 def measure_model(model: PreTrainedModel, batches: Sequence[Batch]) -> Tensor:
     """What the model makes of the passages: the mean loss of a token [], or the similarities of all pairs [pairs]."""
     losses, tokens, means = 0.0, 0, []
-    with evaluating(model):
+    with switch_to_eval(model):
         for batch in batches:
-            given = on_device(batch, model)
+            given = move_batch(batch, model)
             rows = find_rows(model, given)
             if predicts(model):
                 labels = given["input_ids"]
@@ -76,8 +76,8 @@ def compare(found: Tensor, wanted: Tensor) -> float:
     return float(ranks.corrcoef()[0, 1])
 
 
-def leave_blocks(model: PreTrainedModel, size: dict[str, int]) -> PreTrainedModel:
-    """A copy of the softmax model with blocks of softmax attention alone. size: block_size or tile."""
+def leave_blocks(model: PreTrainedModel, size: dict[str, Any]) -> PreTrainedModel:
+    """A copy of the softmax model with blocks of softmax attention alone. size: block_size or tile, and overlap."""
     how: dict[str, Any] = {"mix": 0.0, "statistics": {"encoder": "sample", "decoder": "fixed"}, **size}
     return convert(copy.deepcopy(model), "lln_diag", **how)
 
@@ -89,8 +89,8 @@ def classify(model: PreTrainedModel, batches: Sequence[Batch]) -> Tensor | None:
     choosing = getattr(model.config, "problem_type", None) in (None, "single_label_classification")
     if type(model).__name__ not in CLASSIFIERS or not choosing or model.config.num_labels < 2:
         return None
-    with evaluating(model):
-        return torch.cat([model(**on_device(batch, model)).logits.argmax(-1).cpu() for batch in batches])
+    with switch_to_eval(model):
+        return torch.cat([model(**move_batch(batch, model)).logits.argmax(-1).cpu() for batch in batches])
 
 
 def agree(found: Tensor | None, wanted: Tensor | None) -> float | None:

@@ -48,7 +48,7 @@ class Workplace:
                 )
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """One process at a time: two would write over each other. A killed process leaves no lock behind."""
         self.place.mkdir(parents=True, exist_ok=True)
         lock = FileLock(str(self.out.with_name(self.out.name + ".lock")))

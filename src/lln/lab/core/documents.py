@@ -6,7 +6,7 @@ from typing import Any
 import jinja2
 import markupsafe
 
-from lln.lab.core.provenance import without_places
+from lln.lab.core.provenance import drop_places
 from lln.lab.core.tables import join_words, markdown_table, show_duration, show_number
 
 
@@ -19,7 +19,7 @@ def open_templates() -> jinja2.Environment:
     )  # fmt: skip
     environment.filters |= {
         "drawn": lambda chart: markupsafe.Markup(chart.svg), "duration": show_duration, "format": format,
-        "number": show_number, "without_places": without_places, "words": join_words,
+        "number": show_number, "drop_places": drop_places, "words": join_words,
     }  # fmt: skip
     environment.globals["markdown_table"] = lambda *given: "\n".join(markdown_table(*given))
     return environment

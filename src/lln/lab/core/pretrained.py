@@ -48,7 +48,7 @@ def load(
 
     here = is_here(name)
     options: dict[str, Any] = {"local_files_only": here, "trust_remote_code": False}
-    with quiet(transformers, bars=not here):  # a download may take minutes
+    with silence(transformers, bars=not here):  # a download may take minutes
         try:
             kind = transformers.AutoModel
             if headed:
@@ -102,7 +102,7 @@ def shorten_name(name: str) -> str:
 
 
 @contextlib.contextmanager
-def quiet(transformers: Any, bars: bool) -> Iterator[None]:
+def silence(transformers: Any, bars: bool) -> Iterator[None]:
     """Without the notes that loading writes, and unless bars without its progress bars."""
     logging = transformers.utils.logging
     level, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -44,7 +44,7 @@ class Bars:
 
 
 @contextlib.contextmanager
-def progress_bar(steps: int | None, *, transient: bool = False) -> Iterator[Callable[[str], None]]:
+def progress_bar(steps: int | None, *, transient: bool = False) -> Iterator[Progress]:
     """Yields a function to call with a few words as each of the steps begins. None: nobody knows how many."""
     with Bars(transient=transient) as bars:
         update = bars.add("start", steps)

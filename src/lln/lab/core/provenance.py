@@ -33,10 +33,10 @@ def provenance(seed: int, device: torch.device) -> dict[str, Any]:
     }
 
 
-def without_places(command: str) -> str:
+def drop_places(command: str) -> str:
     """A command less where it found and left its files.
 
-    >>> without_places("lln reproduce fig2 --out results --quick")
+    >>> drop_places("lln reproduce fig2 --out results --quick")
     'lln reproduce fig2 --quick'
     """
     return re.sub(r" --(from|out) \S+", "", command)

@@ -21,7 +21,7 @@ COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
+def use_one_thread() -> Iterator[None]:
     """For small matrices: threads that wait for a busy core cost far more than they save."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -162,6 +162,38 @@ class Sequences(Labelled):
         return found
 
 
+class Pad:
+    """Makes a batch of examples, as in the last release: sets of this one give DataLoaders batches that are padded.
+
+    Pads `input_ids` and `pair_ids` and adds their masks (bool, True = attend), pads labels of tokens with -100, stacks
+    the rest. length: pad to it (fixed shapes); without it to the longest of the batch, rounded up to a `multiple`.
+    """
+
+    def __init__(self, pad_id: int, *, length: int | None = None, multiple: int = 1) -> None:
+        if multiple < 1:
+            raise ValueError(f"multiple must be at least 1; got {multiple}.")
+        self.pad_id, self.length, self.multiple = pad_id, length, multiple
+
+    def __call__(self, items: Sequence[dict[str, Tensor]] | dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of examples, or of a batch that a set has made already, which is then as wide as was asked for."""
+        columns = items if isinstance(items, dict) else {name: [item[name] for item in items] for name in items[0]}
+        fill = {**dict.fromkeys(MASKS, self.pad_id), **dict.fromkeys(MASKS.values(), False), "labels": IGNORE}
+        batch: dict[str, Tensor] = {}
+        for name, rows in columns.items():
+            is_padded = name in fill and rows[0].ndim == 1
+            batch[name] = self._pad(rows, fill[name]) if is_padded else torch.stack(list(rows))
+            if name in MASKS and MASKS[name] not in columns:
+                batch[MASKS[name]] = self._pad([torch.ones_like(row, dtype=torch.bool) for row in rows], False)
+        return batch
+
+    def _pad(self, rows: Sequence[Tensor] | Tensor, value: int) -> Tensor:
+        longest = max(len(row) for row in rows)
+        if self.length is not None and longest > self.length:
+            raise ValueError(f"length = {self.length} is too short for a sequence of {longest} tokens.")
+        width = self.length or -(-max(longest, 1) // self.multiple) * self.multiple
+        return torch.stack([torch.nn.functional.pad(row, (0, width - len(row)), value=value) for row in rows])
+
+
 def flatten(rows: Sequence[Sequence[int] | np.ndarray], dtype: Any) -> dict[str, np.ndarray]:
     """ids [total]: all of them, one behind the other; offsets [rows + 1]: where each begins, and the last ends"""
     ids = np.concatenate([np.asarray(row, dtype) for row in rows])

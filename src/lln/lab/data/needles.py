@@ -102,7 +102,7 @@ class Needles(Examples):
         """Nothing is stored by example: `finish` draws all of it."""
         return {}
 
-    def text_on(self, device: torch.device) -> Tensor:
+    def place_text(self, device: torch.device) -> Tensor:
         """[total] int32, kept on the device"""
         if device not in self._tokens:
             self._tokens[device] = torch.from_numpy(self.tokens.astype(np.int32)).to(device)
@@ -127,7 +127,7 @@ class Needles(Examples):
         d, device = self.draw(index, epoch), index.device
         asked = torch.arange(self.questions, device=device) % self.needles  # needle of each question
         needle = self.first_needle + d["keys"] * self.planting.values + d["values"]  # [B, needles]
-        text = self.text_on(device)
+        text = self.place_text(device)
         ids = text[(d["start"][:, None] + torch.arange(self.length, device=device)) % len(text)].long()  # [B, N]
         ids[:, 0] = self.tokenizer.start_id
         ids.scatter_(1, d["needles"], needle)

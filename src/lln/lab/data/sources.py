@@ -227,8 +227,12 @@ def _find_folder(name: str, root: Path | None) -> Path:
 
 def _fetch(name: str, patterns: list[str], revision: str | None = None) -> Path:
     """A snapshot of the set in huggingface_hub's own cache; the folder's name is the commit."""
-    place = f"name a folder that holds {name} with --data-root or LLN_DATA_ROOT, or use an embedded set"
-    with ask_hub(f"{name} could not be fetched from the Hub", f"; without a network, {place}") as hub:
+    advice = f"; without a network, name a folder that holds {name} with --data-root or LLN_DATA_ROOT"
+    if instead := KNOWN.get(name, {}).get("instead"):
+        runs, setting = instead
+        advice += f", or take a set that needs no download: --set {setting} (`lln train`), --set {runs}.{setting} "
+        advice += "(`lln reproduce`)"
+    with ask_hub(f"{name} could not be fetched from the Hub", advice) as hub:
         return Path(hub.snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=patterns))
 
 

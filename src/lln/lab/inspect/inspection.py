@@ -9,12 +9,13 @@ from torch import Tensor
 
 import lln.hf  # noqa: F401  models that were saved with LLN attention run it
 from lln.checks import MATCHINGS
-from lln.hf.watch import evaluating
+from lln.hf.watch import switch_to_eval
 from lln.instruments.concentration import entropy
 from lln.instruments.observation import Observation, measure
 from lln.instruments.recorder import record
 from lln.lab.core.documents import write_paragraphs
 from lln.lab.core.errors import Refused, first_line
+from lln.lab.core.progress import Progress, ignore
 from lln.matching.data import match_data
 from lln.nn.attention import LLNAttention
 
@@ -40,7 +41,7 @@ def inspect(
     *,
     max_length: int = 512,
     batch_size: int = 8,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Progress = ignore,
 ) -> dict[str, Any]:
     """Means over the texts for each layer and head, ready for JSON:
 
@@ -110,7 +111,7 @@ def count_positions(model: Any) -> float:
 def run(model: Any, batch: dict[str, Tensor]) -> list[tuple[int, Observation]]:
     """(call, Observation) of every attention layer."""
     try:
-        with evaluating(model), record(model, samples=None, keep=True, instruments=()) as rec:
+        with switch_to_eval(model), record(model, samples=None, keep=True, instruments=()) as rec:
             model(**batch)
     except Exception as error:  # anything may happen in a model that is not made for text
         text = first_line(error)
@@ -132,7 +133,7 @@ def compare(seen: Observation) -> dict[str, Tensor]:
         p = seen.softmax_map()
         softmax = [entropy(p), seen.gap(p)]
     found |= {f"softmax.{name}": values for name, values in zip(BOTH, softmax, strict=True)}
-    seen = seen.unmapped()  # other matchings would not have the feature map
+    seen = seen.undo_map()  # other matchings would not have the feature map
     batch, heads, _, dim = seen.query.shape
     for matching in COMPARED:
         numbers = dict.fromkeys(("alpha", "beta", *BOTH), nothing)

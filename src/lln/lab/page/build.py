@@ -61,12 +61,12 @@ def make_part(name: str, options: Options) -> Part:
     measure: Callable[..., Result]
     if name in ANALYSED:
         of = ANALYSED[name]
-        plan = of.QUICK if quick else of.Plan()
+        plan = of.QUICK if quick else of.FULL
         measure = partial(of.measure, plan, seed=seed)
         return Part(name, plan.count_steps(), settings | asdict(plan), measure, of.make_section)
     settings["device"] = device
     if name == "training":
-        plan = training.QUICK if quick else training.Plan()
+        plan = training.QUICK if quick else training.FULL
         # A run goes on only with the settings it was begun with, so each setting has a folder of its own.
         size = "quick" if quick else "full"
         runs = options.out / "runs" / f"{size}-seed{seed}-{device.replace(':', '')}-{lln.__version__}"

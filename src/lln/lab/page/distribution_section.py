@@ -14,7 +14,7 @@ from lln.lab.core.documents import write_paragraphs
 from lln.lab.core.page import Result, Rows, Section, begin_result, chart_lines, tell_section
 from lln.lab.core.palette import BLUE, INK, ORANGE, SHORT, SOLID, Style
 from lln.lab.core.progress import Progress, ignore
-from lln.lab.core.timing import one_thread
+from lln.lab.core.timing import use_one_thread
 from lln.lab.paper.analysis import Draws, make_maps, match_alpha
 
 SIGMA = 1.0
@@ -40,7 +40,7 @@ COLUMNS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class DistributionPlan:
     length: int = 512
     dim: int = 64
     seeds: int = 4
@@ -49,11 +49,12 @@ class Plan:
         return len(SERIES)
 
 
-QUICK = Plan(length=256, seeds=2)
+FULL = DistributionPlan()
+QUICK = DistributionPlan(length=256, seeds=2)
 
 
-@one_thread()
-def measure(plan: Plan, *, seed: int, progress: Progress = ignore) -> Result:
+@use_one_thread()
+def measure(plan: DistributionPlan, *, seed: int, progress: Progress = ignore) -> Result:
     draws = Draws(plan.length, plan.dim, plan.seeds)
     attentions = {}
     for name, series in SERIES.items():

@@ -13,7 +13,7 @@ from lln.lab.core.documents import write_paragraphs
 from lln.lab.core.page import Result, Rows, Section, begin_result, chart_lines, tell_section
 from lln.lab.core.palette import ATTENTIONS, SOLID
 from lln.lab.core.progress import Progress, ignore
-from lln.lab.core.timing import one_thread
+from lln.lab.core.timing import use_one_thread
 from lln.lab.paper.analysis import LLN, Draws, make_maps, read_curve, summarize
 from lln.lab.paper.fig2 import SERIES, STYLES
 from lln.peers.simple_kernels import FEATURES
@@ -24,7 +24,7 @@ START = {"dim": 64, "matching": "paper", "temperature": 1.0}  # what the page sh
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ExplorerPlan:
     length: int = 256
     dims: tuple[int, ...] = (16, 64, 128)
     temperatures: tuple[float, ...] = TEMPERATURES
@@ -34,11 +34,12 @@ class Plan:
         return len(self.dims) * len(self.temperatures)
 
 
-QUICK = Plan(length=128, seeds=4)
+FULL = ExplorerPlan()
+QUICK = ExplorerPlan(length=128, seeds=4)
 
 
-@one_thread()
-def measure(plan: Plan, *, seed: int, progress: Progress = ignore) -> Result:
+@use_one_thread()
+def measure(plan: ExplorerPlan, *, seed: int, progress: Progress = ignore) -> Result:
     rows: Rows = []
     for dim in plan.dims:
         draws = Draws(plan.length, dim, plan.seeds)

@@ -18,7 +18,7 @@ from lln.lab.core.palette import CURVES, MATCHED
 from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.seeds import normal
 from lln.lab.core.tables import show_number
-from lln.lab.core.timing import one_thread
+from lln.lab.core.timing import use_one_thread
 from lln.lab.paper.analysis import match_alpha
 from lln.matching.curves import interpolate, pchip, read_curves
 
@@ -32,7 +32,7 @@ CONSTANTS = {"head_dims": HEAD_DIMS, "head_dim": HEAD_DIM, "tolerance": 100 * TO
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class MomentsPlan:
     """What is measured of the entropy, on Gaussian queries and keys with sigma_q = sigma_k = sigma."""
 
     sigmas: tuple[float, ...] = tuple(0.25 * i for i in range(1, 11))
@@ -44,11 +44,12 @@ class Plan:
         return self.seeds
 
 
-QUICK = Plan(sigmas=(0.25, 0.5, 1.0, 1.5, 2.0, 2.5), seeds=8, rows=64)
+FULL = MomentsPlan()
+QUICK = MomentsPlan(sigmas=(0.25, 0.5, 1.0, 1.5, 2.0, 2.5), seeds=8, rows=64)
 
 
-@one_thread()
-def measure(plan: Plan, *, seed: int, progress: Progress = ignore) -> Result:
+@use_one_thread()
+def measure(plan: MomentsPlan, *, seed: int, progress: Progress = ignore) -> Result:
     """Always on the CPU, in float64: these numbers say what the equations do, not what a device does."""
     what = f"moment matching on Gaussian queries and keys, head dim {HEAD_DIM}, sigma_q = sigma_k, float64"
     curves = read_curves()
@@ -63,7 +64,7 @@ def measure(plan: Plan, *, seed: int, progress: Progress = ignore) -> Result:
     }
 
 
-def measure_entropies(plan: Plan, seed: int, progress: Progress) -> Rows:
+def measure_entropies(plan: MomentsPlan, seed: int, progress: Progress) -> Rows:
     """A row for each attention and sigma, with the mean entropy of P for each set of draws."""
     alphas = {
         (kind, sigma): match_alpha(kind, sigma, HEAD_DIM, plan.keys) for kind in LLN_KINDS for sigma in plan.sigmas

@@ -10,7 +10,7 @@ from lln.lab.core.page import Result, Rows, Section, chart_lines, tell_section
 from lln.lab.core.palette import ATTENTIONS as LOOKS
 from lln.lab.core.palette import Style
 from lln.lab.core.progress import Progress, ignore
-from lln.lab.core.timing import one_thread
+from lln.lab.core.timing import use_one_thread
 
 ATTENTIONS = {"softmax": "softmax", "lln": "LLN", "lln_diag": "LLN+Diag"}  # by the names that recipes know
 DASHES = ((1, 0), (6, 3), (2, 2), (10, 3, 2, 3))  # by layer
@@ -22,18 +22,19 @@ PANELS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     steps: int = 360
     evaluate_every: int = 60
     record_every: int = 30
     log_every: int = 10
 
 
-QUICK = Plan(steps=60, evaluate_every=20, record_every=20)
+FULL = TrainingPlan()
+QUICK = TrainingPlan(steps=60, evaluate_every=20, record_every=20)
 
 
-@one_thread()
-def measure(plan: Plan, *, seed: int, device: str, runs: Path, progress: Progress = ignore) -> dict[str, Any]:
+@use_one_thread()
+def measure(plan: TrainingPlan, *, seed: int, device: str, runs: Path, progress: Progress = ignore) -> dict[str, Any]:
     """Trains the recipe `mlm tiny` with each attention in a folder below `runs`; a stopped run goes on. `progress`
     hears of plan.steps steps for each."""
     from lln.lab.paper.run_records import read_curves, select_layers

@@ -11,6 +11,7 @@ from torch import Tensor
 from lln.checks import MATCHINGS, Matching
 from lln.instruments import AttentionMap, kernel_map, lln_map, softmax_map
 from lln.lab.core.documents import write_paragraphs
+from lln.lab.core.progress import Progress
 from lln.lab.core.provenance import provenance
 from lln.lab.core.seeds import normal
 from lln.matching.moments import match_moments
@@ -18,7 +19,6 @@ from lln.peers.simple_kernels import FEATURES
 
 CPU = torch.device("cpu")
 LLN = ("unmatched", *MATCHINGS)
-Progress = Callable[[str], None]
 Rows = list[dict[str, Any]]
 
 

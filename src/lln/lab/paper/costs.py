@@ -9,6 +9,7 @@ import torch
 
 from lln.files import write_result
 from lln.lab.core.documents import write_markdown
+from lln.lab.core.progress import Progress
 from lln.lab.core.provenance import provenance
 from lln.lab.core.tables import show_number
 from lln.lab.core.timing import peak_memory, time_calls
@@ -17,7 +18,6 @@ from lln.lab.recipes import recipe
 from lln.lab.train.config import Config, Model
 from lln.lab.train.models import Sizes, build, skip_masks
 
-Progress = Callable[[str], None]
 TOGETHER_MS, MOST_STEPS = 500, 8  # of the steps that are timed as one
 
 

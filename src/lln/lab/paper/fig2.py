@@ -3,7 +3,8 @@
 from lln.instruments import entropy, spectral_gap
 from lln.lab.core.charts import Axis, draw_lines
 from lln.lab.core.palette import GREY, MATCHED, OLIVE, SKY, Style
-from lln.lab.paper.analysis import LLN, Draws, Figure, Progress, Rows, Verdict, judge, make_maps, read_curve, summarize
+from lln.lab.core.progress import Progress
+from lln.lab.paper.analysis import LLN, Draws, Figure, Rows, Verdict, judge, make_maps, read_curve, summarize
 from lln.peers.simple_kernels import FEATURES
 
 SIGMAS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.125, 1.25, 1.5, 1.75, 2.0)  # temperatures 1 / sigma^2 from 4 to .25

@@ -8,7 +8,8 @@ from torch import Tensor
 from lln.instruments import log_moments, lognormal_fit
 from lln.lab.core.charts import Axis, draw_lines
 from lln.lab.core.palette import BLUE, GREEN, LONG, MATCHED, ORANGE, SHORT, SOLID, Style
-from lln.lab.paper.analysis import LLN, Draws, Figure, Progress, Rows, Verdict, judge, make_maps, read_curve, summarize
+from lln.lab.core.progress import Progress
+from lln.lab.paper.analysis import LLN, Draws, Figure, Rows, Verdict, judge, make_maps, read_curve, summarize
 
 SIGMAS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
 MODERATE = 1.25  # the largest sigma that Prop. 3.1 is held to

@@ -7,8 +7,9 @@ import torch
 from lln.lab.calibration import within_row_variance
 from lln.lab.core.charts import Axis, draw_lines
 from lln.lab.core.palette import AMBER, GREEN, SKY, SOLID, Style
+from lln.lab.core.progress import Progress
 from lln.lab.core.seeds import normal
-from lln.lab.paper.analysis import CPU, Draws, Figure, Progress, Rows, Verdict, judge, read_curve
+from lln.lab.paper.analysis import CPU, Draws, Figure, Rows, Verdict, judge, read_curve
 
 DIMS = (32, 64, 128)
 MODERATE = tuple(0.1 * i for i in range(2, 13))  # s2 of Fig. 6a

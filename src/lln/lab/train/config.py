@@ -16,9 +16,21 @@ BLOCK_SIZE = 64  # of kernels with blocks, where a preset says nothing
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    name: str = "lln_diag"  # "softmax", or any attn_implementation of lln.hf
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of config.lln: matching, statistics, ...
-    preset: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)  # see choose_attention
+    """Which attention a model has.
+
+    Args:
+        name: "softmax", or any attn_implementation of `lln.hf`.
+        options: its options, as `config.lln` holds them (see `lln.hf.Options`): matching, statistics, ...
+        preset: the options that the recipe's preset has for LLN+Diag; those of them that a label need not say.
+
+    Examples:
+        >>> Attention("lln_diag", {"block_size": 32, "matching": "entropy"}, preset={"block_size": 32}).label
+        'lln_diag:matching=entropy'
+    """
+
+    name: str = "lln_diag"
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    preset: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
     def label(self) -> str:
@@ -62,42 +74,92 @@ def choose_attention(name: str, preset: dict[str, Any]) -> Attention:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
+    """The sizes of a model, and what it begins from.
+
+    Args:
+        layers, width, heads: how many layers and heads, and channels of the hidden states.
+        inner: width of the feed-forward layers.
+        pre_norm: whether the norms come before attention and feed-forward rather than after them.
+        dropout, attention_dropout: of the hidden states, and of P.
+        patch: pixels along the side of a patch, of images.
+        initial: standard deviation of the first weights; 0: the architecture's own.
+        positions: "learned" or, of language models, "sinusoidal" or "none".
+        start: folder with a trained model to begin from, for fine-tuning.
+
+    Examples:
+        >>> Model(layers=2, width=64, heads=2, inner=128).positions
+        'learned'
+    """
+
     layers: int
     width: int
     heads: int
-    inner: int  # width of the feed-forward layers
+    inner: int
     pre_norm: bool = False
     dropout: float = 0.1
     attention_dropout: float = 0.1
-    patch: int = 0  # of images
-    initial: float = 0.0  # standard deviation of the first weights; 0: the architecture's own
-    positions: str = LEARNED  # or, of language models, "sinusoidal" or "none"
-    start: str = ""  # folder with a trained model to begin from: for fine-tuning
+    patch: int = 0
+    initial: float = 0.0
+    positions: str = LEARNED
+    start: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    name: str  # a Hub id, or "embedded": what needs no download
+    """What a model is trained and evaluated on.
+
+    Args:
+        name: a Hub id, "embedded/..." for a set that needs no download, or "generated".
+        subset: the configuration of a set, or the task of GLUE or Long Range Arena.
+        length: tokens of a sequence, or pixels along the side of an image.
+        vocabulary: tokens of a tokenizer that is trained on the data.
+        train, evaluation: examples used, 0 for all.
+        options: of sets that are generated: how hard they are.
+
+    Examples:
+        >>> Data("embedded/prose", length=64, vocabulary=1024).train
+        0
+    """
+
+    name: str
     subset: str = ""
-    length: int = 0  # tokens of a sequence, or pixels along the side of an image
-    vocabulary: int = 0  # of a tokenizer that is trained on the data
-    train: int = 0  # examples used, 0 for all
+    length: int = 0
+    vocabulary: int = 0
+    train: int = 0
     evaluation: int = 0
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Optimisation:
-    steps: int  # updates of the weights
-    batch: int  # examples an update, over all processes
-    rate: float  # the highest learning rate
+    """How the weights are trained: by AdamW.
+
+    Args:
+        steps: updates of the weights.
+        batch: examples an update, over all processes.
+        rate: the highest learning rate.
+        warmup: steps over which the rate rises to it.
+        schedule: of the rate after the warm-up: "linear", "cosine" or "constant".
+        decay: of the weights; gains, offsets and the like have none.
+        betas, epsilon: AdamW's.
+        clip: largest norm of the gradient, 0 for none.
+        accumulation: forward passes an update; `batch` counts all of them.
+
+    Examples:
+        >>> Optimisation(steps=100, batch=32, rate=1e-3).schedule
+        'linear'
+    """
+
+    steps: int
+    batch: int
+    rate: float
     warmup: int = 0
-    schedule: str = "linear"  # after the warm-up: linear, cosine or constant
+    schedule: str = "linear"
     decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.98)
     epsilon: float = 1e-6
-    clip: float = 0.0  # largest norm of the gradient, 0 for none
-    accumulation: int = 1  # forward passes an update; `batch` counts all of them
+    clip: float = 0.0
+    accumulation: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lln.hf.interface import nothing_collected
+from lln.hf.interface import collect_nothing
 from lln.lab.core.errors import first_line
 from lln.lab.data.examples import Stream
 from lln.lab.train.config import Config, need
@@ -146,7 +146,7 @@ def compile_layers(model: nn.Module, on: bool) -> Iterator[None]:
     for layer in layers:
         layer.compile()
     try:
-        with warnings.catch_warnings(), nothing_collected(model) if on else contextlib.nullcontext():
+        with warnings.catch_warnings(), collect_nothing(model) if on else contextlib.nullcontext():
             # torch.compile looks at gradients of what passes between layers, and torch warns of that.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             yield

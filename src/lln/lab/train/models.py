@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 import lln.hf  # registers the attentions
 from lln.files import read_json
+from lln.hf.options import OF_BLOCKS
 from lln.lab.train.config import LEARNED, NONE, Attention, Config
 from lln.values import check_choice
 
@@ -168,8 +170,7 @@ def check_attention(config: Config) -> None:
     check_choice("attention.name", name, *known)
     if name == "softmax" and (foreign := sorted(set(config.attention.options) - {"convolution"})):
         raise ValueError(f"attention.options: softmax takes convolution alone; got {', '.join(foreign)}.")
-    of_blocks = ("block_size", "mix", "overlap", "tile")
-    if name == "lln" and (foreign := [option for option in of_blocks if option in config.attention.options]):
+    if name == "lln" and (foreign := [option for option in OF_BLOCKS if option in config.attention.options]):
         raise ValueError(f"attention.options: {foreign[0]} goes with lln_diag; got it with lln.")
     held, _ = read_options(config.attention)
     if held is not None:
@@ -207,26 +208,36 @@ def describe_model(config: Config, sizes: Sizes) -> tuple[Any, Any]:
 
 
 HERE = threading.local()  # a ContextVar would say the same, but torch.compile cannot read one
+LOCK = threading.Lock()
+REPLACED: list[Any] = []  # transformers' own is_tracing, once for each `skip_masks` that is open in any thread
 
 
 def count_parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+@functools.cache  # the same function every time, or torch.compile would compile anew
+def make_is_tracing(usual: Any) -> Any:
+    def is_tracing(tensor: Any = None) -> bool:
+        """No in threads that skip masks; others find what they would have."""
+        return not getattr(HERE, "unmasked", False) and usual(tensor)
+
+    return is_tracing
+
+
 @contextlib.contextmanager
 def skip_masks() -> Iterator[None]:
     """For batches without a mask. Where a graph is captured or traced, transformers as late as 5.17 makes one even
     then, which hides nothing and keeps torch from its fast attention."""
-    usual = masking_utils.is_tracing
-    if not hasattr(usual, "of_lln"):  # once and for all: other threads go on to trace, and find what they would have
-
-        def is_tracing(tensor: Any = None) -> bool:
-            return not getattr(HERE, "unmasked", False) and usual(tensor)
-
-        is_tracing.of_lln = True  # type: ignore[attr-defined]
-        masking_utils.is_tracing = is_tracing
+    with LOCK:
+        REPLACED.append(REPLACED[0] if REPLACED else masking_utils.is_tracing)
+        masking_utils.is_tracing = make_is_tracing(REPLACED[0])
     before, HERE.unmasked = getattr(HERE, "unmasked", False), True
     try:
         yield
     finally:
         HERE.unmasked = before
+        with LOCK:
+            usual = REPLACED.pop()
+            if not REPLACED:
+                masking_utils.is_tracing = usual

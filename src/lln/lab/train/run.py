@@ -7,7 +7,6 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,12 @@ from lln.lab.train.config import Config, need
 from lln.lab.train.graph import GraphLoop, check_graph
 from lln.lab.train.loop import Loop, Progress, Report, count_processes
 from lln.lab.train.models import build, check_attention, count_parameters, read_start
-from lln.lab.train.run_folder import ENVIRONMENT, RESULT, Run, list_facts, read_step
+from lln.lab.train.run_folder import ENVIRONMENT, RESULT, Run, Say, list_facts, read_step
 from lln.lab.train.shard import ShardedLoop, check_shards
 from lln.lab.train.tasks import load
 
 MODEL = "model"  # folder with the trained model
 REPORTS = ("tensorboard", "wandb", "trackio")  # modules that are packages of the same name
-
-Say = Callable[[str], None]
 
 
 def train(

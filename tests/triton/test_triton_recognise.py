@@ -10,12 +10,12 @@ import transformers
 from torch import Tensor
 
 import lln.hf
-from helpers.replaying import nothing_played, recognised
+from helpers.replaying import count_recognised, forget_played
 from helpers.tensors import normal
 from helpers.triton_cases import DEVICE, MARKS, only_triton
 from helpers.untyped import lln_attention as attend
 from lln import LLNAttention
-from lln.kernels.triton import known, tape
+from lln.kernels.triton import recognise, tape
 
 pytestmark = [*MARKS, only_triton, pytest.mark.usefixtures("playable")]
 LENGTH = 40
@@ -51,12 +51,12 @@ def test_a_module_is_recognised_with_all_that_its_factors_come_from(kind: str, m
         for seed in range(3):
             given = draw(seed)
             found = module(*given, key_mask=mask)
-            with nothing_played():
+            with forget_played():
                 assert torch.equal(found, module(*given, key_mask=mask))
             for t in (*module.parameters(), *module.buffers()):
                 if t.is_floating_point():
                     t.mul_(1.1)  # what it reads is read anew
-    assert recognised() == 1
+    assert count_recognised() == 1
 
 
 @pytest.mark.parametrize("kind", ["sample blocks", "numbers"])
@@ -66,10 +66,10 @@ def test_gradients_of_a_recognised_call_are_the_same(kind: str) -> None:
         given = draw(seed, grads=True)
         outer = normal(77, 1, 2, LENGTH, 16).to(DEVICE, torch.float32)
         found = torch.autograd.grad(module(*given), given, outer)
-        with nothing_played():
+        with forget_played():
             expected = torch.autograd.grad(module(*given), given, outer)
         assert all(map(torch.equal, found, expected))
-    assert recognised() == 1
+    assert count_recognised() == 1
 
 
 def test_a_recognised_call_has_no_second_derivative_and_says_so() -> None:
@@ -85,7 +85,7 @@ def test_some_inputs_need_no_gradient() -> None:
         q, k, v = draw(seed)
         k.requires_grad_()
         attend(q, k, v, 1.2, 1.4, backend="triton").sum().backward()
-        with nothing_played():
+        with forget_played():
             expected = torch.autograd.grad(attend(q, k, v, 1.2, 1.4, backend="triton").sum(), k)[0]
         assert k.grad is not None
         assert torch.equal(k.grad, expected)
@@ -114,7 +114,7 @@ def test_an_option_that_changes_takes_effect() -> None:
     second = [module(*given) for _ in range(2)]
     assert not torch.equal(first, second[0])
     assert torch.equal(second[0], second[1])
-    with nothing_played():
+    with forget_played():
         assert torch.equal(second[1], module(*given))
 
 
@@ -125,9 +125,9 @@ def test_dropout_is_drawn_for_each_call_and_repeats_with_the_seed() -> None:
     found = [module(*given) for _ in range(2)]
     assert not torch.equal(*found)
     torch.manual_seed(1)
-    with nothing_played():
+    with forget_played():
         assert all(torch.equal(out, module(*given)) for out in found)
-    assert recognised() == 1
+    assert count_recognised() == 1
 
 
 def test_running_statistics_are_kept_in_training() -> None:
@@ -136,7 +136,7 @@ def test_running_statistics_are_kept_in_training() -> None:
         module(*draw(seed))
     module.eval()
     assert int(module.running_count) == 3
-    assert recognised() == 0
+    assert count_recognised() == 0
 
 
 def test_hooks_and_learned_factors_are_not_passed_by() -> None:
@@ -148,7 +148,7 @@ def test_hooks_and_learned_factors_are_not_passed_by() -> None:
         assert grad is not None
         assert grad.abs().sum() > 0
         module.zero_grad()
-    assert recognised() == 0
+    assert count_recognised() == 0
 
 
 def test_functions_of_torch_func_see_each_step() -> None:
@@ -168,7 +168,7 @@ def test_tensors_that_are_the_same_one_are_told_from_others() -> None:
     call = functools.partial(attend, alpha=1.2, beta=1.4, backend="triton")
     for given in ((x, x, x), (x, y, x), (x, x, y), (y, x, x), (x, x, x)):
         found = call(*given)
-        with nothing_played():
+        with forget_played():
             assert torch.equal(found, call(*given))
 
 
@@ -177,11 +177,11 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for length in range(3, 12):
         q, k, v = draw(0, length=length)
         attend(q, k, v, 1.2, 1.4, backend="triton")
-        assert len(known.KNOWN) <= 4
+        assert len(recognise.KNOWN) <= 4
         assert len(tape.TAPES) <= 4
 
 
-def on_triton(model: Any) -> Any:
+def move_to_triton(model: Any) -> Any:
     for module in model.modules():
         if isinstance(module, LLNAttention):
             module.backend = "triton"
@@ -194,14 +194,14 @@ def encoder(name: str) -> Any:
     config = transformers.RobertaConfig(vocab_size=50, max_position_embeddings=60, **shape)
     model = transformers.RobertaModel(config)
     model.set_attn_implementation(name)
-    return on_triton(model)
+    return move_to_triton(model)
 
 
 def compare_models(model: Any, calls: list[dict[str, Any]]) -> None:
     with torch.no_grad():
         for call in calls:
             found = model(**call).last_hidden_state
-            with nothing_played():
+            with forget_played():
                 assert torch.equal(found, model(**call).last_hidden_state)
 
 
@@ -216,7 +216,7 @@ def test_layers_of_an_encoder_are_one_kind_of_call(name: str, masked: bool) -> N
         mask[1, 25 - seed :] = 0
         calls.append({"input_ids": tokens} | ({"attention_mask": mask} if masked else {}))
     compare_models(model, calls)
-    assert recognised() == 1
+    assert count_recognised() == 1
 
 
 def test_weights_hooks_and_training_of_a_model_are_not_passed_by() -> None:
@@ -243,8 +243,8 @@ def test_a_causal_model_with_padding_is_recognised() -> None:
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     model = transformers.LlamaModel(transformers.LlamaConfig(vocab_size=50, num_key_value_heads=1, **shape))
-    model = on_triton(lln.hf.convert(model, "lln_diag", statistics="fixed", block_size=8))
+    model = move_to_triton(lln.hf.convert(model, "lln_diag", statistics="fixed", block_size=8))
     tokens = torch.arange(2, 32, device=DEVICE)[None]
     mask = (torch.arange(30, device=DEVICE) > 4)[None].long()
     compare_models(model, [{"input_ids": tokens, "attention_mask": mask, "use_cache": False}] * 3)
-    assert recognised() == 1
+    assert count_recognised() == 1

@@ -21,9 +21,8 @@ from torch.nn import Parameter
 from lln.kernels.call import FIELDS, TENSORS
 from lln.kernels.common import is_constant, is_watched, raw_stream
 from lln.kernels.triton import op, plan, tape
-from lln.kernels.triton.attend import draw_seed
 from lln.kernels.triton.launch import Place
-from lln.kernels.triton.tape import WATCH, Kind, Tape, addresses, bytes_of, remember, signature
+from lln.kernels.triton.tape import WATCH, Kind, Tape, addresses, count_bytes, draw_seed, remember, signature
 
 MOST_BACKWARDS = 16  # of one call: by the layouts in which gradients come
 NEVER = "never"  # what such a call does is more than its launches
@@ -54,10 +53,10 @@ class Known:
         if self.seeded:
             given = (*given, draw_seed(query.device))
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-            # Not Function.apply, which first looks for what `key_of` has excluded.
+            # Not Function.apply, which first looks for what `make_key` has excluded.
             out: Tensor = super(Function, Replay).apply(query, key, value, self, given)
             return out
-        with plan.on_device(query.device):
+        with plan.use_device(query.device):
             return self.inference.play(addresses(given))[0]
 
     def backward(self, given: Given, memory: Tensor, grad: Tensor, before: list[int]) -> Sequence[Tensor]:
@@ -70,7 +69,7 @@ class Known:
         found = self.backwards.get(kinds)
         if found is not None:
             bases.append(grad.data_ptr())
-            with plan.on_device(grad.device):
+            with plan.use_device(grad.device):
                 return found.play(bases)
         tensors = [find_tensor(source, kind, (*given, memory)) for source, kind in self.fields]
         rows = op.backward(tensors, self.rest, (grad, None, None), [name in op.ROWS for name in FIELDS])
@@ -92,13 +91,13 @@ def find_tensor(source: Source, kind: Kind | None, bases: Sequence[Tensor | None
     if kind is None or held is None:
         return held
     size, stride, dtype = kind
-    return held[offset : offset + bytes_of(kind)].view(dtype).as_strided(size, stride)
+    return held[offset : offset + count_bytes(kind)].view(dtype).as_strided(size, stride)
 
 
 class Replay(Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, known: Known, given: Given) -> Tensor:
-        with plan.on_device(query.device):
+        with plan.use_device(query.device):
             before = addresses(given)
             out, memory = known.training.play(before.copy())
         ctx.save_for_backward(*given, memory)
@@ -218,7 +217,7 @@ class Link:
         self.steps.append(Step(tape, sources, rest))
         self.out = result[0]
 
-    def known(self, out: Tensor) -> Known | None:
+    def make_known(self, out: Tensor) -> Known | None:
         """None where the call was more than what it played, or attended in several parts."""
         attended = [step for step in self.steps if step.rest is not None]
         if not self.complete or len(attended) != 1 or attended[0] is not self.steps[-1]:
@@ -257,9 +256,9 @@ class Link:
                     places[Made(n, i)] = out, 0
                 elif keep and (n < last or with_state):
                     places[Made(n, i)] = memory, size
-                    size += bytes_of(kind)
+                    size += count_bytes(kind)
                 else:
-                    places[Made(n, i)] = joined.spare(bytes_of(kind))
+                    places[Made(n, i)] = joined.spare(count_bytes(kind))
             sources = [places[source] if isinstance(source, Made) else source for source in step.sources]
             joined.add(step.tape, sources, [places[Made(n, i)] for i in range(len(step.tape.outputs))])
         joined.put(self.steps[-1].tape.outputs[0])
@@ -272,7 +271,7 @@ class Link:
 def attend_known(options: tuple[Any, ...], given: Given, attend: Callable[[], Tensor]) -> Tensor:
     """What `attend` gives: attention of the first three of `given`, with what else its result depends on. options: all
     that it depends on beside these tensors' values."""
-    key = key_of(options, given)
+    key = make_key(options, given)
     if key is None:
         return attend()
     try:
@@ -290,11 +289,11 @@ def attend_known(options: tuple[Any, ...], given: Given, attend: Callable[[], Te
     finally:
         WATCH.link = None
     if not torch.cuda.is_available() or not torch.cuda.is_current_stream_capturing():
-        remember(KNOWN, key, link.known(out) or NEVER)
+        remember(KNOWN, key, link.make_known(out) or NEVER)
     return out
 
 
-def key_of(options: tuple[Any, ...], given: Given) -> Hashable:
+def make_key(options: tuple[Any, ...], given: Given) -> Hashable:
     """What calls that do the same launches have in common. None where somebody looks on who has to see each step: a
     compiler, torch.func, forward-mode derivatives, another call that is being followed."""
     if WATCH.link is not None or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
@@ -321,5 +320,5 @@ def key_of(options: tuple[Any, ...], given: Given) -> Hashable:
             return None
         kinds.append(raw_stream(query.device))
     if query.dtype is torch.float32:
-        kinds.append(plan.tf32_allowed())
+        kinds.append(plan.is_tf32_allowed())
     return tuple(kinds)
