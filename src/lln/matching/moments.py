@@ -129,7 +129,7 @@ def find_kernel(name: str) -> Callable[..., Any]:
 def match_samples(data: Data, matching: Matching, scale: float | None, backend: str) -> tuple[Tensor, Tensor]:
     """alpha [B, heads, 1] and beta [B, key heads, 1] of each sample (packed: each sequence) and key head for itself, in
     the dtype that attention of these queries computes in."""
-    query, key, key_heads = data[:3]
+    query, key = data[:2]
     head_dim = query.shape[-1]
     if matching == "paper" and has_kernels(query, key, backend):  # eq. (10) in the same kernel
         alpha, beta = find_kernel("paper_coefficients")(*data, score_factor(scale, head_dim))
