@@ -20,11 +20,11 @@ def match_by_hand(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """alpha and beta [B, H] of the tokens that are kept, from their standard deviations alone."""
     q, k = (t.unflatten(1, (k.shape[1], -1)) for t in (q, k))
-    sigmas = [
+    sigma_q, sigma_k = (
         torch.stack([torch.stack([head[:, row].std() for head in sample]) for sample, row in zip(t, kept, strict=True)])
         for t in (q, k)
-    ]
-    alpha, beta = lln.match_moments(*sigmas, q.shape[-1], **options)
+    )
+    alpha, beta = lln.match_moments(sigma_q, sigma_k, q.shape[-1], **options)
     assert isinstance(alpha, torch.Tensor)
     assert isinstance(beta, torch.Tensor)
     return alpha.repeat_interleave(q.shape[2], 1), beta
@@ -34,9 +34,9 @@ def test_the_arguments_are_torchs() -> None:
     names = list(inspect.signature(lln.scaled_dot_product_attention).parameters)
     assert names[:6] == ["query", "key", "value", "attn_mask", "dropout_p", "is_causal"]
     q, k, v = make_inputs(length=20)
-    given, named = (q, k, v, PADDING, 0.0, False), {"scale": 0.3, "enable_gqa": False}
-    softmax = F.scaled_dot_product_attention(*given, **named)
-    assert softmax.shape == lln.scaled_dot_product_attention(*given, **named).shape
+    given = q, k, v, PADDING, 0.0, False
+    softmax = F.scaled_dot_product_attention(*given, scale=0.3, enable_gqa=False)
+    assert softmax.shape == lln.scaled_dot_product_attention(*given, scale=0.3, enable_gqa=False).shape
 
 
 @pytest.mark.parametrize("block_size", [None, 4])
@@ -86,7 +86,7 @@ def test_a_mask_is_expanded_as_torch_does() -> None:
 def test_three_dimensions_are_one_head() -> None:
     q, k, v = (t[:, 0] for t in make_inputs(length=20))
     out = lln.scaled_dot_product_attention(q, k, v, KEPT[:, None])
-    expected = lln.scaled_dot_product_attention(*(t[:, None] for t in (q, k, v)), PADDING)
+    expected = lln.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], PADDING)
     assert torch.equal(out, expected[:, 0])
 
 

@@ -136,9 +136,8 @@ def match_samples(data: Data, matching: Matching, scale: float | None, backend: 
         return alpha, beta
     found = both_moments(*data, backend)
     length = found[1, 0] / head_dim if matching == "entropy" else LENGTH
-    return expand_heads(
-        match_moments(*sigma(*found.unbind(1)).unbind(), head_dim, matching, scale, length=length), query
-    )
+    sigma_q, sigma_k = sigma(*found.unbind(1)).unbind()
+    return expand_heads(match_moments(sigma_q, sigma_k, head_dim, matching, scale, length=length), query)
 
 
 def expand_heads(found: Any, query: Tensor) -> tuple[Tensor, Tensor]:
