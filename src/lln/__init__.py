@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lln import instruments, naive
     from lln.functional import lln_attention
     from lln.matching import match_data, match_moments
-    from lln.nn import LLNAttention, MultiheadAttention
+    from lln.nn import LLNAttention, MultiheadAttention, scaled_dot_product_attention
     from lln.peers import attention, mechanism, mechanisms
     from lln.state import LLNState
 
@@ -32,12 +32,13 @@ __all__ = [
     "mechanism",
     "mechanisms",
     "naive",
+    "scaled_dot_product_attention",
 ]
 
 _OFFERS = {
     "lln.functional": ("lln_attention",),
     "lln.matching": ("match_data", "match_moments"),
-    "lln.nn": ("LLNAttention", "MultiheadAttention"),
+    "lln.nn": ("LLNAttention", "MultiheadAttention", "scaled_dot_product_attention"),
     "lln.peers": ("attention", "mechanism", "mechanisms"),
     "lln.state": ("LLNState",),
 }

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lln.checks import MATCHINGS, Matching
 from lln.kernels.carry import owners
-from lln.kernels.common import PAPER_A, PAPER_B, SIGMA_FLOOR, spans, wide_dtype
+from lln.kernels.common import PAPER_A, PAPER_B, SIGMA_FLOOR, compute_dtype, spans, wide_dtype
 from lln.kernels.triton import support
 from lln.kernels.triton.support import explain_refusal
 from lln.matching.curves import s2_for_entropy, s2_for_variance
@@ -124,6 +124,32 @@ def find_kernel(name: str) -> Callable[..., Any]:
 
     found: Callable[..., Any] = getattr(torch.ops.lln if torch.compiler.is_compiling() else gpu, name)
     return found
+
+
+def match_samples(data: Data, matching: Matching, scale: float | None, backend: str) -> tuple[Tensor, Tensor]:
+    """alpha [B, heads, 1] and beta [B, key heads, 1] of each sample (packed: each sequence) and key head for itself, in
+    the dtype that attention of these queries computes in."""
+    query, key = data[:2]
+    head_dim = query.shape[-1]
+    if matching == "paper" and has_kernels(query, key, backend):  # eq. (10) in the same kernel
+        alpha, beta = find_kernel("paper_coefficients")(*data, score_factor(scale, head_dim))
+        return alpha, beta
+    found = both_moments(*data, backend)
+    length = found[1, 0] / head_dim if matching == "entropy" else LENGTH
+    return expand_heads(
+        match_moments(*sigma(*found.unbind(1)).unbind(), head_dim, matching, scale, length=length), query
+    )
+
+
+def expand_heads(found: Any, query: Tensor) -> tuple[Tensor, Tensor]:
+    """(alpha, beta) as `match_moments` gives them for each key head, [B, key heads], or for all together, [], in the
+    shapes and the dtype of the op."""
+    alpha, beta = (one.to(compute_dtype(query.dtype)) for one in found)
+    if alpha.ndim == 2:
+        if query.shape[1] != alpha.shape[1]:
+            alpha = alpha.repeat_interleave(query.shape[1] // alpha.shape[1], 1)
+        alpha, beta = alpha.unsqueeze(-1), beta.unsqueeze(-1)
+    return alpha, beta
 
 
 def both_moments(

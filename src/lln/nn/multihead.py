@@ -12,6 +12,7 @@ from lln.checks import Matching, Read, Statistics
 from lln.functional import Backend, Coefficient
 from lln.matching.moments import LENGTH
 from lln.nn.attention import LLNAttention
+from lln.nn.torch_masks import can_read, read_hidden, split_mask
 from lln.nn.weights import check_weights, dense_weights
 from lln.values import describe
 
@@ -149,8 +150,9 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             query: [L, B, embed_dim], or [B, L, embed_dim] with batch_first.
             key: [S, B, kdim] or [B, S, kdim].
             value: [S, B, vdim] or [B, S, vdim].
-            key_padding_mask: [B, S] ([S] when unbatched), bool with True = ignore, or float with 0 = attend and
-                -inf = ignore. Elsewhere than on a CPU other values are not searched for: what is negative hides.
+            key_padding_mask: [B, S] ([S] when unbatched), bool with True = ignore, or float with 0 = attend and -inf,
+                or any number of -1,000 or less (-1e9, finfo.min), = ignore. Elsewhere than on a CPU other values are
+                not searched for: what is negative hides.
                 A query that has nothing to attend to gives the output projection's bias, never NaN.
             need_weights: also return P, which costs time and memory of order L * S; False keeps the call linear. Not
                 with mix="scales", where every value channel has its own P.
@@ -276,49 +278,3 @@ def pad_nested(sequences: Tensor) -> tuple[Tensor, Tensor]:
     x = sequences.to_padded_tensor(0.0)
     ends = torch.tensor([len(one) for one in sequences.unbind()], device=x.device)
     return x, torch.arange(x.shape[1], device=x.device) >= ends[:, None]
-
-
-def can_read(tensor: Tensor) -> bool:
-    """Whether values can be looked at without waiting for a device or breaking a compiled graph."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def read_hidden(name: str, mask: Tensor, shapes: list[list[int]], device: torch.device, look: bool) -> Tensor:
-    """A mask of torch's, bool or float, as bool: True = ignore. `look`: refuse floats other than 0 and -inf."""
-    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        raise TypeError(f"{name} must be a tensor, bool (True = ignore) or float (0 or -inf); got {describe(mask)}.")
-    if list(mask.shape) not in shapes:
-        raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}; got {describe(mask)}.")
-    if mask.device != device:
-        raise ValueError(f"{name} must be on the device of query, {device}; got {mask.device}.")
-    if mask.dtype == torch.bool:
-        return mask
-    if look and not ((mask == 0) | (mask == -torch.inf)).all():
-        raise ValueError(
-            f"{name} as float may hold 0 and -inf only, because linear attention forms no query-key scores that a bias "
-            f"could be added to; got other values in {describe(mask)}."
-        )
-    return mask < 0
-
-
-def split_mask(mask: Tensor, is_causal: bool, q: Tensor, key_length: int) -> tuple[bool, Tensor | None]:
-    """(is it causal, the keys hidden from every query [B or 1, S]) of an attn_mask [L, S] or [B * H, L, S]."""
-    batch, heads, length, _ = q.shape
-    look = can_read(q) or not is_causal  # without the hint there is no other way to know
-    pairs = read_hidden("attn_mask", mask, [[length, key_length], [batch * heads, length, key_length]], q.device, look)
-    if not pairs.numel():
-        return is_causal, None
-    pairs = pairs.unflatten(0, (-1, heads)) if pairs.dim() == 3 else pairs[None, None]  # [B or 1, H or 1, L, S]
-    keys = pairs[:, :1, -1:]  # in a causal mask the last query sees every key that is not padding
-    if not look:
-        return is_causal, keys[:, 0, 0]
-    if is_causal or not (pairs == keys).all():
-        later = torch.ones(length, key_length, dtype=torch.bool, device=q.device).triu(1)
-        if length != key_length or not (pairs == (keys | later)).all():
-            raise ValueError(
-                "attn_mask must be causal with query and key of equal length, or hide the same keys from every query "
-                "and head, because linear attention never forms query-key pairs that could be masked one by one; got "
-                f"{describe(mask)} and is_causal={is_causal}."
-            )
-        is_causal = True
-    return is_causal, keys[:, 0, 0] if keys.any() else None

@@ -10,7 +10,17 @@ from torch import Tensor, nn
 from lln.checks import Matching, Read, Statistics, coefficient
 from lln.functional import Backend, Coefficient, CuSeqlens
 from lln.kernels.common import SIGMA_FLOOR, compute_dtype, constant, wide_dtype
-from lln.matching.moments import Data, both_moments, find_kernel, has_kernels, match_moments, score_factor, sigma
+from lln.matching.moments import (
+    Data,
+    both_moments,
+    expand_heads,
+    find_kernel,
+    has_kernels,
+    match_moments,
+    match_samples,
+    score_factor,
+    sigma,
+)
 
 
 class Where(NamedTuple):
@@ -99,37 +109,24 @@ class MomentMatcher(nn.Module):
             )
         if self.statistics == "fixed":
             return self._read_fixed(query)
-        fused = self.matching == "paper" and has_kernels(query, key, self.backend)  # eq. (10) in the same kernel
-        factor = score_factor(self.scale, self.head_dim)
+        if self.statistics == "sample":
+            return match_samples(self._data(query, key, where), self.matching, self.scale, self.backend)
         length: int | Tensor = self.length
         if self.statistics == "running":
             variances = self.running_variance_q, self.running_variance_k
+            fused = self.matching == "paper" and has_kernels(query, key, self.backend)
             if fused and variances[0].device == query.device:
+                factor = score_factor(self.scale, self.head_dim)
                 alpha, beta = find_kernel("paper_match")(*variances, self.num_heads, factor)
                 return alpha, beta
             sigma_q, sigma_k = (v.to(wide_dtype(v.device)).clamp_min(SIGMA_FLOOR**2).sqrt()[None] for v in variances)
         else:
-            data = self._data(query, key, where)
-            if fused and self.statistics == "sample":
-                alpha, beta = find_kernel("paper_coefficients")(*data, factor)
-                return alpha, beta
-            found = both_moments(*data, self.backend)
+            found = both_moments(*self._data(query, key, where), self.backend)
             if self.matching == "entropy":
-                length = found[1, 0] / self.head_dim
-            if self.statistics == "batch":
-                length = length.mean() if isinstance(length, Tensor) else length
-                found = found.sum((2, 3))
-            sigma_q, sigma_k = sigma(*found.unbind(1)).unbind()
-        alpha, beta = match_moments(sigma_q, sigma_k, self.head_dim, self.matching, self.scale, length=length)
-        assert isinstance(alpha, Tensor)
-        assert isinstance(beta, Tensor)
-        dtype = compute_dtype(query.dtype)
-        alpha, beta = alpha.to(dtype), beta.to(dtype)
-        if alpha.ndim == 2:  # [B, key heads]
-            if self.num_heads != self.num_key_heads:
-                alpha = alpha.repeat_interleave(self.num_heads // self.num_key_heads, 1)
-            alpha, beta = alpha.unsqueeze(-1), beta.unsqueeze(-1)
-        return alpha, beta
+                length = (found[1, 0] / self.head_dim).mean()
+            sigma_q, sigma_k = sigma(*found.sum((2, 3)).unbind(1)).unbind()
+        matched = match_moments(sigma_q, sigma_k, self.head_dim, self.matching, self.scale, length=length)
+        return expand_heads(matched, query)
 
     def _read_fixed(self, query: Tensor) -> tuple[Tensor | None, Tensor]:
         dtype, kept = compute_dtype(query.dtype), self.sources

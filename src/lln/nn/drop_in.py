@@ -1,0 +1,139 @@
+"""LLN attention under the signature of torch.nn.functional.scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lln.checks import Inputs, Matching, check_inputs
+from lln.functional import Backend, Coefficient, Mix, attend_checked, autocast
+from lln.kernels.triton.attend import attend_known
+from lln.matching.moments import LENGTH, match_moments, match_samples
+from lln.nn.torch_masks import can_read, read_added
+from lln.values import check_flag, describe
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    block_size: int | None = None,
+    mix: Mix = 0.5,
+    matching: Matching = "paper",
+    alpha: Coefficient | None = None,
+    beta: Coefficient | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """LLN attention in the place of torch.nn.functional.scaled_dot_product_attention, which has the same arguments up
+    to `enable_gqa`: alpha and beta follow the spread of the queries and keys of each sample and head, as in
+    `lln.LLNAttention` with statistics="sample", so that it is as concentrated as the softmax it stands in for.
+
+    Args:
+        query: [batch, heads, length, dim], or [batch, length, dim] like key and value.
+        key: [batch, key heads, key length, dim].
+        value: [batch, key heads, key length, value dim].
+        attn_mask: padding, [batch, 1, 1, key length] or what torch would expand to that: bool with True = attend, or
+            a float that is added to scores, 0 = attend and -inf, or any number of -1,000 or less (-1e9, finfo.min),
+            = hidden. Its shape alone says what it is, so that nobody waits for a device; other shapes are refused.
+            Elsewhere than on a CPU other floats are not searched for: what is negative hides. Where query and key
+            have one length, what is hidden among the keys does not count as a query either.
+        dropout_p: applied whenever it is not 0, as torch does: pass 0.0 in eval. See `lln.lln_attention`.
+        is_causal: a query attends its own and earlier positions; goes together with attn_mask. Nobody may look at the
+            spread of later tokens, so it is taken for 1 unless alpha and beta are given: `lln.LLNAttention` with
+            statistics="running" measures it.
+        scale: of the softmax that is imitated, and of the one in the blocks; default 1 / sqrt(dim).
+        enable_gqa: allow fewer key heads than query heads.
+        block_size: LLN+Diag with blocks of so many tokens; None: LLN alone. See `lln.lln_attention`, as for `mix`.
+        matching: "paper", "variance" or "entropy", see `lln.match_moments`.
+        alpha: with beta, in the place of what matching gives; see `lln.lln_attention`.
+        beta: likewise.
+        backend: "eager", "triton" or "auto", of the op and of the statistics.
+
+    Returns:
+        [batch, heads, length, value dim] in the dtype of query; [batch, length, value dim] for three dimensions. A row
+        that has nothing to attend to gives zeros.
+
+    Raises:
+        ValueError or TypeError: it names the argument, what came, and what is allowed.
+
+    Examples:
+        >>> import lln, torch
+        >>> query, key, value = torch.randn(3, 2, 4, 50, 16, generator=torch.Generator().manual_seed(0))
+        >>> lln.scaled_dot_product_attention(query, key, value).shape
+        torch.Size([2, 4, 50, 16])
+        >>> padding = (torch.arange(50) < torch.tensor([[50], [30]]))[:, None, None]  # the second has 30 tokens
+        >>> out = lln.scaled_dot_product_attention(query, key, value, attn_mask=padding, block_size=8)
+        >>> short = (t[1:, :, :30] for t in (query, key, value))
+        >>> alone = lln.scaled_dot_product_attention(*short, block_size=8)
+        >>> torch.testing.assert_close(out[1:, :, :30], alone)
+
+        In a model that calls torch's function by the name `F.scaled_dot_product_attention`:
+
+        >>> torch.nn.functional.scaled_dot_product_attention = lln.scaled_dot_product_attention  # doctest: +SKIP
+    """
+    flat = isinstance(query, Tensor) and query.ndim == 3
+    if flat:
+        query, key, value = (
+            t.unsqueeze(1) if isinstance(t, Tensor) and t.ndim == 3 else t for t in (query, key, value)
+        )
+        attn_mask = attn_mask.unsqueeze(1) if isinstance(attn_mask, Tensor) and attn_mask.ndim == 3 else attn_mask
+    if (alpha is None) != (beta is None):
+        raise ValueError("alpha and beta go together: give both, or neither and let matching find them.")
+    check_flag("enable_gqa", enable_gqa)
+    key_mask = None if attn_mask is None else read_padding(attn_mask, key)
+
+    def attend() -> Tensor:
+        inputs = check_inputs(*autocast(query, key, value), key_mask=key_mask, cu_seqlens=None)
+        if not enable_gqa and query.shape[1] != key.shape[1]:
+            raise ValueError(
+                f"key has {key.shape[1]} heads and query {query.shape[1]}; pass enable_gqa=True for grouped queries."
+            )
+        factors = (alpha, beta) if alpha is not None else find_coefficients(inputs, is_causal, matching, scale, backend)
+        found = attend_checked(
+            inputs, *factors, block_size=block_size, mix=mix, is_causal=is_causal, dropout_p=dropout_p, scale=scale,
+            backend=backend,
+        )  # fmt: skip
+        assert isinstance(found, Tensor)
+        return found
+
+    tensors = tuple(t if isinstance(t, Tensor) else None for t in (alpha, beta))
+    numbers = tuple(None if isinstance(t, Tensor) else t for t in (alpha, beta))
+    options = ("dot_product", numbers, block_size, mix, is_causal, dropout_p, scale, enable_gqa, matching, backend)
+    out = attend_known(options, (query, key, value, key_mask, *tensors), backend, attend)
+    return out.squeeze(1) if flat else out
+
+
+def find_coefficients(
+    inputs: Inputs, is_causal: bool, matching: Matching, scale: float | None, backend: Backend
+) -> tuple[Coefficient, Coefficient]:
+    """Of each sample for itself; causal ones must not look at later tokens."""
+    query, key, _, key_mask, *_ = inputs
+    if is_causal:
+        return match_moments(1.0, 1.0, query.shape[3], matching, scale, length=LENGTH)
+    query_mask = key_mask if query.shape[2] == key.shape[2] else None
+    data = query.detach(), key.detach(), key.shape[1], query_mask, key_mask, None, None
+    return match_samples(data, matching, scale, backend)
+
+
+def read_padding(mask: Tensor, key: Tensor) -> Tensor:
+    """[batch, key length] bool, True = attend, of an attn_mask that hides keys from all queries and heads."""
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise TypeError(
+            f"attn_mask must be a tensor, bool (True = attend) or float (0 or -inf), or None; got {describe(mask)}."
+        )
+    batch, length = key.shape[0], key.shape[2]
+    shape = [1] * (4 - mask.ndim) + list(mask.shape)
+    if len(shape) != 4 or shape[0] not in (1, batch) or shape[1:] != [1, 1, length]:
+        raise ValueError(
+            f"attn_mask must be padding, of shape [batch, 1, 1, key length] = [{batch}, 1, 1, {length}], because "
+            "linear attention forms no query-key pairs that could be masked one by one (causality is is_causal=True); "
+            f"got {describe(mask)}."
+        )
+    rows = mask.reshape(shape[0], length).expand(batch, length)
+    return rows if mask.dtype == torch.bool else ~read_added("attn_mask", rows, can_read(mask))
