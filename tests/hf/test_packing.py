@@ -112,7 +112,11 @@ def test_a_packed_call_leaves_no_cache() -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
-        ("roberta", {"shift": -1}, r"RobertaModel counts its tokens from 1 on, .*DataCollatorWithFlattening\(position_id"),
+        (
+            "roberta",
+            {"shift": -1},
+            "counts its tokens from 1 on, .*position_ids_start=1",
+        ),
         ("bert", {"attention_mask": torch.ones(1, 19)}, "begin anew within a row, .* leave attention_mask out"),
         ("llama", {"past_key_values": lln.hf.LLNCache()}, "packed sequences cannot go into a cache"),
         ("llama", {"past_key_values": tf.DynamicCache()}, "packed sequences cannot go into a cache"),
