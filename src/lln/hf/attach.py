@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from lln.checks import Inputs, coefficient
 from lln.hf.find import attention_modules, check_model, configs, is_cross, list_parts, own_attention, read_sizes
 from lln.hf.options import Options, read, runs_lln, runs_ours, write
+from lln.hf.packing import watch_positions
 from lln.hf.tiles import Patches, Tiles, find_patches, require_patches, tiled_attention
 from lln.matching.moments import match_moments
 from lln.nn.attention import LLNAttention
@@ -270,6 +271,8 @@ def attach(model: PreTrainedModel, *, fresh: bool) -> None:
         options = dataclasses.replace(options, implementation=implementation or options.implementation)
         write(part.config, options)
         hosts = list(own_attention(part))
+        if hosts and ours:
+            watch_positions(part)
         for name, module in hosts:
             follow(part, module)
             if ours and not lln:

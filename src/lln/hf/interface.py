@@ -180,6 +180,8 @@ def attend_request(
     causal, key_mask, offsets = split(attention_mask, key.shape[2], layer is not None)
     if causal is None:
         causal = bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
+        # A mask that transformers makes follows the config, where a causal model may be told to look both ways.
+        causal = causal and (offsets is None or getattr(module.config, "is_causal", None) is not False)
     if causal and isinstance(attention, ModelAttention) and attention.statistics in ("sample", "batch"):
         raise ValueError(
             f"{type(module).__name__} attends causally here, so with statistics={attention.statistics!r} its output "

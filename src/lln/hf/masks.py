@@ -8,9 +8,10 @@ goes through the model to the attention function is one of these:
     [B, 0]              either, and no key is hidden
     [offsets] int32     causal; all rows one after another hold sequences that begin at these offsets (packing)
     [B, 1, 1, keys]     uint8, causal: the new keys after those in an LLNCache; [B, 1, 1, 0]: none of them is hidden
+    [1, 1, 1, offsets]  uint32, causal or not as the module is: packing again, found before the model ran (`packing`)
 
-The last one has four dimensions because generate may make masks before the call, and what has four dimensions is handed
-on as it is. The kind is in the dtype and the number of dimensions, so that nobody has to wait for a device to know it.
+The last two have four dimensions because they may be made before the call, and what has four dimensions is handed on as
+it is. The kind is in the dtype and the number of dimensions, so that nobody has to wait for a device to know it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 CAUSAL = torch.uint8
 BIDIRECTIONAL = torch.bool
+OFFSETS = torch.uint32  # which nobody else has for a mask
 
 
 def lln_mask(
@@ -126,6 +128,8 @@ def split(mask: Any, keys: int, after_state: bool) -> tuple[bool | None, Tensor 
         return None, None, None
     if after_state and isinstance(mask, Tensor) and mask.ndim == 4 and mask.dtype == CAUSAL:
         mask = mask[:, 0, 0]
+    if isinstance(mask, Tensor) and mask.ndim == 4 and mask.dtype == OFFSETS:
+        return None, None, mask[0, 0, 0].view(torch.int32)
     if not isinstance(mask, Tensor) or mask.ndim not in (1, 2):
         came = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(

@@ -23,6 +23,7 @@ from transformers.masking_utils import sdpa_mask
 from lln.hf.find import attention_modules, configs, is_cross, read_sizes, rescale_query
 from lln.hf.interface import refuse
 from lln.hf.options import IMPLEMENTATIONS
+from lln.hf.packing import is_packed
 
 # torch's softmax attention under a name of our own. Under "sdpa" some modules make masks of what they hand to other
 # functions as arguments, which LLN attention refuses, and some files have a function of their own.
@@ -31,6 +32,7 @@ AttentionInterface.register(SOFTMAX, sdpa_attention_forward)
 AttentionMaskInterface.register(SOFTMAX, sdpa_mask)
 
 
+LEAKS = "batches: softmax here does not keep packed sequences apart; give each a row of its own."
 NO_BATCHES = "batches must hold at least one batch; it is empty."
 
 
@@ -116,7 +118,7 @@ def show_softmax(
     def show_call(call: Call, go: Callable[[], Any]) -> Any:
         refuse(call.module, call.given)
         if call.given.get("cu_seq_lens_q") is not None:
-            raise ValueError("batches: softmax here does not keep packed sequences apart; give each a row of its own.")
+            raise ValueError(LEAKS)
         if call.mask is not None and call.mask.dtype != torch.bool:
             raise ValueError("batches: attention_mask must be a padding mask [batch, length], not numbers to be added.")
         result = go()
@@ -127,6 +129,9 @@ def show_softmax(
     def run(batch: Mapping[str, Any]) -> None:
         if not isinstance(batch, Mapping):
             raise TypeError(f"batches must be dicts of the model's arguments; got a {type(batch).__name__}.")
+        causal = any(getattr(module, "is_causal", False) for _, module in attention_modules(model))
+        if not causal and is_packed(batch):
+            raise ValueError(LEAKS)
         model(**move_batch(batch, model))
 
     before = [(config, config._attn_implementation) for config in configs(model)]
