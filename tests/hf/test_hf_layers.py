@@ -140,7 +140,7 @@ def test_saved_and_loaded(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["ModernBert", "Gemma2"])
 def test_measured_fitted_distilled_and_recorded(kind: str) -> None:
     model, batch = make(kind), make_batch()
-    given = {"matching": "data", "learnable": "channel", "mix": "scales", "block_size": 4}
+    given: dict[str, Any] = {"matching": "data", "learnable": "channel", "mix": "scales", "block_size": 4}
     lln.hf.convert(model, "lln_diag", layers="full_attention", batches=[batch], **given)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     lln.hf.fit(model, [batch])
@@ -149,7 +149,7 @@ def test_measured_fitted_distilled_and_recorded(kind: str) -> None:
     assert moved and all(".lln." in name for name in moved)
     with record(model) as rec:
         model(**batch)
-    assert len({row["layer"] for row in rec.rows}) == len(list_attention(model))
+    assert len({row["layer"] for row in rec.rows()}) == len(list_attention(model))
 
 
 def test_forms_of_layers() -> None:

@@ -151,8 +151,8 @@ def convert(
     found = {} if batches is None else measure(model, batches, data, plan)
 
     with undo_refused(model):
-        for (part, _), new in zip(changed, chosen, strict=True):
-            write(part.config, new)
+        for (part, _), own in zip(changed, chosen, strict=True):
+            write(part.config, own)
             part.config._attn_implementation_internal = implementation
         attach(model, fresh=True)
         check_tiles(model)

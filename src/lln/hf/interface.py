@@ -111,9 +111,10 @@ def attend(
     """As transformers' other functions."""
     if (runs := vars(module).get(RUNS)) is not None:
         if runs not in IMPLEMENTATIONS:
-            given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal}
-            given = {name: value for name, value in given.items() if name != "is_causal" or value is not None}
-            return attend_softmax(runs, module, query, key, value, attention_mask, **given, **kwargs)
+            own = {} if is_causal is None else {"is_causal": is_causal}
+            own |= kwargs | {"dropout": dropout, "scaling": scaling}
+            found: Result = attend_softmax(runs, module, query, key, value, attention_mask, **own)
+            return found
         implementation, attention_mask, kwargs = runs, narrow(attention_mask, key), drop_scores(kwargs)
     attention = module._modules.get("lln" if implementation in LLN else "lln_peer")
     p, layer = dropout if module.training else 0.0, getattr(key, TAG, None)

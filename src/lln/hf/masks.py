@@ -48,7 +48,7 @@ def lln_mask(
             softmax = make_softmax_mask(config, given | kwargs)
         if local:  # layers that attend within it have softmax attention
             return softmax
-        if kv_offset:
+        if isinstance(kv_offset, int):
             kv_length, kv_offset = kv_offset + kv_length, 0
     if local:  # models make it whether a layer uses it or not; one that does is told by `split`
         return torch.empty(batch_size, 0, 0, dtype=CAUSAL, device=device)
