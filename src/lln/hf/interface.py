@@ -113,8 +113,8 @@ def attend(
         if runs not in IMPLEMENTATIONS:
             own = {} if is_causal is None else {"is_causal": is_causal}
             own |= kwargs | {"dropout": dropout, "scaling": scaling}
-            found: Result = attend_softmax(runs, module, query, key, value, attention_mask, **own)
-            return found
+            result: Result = attend_softmax(runs, module, query, key, value, attention_mask, **own)
+            return result
         implementation, attention_mask, kwargs = runs, narrow(attention_mask, key), drop_scores(kwargs)
     attention = module._modules.get("lln" if implementation in LLN else "lln_peer")
     p, layer = dropout if module.training else 0.0, getattr(key, TAG, None)

@@ -236,5 +236,5 @@ def make_cache(config: Any) -> LLNCache:
         StateLayer() if own is not None and own.implementation in LLN else layer
         for own, layer in zip(owns, layers, strict=True)
     ]
-    cache.layer_class_to_replicate = None
+    cache.layer_class_to_replicate = None  # type: ignore[assignment]
     return cache
