@@ -27,7 +27,9 @@ def make(kind: str, **given: Any) -> Any:
     if kind == "Bert":
         return transformers.BertModel(transformers.BertConfig(**settings, num_hidden_layers=2, **given)).eval()
     if kind == "ModernBert":
-        special = dict.fromkeys(("bos_token_id", "cls_token_id"), 1) | dict.fromkeys(("eos_token_id", "sep_token_id"), 2)
+        special = dict.fromkeys(("bos_token_id", "cls_token_id"), 1) | dict.fromkeys(
+            ("eos_token_id", "sep_token_id"), 2
+        )
         settings |= special | {"num_hidden_layers": 3, "local_attention": 4, "global_attn_every_n_layers": 2}
         return transformers.ModernBertModel(transformers.ModernBertConfig(**settings | given)).eval()
     settings |= HEADS
@@ -61,10 +63,10 @@ def test_other_layers_are_the_models_own_bit_by_bit(kind: str) -> None:
     """Given the same hidden states, masks included: whatever came in is handed to the original model's module."""
     model = make(kind)
     own, batch = copy.deepcopy(model), make_batch()
-    lln.hf.convert(model, "lln", statistics={"encoder": "sample", "decoder": "fixed"}, layers=[0, 2][: 1 + (kind == "ModernBert")]
-                   if kind in ("ModernBert", "Bert", "Llama", "Mistral") else "full_attention")  # fmt: skip
+    layers: Any = {"ModernBert": [0, 2], "Bert": [0], "Llama": [0], "Mistral": [0]}.get(kind, "full_attention")
+    lln.hf.convert(model, "lln", statistics={"encoder": "sample", "decoder": "fixed"}, layers=layers)
     kept = {index: module for index, module in list_attention(model).items() if not hasattr(module, "lln")}
-    assert kept and len(kept) < len(list_attention(model))
+    assert 0 < len(kept) < len(list_attention(model))
     seen: dict[int, Tensor] = {}
     for where in (model, own):
         for index in kept:
@@ -133,7 +135,9 @@ def test_saved_and_loaded(kind: str, tmp_path: Path) -> None:
     loaded = transformers.AutoModel.from_pretrained(tmp_path).eval()
     assert loaded.config.lln["layers"] == ([0, 2] if kind == "ModernBert" else {"1": "lln"})
     assert torch.equal(loaded(**batch).last_hidden_state, expected)
-    assert {i for i, m in list_attention(loaded).items() if hasattr(m, "lln")} == ({0, 2} if kind == "ModernBert" else {1})
+    assert {i for i, m in list_attention(loaded).items() if hasattr(m, "lln")} == (
+        {0, 2} if kind == "ModernBert" else {1}
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*changes single scores")
@@ -146,7 +150,8 @@ def test_measured_fitted_distilled_and_recorded(kind: str) -> None:
     lln.hf.fit(model, [batch])
     lln.hf.distill(model, [batch], steps=2)
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
-    assert moved and all(".lln." in name for name in moved)
+    assert moved
+    assert all(".lln." in name for name in moved)
     if kind == "Gemma2":  # the instruments know no cap on scores, which its other layers have
         return
     with record(model) as rec:
@@ -162,7 +167,12 @@ def test_forms_of_layers() -> None:
     assert convert("full_attention") == [0, 1]
     assert convert("all") is None
     assert convert({0: "lln", 1: "softmax"}) == {"0": "lln"}
-    for wrong, said in (([2], "between 0 and 1"), ([], "names no layer"), ("local", "layers must be"), ({0: "x"}, "'x'")):
+    for wrong, said in (
+        ([2], "between 0 and 1"),
+        ([], "names no layer"),
+        ("local", "layers must be"),
+        ({0: "x"}, "'x'"),
+    ):
         with pytest.raises(ValueError, match=said):
             convert(wrong)
     with pytest.raises(TypeError, match="layers"):
@@ -176,3 +186,22 @@ def test_windows_are_refused_when_converted_and_classes_that_could_have_them_are
         lln.hf.convert(make("Mistral", sliding_window=4), "lln", statistics="fixed")
     model = lln.hf.convert(make("ModernBert", global_attn_every_n_layers=1), "lln")
     assert model(**make_batch()).last_hidden_state.isfinite().all()
+
+
+def test_the_command_line_names_layers() -> None:
+    from lln.lab.convert.conversion_plan import ConversionPlan
+
+    def read(layers: str) -> Any:
+        return ConversionPlan(layers=layers).options(8, {"block_size": 4})["layers"]
+
+    assert [read("full_attention"), read("0,2"), read("1:")] == ["full_attention", [0, 2], slice(1, None)]
+    with pytest.raises(ValueError, match="layers must be full_attention"):
+        read("0-2")
+
+
+@pytest.mark.filterwarnings("ignore:.*changes single scores")
+def test_layers_are_compared_where_lln_runs() -> None:
+    from lln.lab.convert.layer_report import compare_layers
+
+    model = lln.hf.convert(make("ModernBert"), "lln_diag", block_size=4, layers="full_attention")
+    assert [row["layer"] for row in compare_layers(model, [make_batch()])] == ["layers.0.attn", "layers.2.attn"]

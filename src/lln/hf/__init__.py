@@ -25,4 +25,14 @@ from lln.hf.positions import extend_positions
 register()
 install()
 
-__all__ = ["IMPLEMENTATIONS", "LLNCache", "Options", "convert", "distill", "extend_positions", "fine_tune", "fit", "make_cache"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "LLNCache",
+    "Options",
+    "convert",
+    "distill",
+    "extend_positions",
+    "fine_tune",
+    "fit",
+    "make_cache",
+]

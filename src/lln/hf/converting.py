@@ -254,10 +254,8 @@ class Seen:
             attention.set_coefficients(*(torch.as_tensor(log / self.samples).exp() for log in self.logs))
 
 
-def measure(
-    model: PreTrainedModel, batches: Iterable[Mapping[str, Any]], data: bool, plan: Plan
-) -> dict[str, Seen]:
-    """Run the model with softmax attention, and return what each attention module that is converted saw, by its name."""
+def measure(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]], data: bool, plan: Plan) -> dict[str, Seen]:
+    """Run the model with softmax attention, and return what each module that is converted saw, by its name."""
     seen = {name: Seen(data) for name, _ in attention_modules(model) if name not in plan.kept}
     count = 0
     with show_softmax(model, lambda call: seen[call.layer].look(call), plan) as run:

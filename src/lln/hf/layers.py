@@ -53,8 +53,8 @@ def check_global(name: str, module: Any, implementation: str) -> None:
     if "sliding" in kind or "chunked" in kind:
         raise ValueError(
             f"attn_implementation={implementation!r}: {type(module).__name__} ({name}) attends within a sliding_window "
-            f"or chunk ({kind}), which linear attention cannot, because it never forms the pairs; lln.hf.convert(model, "
-            "layers='full_attention') leaves such layers as they are, and a model without others must be used with "
+            f"or chunk ({kind}), which linear attention cannot, because it never forms the pairs; lln.hf.convert("
+            "model, layers='full_attention') leaves such layers as they are, and a model without others must be used with "
             "transformers' own implementations."
         )
 

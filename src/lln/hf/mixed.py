@@ -31,8 +31,8 @@ def attend_softmax(
     """What the module would do if the model ran the implementation of that name."""
     if isinstance(getattr(key, TAG, None), StateLayer):
         raise ValueError(
-            f"past_key_values: {type(module).__name__} runs {name!r}, which needs keys and values, and LLNCache() keeps "
-            "states in all layers; use lln.hf.make_cache(model.config)."
+            f"past_key_values: {type(module).__name__} runs {name!r}, which needs keys and values, and LLNCache() "
+            "keeps states in all layers; use lln.hf.make_cache(model.config)."
         )
     mask = getattr(attention_mask, SOFTMAX_MASK, None) if hasattr(attention_mask, SOFTMAX_MASK) else attention_mask
     function = INTERFACE.get_interface(name, find_eager(type(module)))

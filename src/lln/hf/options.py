@@ -66,8 +66,8 @@ class Options:
         overlap: of "lln_diag": windows that overlap in place of blocks, see `lln.LLNAttention`.
         length: number of keys that "entropy" matching assumes where it does not see them all.
         momentum: weight of a new batch in "running" statistics.
-        layers: None: every layer runs `implementation`. Otherwise the indices of those that do, or {index: name} with an
-            implementation of each, the index as a string; all other layers are the model's own.
+        layers: None: every layer runs `implementation`. Otherwise the indices of those that do, or {index: name} with
+            an implementation of each, the index as a string; all other layers are the model's own.
         others: the implementation of transformers that those other layers run.
         mechanisms: of the other implementations, by name: {"performer": {"features": 64}}. What a mechanism takes is in
             `lln.mechanisms()[name].options`; kernel mechanisms also take block_size and mix, as `lln.attention` does:
