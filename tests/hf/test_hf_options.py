@@ -97,11 +97,9 @@ def test_models_that_ignore_the_interface_raise(kind: str) -> None:
 @pytest.mark.parametrize("name", ["lln", "lln_diag"])
 def test_what_needs_pairs_is_refused_in_one_sentence(name: str) -> None:
     x = tokens(0)
-    modern = tf.AutoModel.from_config(
-        make_small(tf.ModernBertConfig, local_attention=8, global_attn_every_n_layers=2), attn_implementation=name
-    )
+    modern = make_small(tf.ModernBertConfig, local_attention=8, global_attn_every_n_layers=2)
     with pytest.raises(ValueError, match="sliding_window") as problem:
-        modern(input_ids=x)
+        tf.AutoModel.from_config(modern, attn_implementation=name)
     sentence(problem)
     sizes = tf.T5Config(d_model=32, d_kv=8, num_heads=4, num_layers=1, d_ff=40, vocab_size=61)
     # When it is called or, by transformers in which T5 ignores the interface, when it is made.

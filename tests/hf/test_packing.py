@@ -28,7 +28,7 @@ def make(kind: str, implementation: str = "lln_diag") -> Any:
     else:
         torch.manual_seed(0)
         model = OTHERS[kind]().double().eval()
-    own = {"block_size": 4} if implementation == "lln_diag" else {}
+    own: dict[str, Any] = {"block_size": 4} if implementation == "lln_diag" else {}
     with expect_guess():
         return lln.hf.convert(model, implementation, **own, statistics="fixed" if kind in (*CAUSAL, "opt") else "auto")
 
@@ -128,6 +128,14 @@ def test_what_would_leak_is_refused(kind: str, changes: dict[str, Any], words: s
     batch["position_ids"] += changes.pop("shift", 0)
     with pytest.raises(ValueError, match=words) as problem:
         model(**batch, **changes)
+    sentence(problem)
+
+
+def test_layers_with_softmax_attention_would_not_keep_them_apart() -> None:
+    model = lln.hf.convert(build_model("bert", "sdpa"), "lln", layers=[0])
+    _, batch = pack("bert")
+    with pytest.raises(ValueError, match="layers with softmax attention would not keep packed") as problem:
+        model(**batch)
     sentence(problem)
 
 

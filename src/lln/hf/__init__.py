@@ -18,10 +18,21 @@ from lln.hf.distillation import distill, fine_tune
 from lln.hf.fitting import fit
 from lln.hf.hooks import install
 from lln.hf.interface import register
+from lln.hf.layers import make_cache
 from lln.hf.options import IMPLEMENTATIONS, Options
 from lln.hf.positions import extend_positions
 
 register()
 install()
 
-__all__ = ["IMPLEMENTATIONS", "LLNCache", "Options", "convert", "distill", "extend_positions", "fine_tune", "fit"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "LLNCache",
+    "Options",
+    "convert",
+    "distill",
+    "extend_positions",
+    "fine_tune",
+    "fit",
+    "make_cache",
+]

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from lln.checks import Inputs, coefficient
 from lln.hf.find import attention_modules, check_model, configs, is_cross, list_parts, own_attention, read_sizes
-from lln.hf.options import Options, read, runs_lln, runs_ours, write
+from lln.hf.layers import RUNS, check_global, find_index
+from lln.hf.options import LLN, Options, read, runs_lln, runs_ours, write
 from lln.hf.packing import watch_positions
 from lln.hf.tiles import Patches, Tiles, find_patches, require_patches, tiled_attention
 from lln.matching.moments import match_moments
@@ -262,12 +263,17 @@ def attach(model: PreTrainedModel, *, fresh: bool) -> None:
     guessed = False
     for part in list_parts(model):
         options, implementation = read(part.config), part.config._attn_implementation
-        ours, lln = runs_ours(part.config), runs_lln(part.config)
+        ours = runs_ours(part.config)
         if ours:
             check_model(part, implementation)
         elif options is None:
             continue
         options = options or Options()
+        if ours and isinstance(options.layers, dict) and implementation not in options.layers.values():
+            raise ValueError(
+                f"attn_implementation={implementation!r}: config.lln names an implementation for each layer; use "
+                f"lln.hf.convert(model, {implementation!r}, layers=...)."
+            )
         options = dataclasses.replace(options, implementation=implementation or options.implementation)
         write(part.config, options)
         hosts = list(own_attention(part))
@@ -275,17 +281,20 @@ def attach(model: PreTrainedModel, *, fresh: bool) -> None:
             watch_positions(part)
         for name, module in hosts:
             follow(part, module)
-            if ours and not lln:
-                module.lln_peer = find_peer(module, name, implementation, options.mechanisms.get(implementation, {}))
-        if not lln:
-            # Another attention runs now, but what LLN has learned or measured stays with the model.
-            if not options.keeps_values:
+            own = options.of_layer(find_index(name, module))
+            if options.layers is None:
+                vars(module).pop(RUNS, None)
+            else:
+                setattr(module, RUNS, options.others if own is None else own.implementation)
+            if own is None:
+                for held in ("lln", "lln_peer"):
+                    module._modules.pop(held, None)
                 continue
-            options = dataclasses.replace(options, implementation="lln_diag" if isinstance(options.mix, str) else "lln")
-        for name, module in hosts:
-            guessed |= attach_one(module, name, options, fresh) and lln
-            if module.lln.tile is not None:
-                module.lln.patches = find_patches(model, part)
+            if ours:
+                check_global(name, module, own.implementation)
+            guessed |= attach_own(module, name, own, ours, fresh) and ours
+            if isinstance(lln := getattr(module, "lln", None), ModelAttention) and lln.tile is not None:
+                lln.patches = find_patches(model, part)
     if guessed:
         warnings.warn(
             f"{type(model).__name__} has causal or cross attention, and the spread of its queries and keys is not "
@@ -293,6 +302,19 @@ def attach(model: PreTrainedModel, *, fresh: bool) -> None:
             "batches=...) measures it; statistics='fixed' says that this is meant.",
             stacklevel=2,
         )
+
+
+def attach_own(module: Any, name: str, options: Options, ours: bool, fresh: bool) -> bool:
+    """Give one attention module what these options, its own, ask for. Whether its coefficients have become a guess."""
+    if options.implementation in LLN:
+        return attach_one(module, name, options, fresh)
+    if ours:
+        implementation = options.implementation
+        module.lln_peer = find_peer(module, name, implementation, options.mechanisms.get(implementation, {}))
+    if options.keeps_values:  # another attention runs now, but what LLN has learned or measured stays with the model
+        kind = "lln_diag" if isinstance(options.mix, str) else "lln"
+        attach_one(module, name, dataclasses.replace(options, implementation=kind), fresh)
+    return False
 
 
 def check_tiles(model: PreTrainedModel) -> None:
@@ -308,7 +330,7 @@ def undo_refused(model: PreTrainedModel) -> Iterator[None]:
     """After a refusal all is as it was: what configs say, and what runs."""
     gone = object()
     holders = (*configs(model), *(module for _, module in attention_modules(model)))
-    names = ("lln", "lln_peer", "_attn_implementation_internal")
+    names = ("lln", "lln_peer", RUNS, "_attn_implementation_internal")
     before = [(holder, name, getattr(holder, name, gone)) for holder in holders for name in names]
     try:
         yield
@@ -377,8 +399,8 @@ def check_saved(model: PreTrainedModel) -> None:
     for part in (part for part in list_parts(model) if runs_lln(part.config)):
         options = read(part.config)
         for name, module in own_attention(part):
-            held = getattr(module, "lln", None)
-            if isinstance(held, ModelAttention) and held.options != options:
+            held, own = getattr(module, "lln", None), options and options.of_layer(find_index(name, module))
+            if isinstance(held, ModelAttention) and held.options != own:
                 raise ValueError(
                     f"config.lln was changed by hand and is not what {name} runs; use lln.hf.convert(model, ...) to "
                     f"change options, or model.set_attn_implementation({part.config._attn_implementation!r}) to run "

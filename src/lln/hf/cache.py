@@ -209,4 +209,12 @@ class LLNCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes of all layers. The same after one token and after a million."""
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(count_bytes(layer) for layer in self.layers)
+
+
+def count_bytes(layer: Any) -> int:
+    """Of a state, or of the keys and values of a layer that has softmax attention."""
+    if isinstance(layer, StateLayer):
+        return layer.nbytes
+    held = (getattr(layer, name, None) for name in ("keys", "values"))
+    return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))

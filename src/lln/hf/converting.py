@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from lln.checks import check_no_alpha
 from lln.hf.attach import ModelAttention, attach, check_tiles, undo_refused
 from lln.hf.find import attention_modules, check_model, list_parts
+from lln.hf.layers import Plan, Wanted, find_running, name_implementation, plan_layers, read_plan
 from lln.hf.options import IMPLEMENTATIONS, KINDS, LLN, OF_BLOCKS, Options, write
 from lln.hf.options import read as read_config
 from lln.hf.watch import NO_BATCHES, SoftmaxCall, show_softmax
@@ -45,6 +46,7 @@ def convert(
     length: int | None = None,
     momentum: float | None = None,
     tile: int | None = None,
+    layers: Wanted | None = None,
     batches: Iterable[Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
@@ -81,6 +83,10 @@ def convert(
         momentum: weight of a new batch in "running" statistics.
         tile: of "lln_diag" in image models: blocks are tiles of at most so many patches a side. A block_size takes
             their place again.
+        layers: which layers are converted: their indices, a slice, "full_attention" (those without a sliding window),
+            a function of (index, attention module), {index: implementation}, or "all". The others stay as they are,
+            with softmax attention or windows, bit by bit. Indices count in each encoder and decoder alike. What
+            softmax does with single scores (a cap, attention sinks) is left out in layers that were named.
         batches: inputs of the model, each a dict of arguments. The model runs on them with softmax attention, without
             gradients, and what "running" statistics and "data" matching need is measured.
         options: of another mechanism than LLN, its own: `lln.mechanisms()[implementation].options`.
@@ -104,6 +110,8 @@ def convert(
         raise TypeError(f"model must be a transformers model; got {type(model).__name__}.")
     parts = list_parts(model)
     held = next((one for part in parts if (one := read_config(part.config)) is not None), None)
+    if isinstance(layers, Mapping):
+        implementation = name_implementation(layers, implementation)
     if implementation is None:
         implementation = held.implementation if held and held.implementation in IMPLEMENTATIONS else "lln_diag"
     check_listed("implementation", implementation, IMPLEMENTATIONS)
@@ -128,27 +136,33 @@ def convert(
     for part in parts:
         check_model(part, implementation)
     changes["implementation"] = implementation
-    chosen = [dataclasses.replace(read_config(part.config) or Options(), **changes) for part in parts]
+    plan = Plan() if layers is None else plan_layers(model, layers, parts)
+    changed = [(part, new) for part in parts if (new := plan.change(part.config)) is not None]
+    chosen = [dataclasses.replace(read_config(part.config) or Options(), **changes, **new) for part, new in changed]
+    if layers is None:
+        plan = read_plan(model)
     data = matching == "data" and beta is None
     if batches is not None and not data and not any("running" in map(o.statistics_of, KINDS) for o in chosen):
         raise ValueError("batches: there is nothing to measure; it goes with statistics='running' or matching='data'.")
-    modules = dict(attention_modules(model))
+    modules = [name for name, _ in attention_modules(model) if name not in plan.kept]
     for what, given in (("alpha", alpha), ("beta", beta)):
         if isinstance(given, Mapping) and (unknown := sorted(set(given) - set(modules))):
             raise ValueError(f"{what}: {unknown[0]!r} is no attention module in model.named_modules().")
-    found = {} if batches is None else measure(model, batches, data)
+    found = {} if batches is None else measure(model, batches, data, plan)
 
     with undo_refused(model):
-        for part, new in zip(parts, chosen, strict=True):
-            write(part.config, new)
+        for (part, _), own in zip(changed, chosen, strict=True):
+            write(part.config, own)
             part.config._attn_implementation_internal = implementation
         attach(model, fresh=True)
         check_tiles(model)
-        for name, module in modules.items():
-            if beta is not None and module.lln.statistics == "fixed":
-                module.lln.set_coefficients(*(pick(*given, name) for given in (("alpha", alpha), ("beta", beta))))
+        for name, attention in find_running(model).items():
+            if not isinstance(attention, ModelAttention):
+                continue
+            if beta is not None and attention.statistics == "fixed":
+                attention.set_coefficients(*(pick(*given, name) for given in (("alpha", alpha), ("beta", beta))))
             if name in found:
-                found[name].give(module.lln)
+                found[name].give(attention)
     return model
 
 
@@ -240,11 +254,11 @@ class Seen:
             attention.set_coefficients(*(torch.as_tensor(log / self.samples).exp() for log in self.logs))
 
 
-def measure(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]], data: bool) -> dict[str, Seen]:
-    """Run the model with softmax attention, and return what each attention module saw, by its name."""
-    seen = {name: Seen(data) for name, _ in attention_modules(model)}
+def measure(model: PreTrainedModel, batches: Iterable[Mapping[str, Any]], data: bool, plan: Plan) -> dict[str, Seen]:
+    """Run the model with softmax attention, and return what each module that is converted saw, by its name."""
+    seen = {name: Seen(data) for name, _ in attention_modules(model) if name not in plan.kept}
     count = 0
-    with show_softmax(model, lambda call: seen[call.layer].look(call)) as run:
+    with show_softmax(model, lambda call: seen[call.layer].look(call), plan) as run:
         for batch in batches:
             run(batch)
             count += 1

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lln.hf.find import attention_modules
-from lln.hf.options import IMPLEMENTATIONS, check_runs, runs_lln
+from lln.hf.attach import ModelAttention
+from lln.hf.layers import find_running
+from lln.hf.options import IMPLEMENTATIONS, check_runs
 from lln.hf.watch import SoftmaxCall, check_batches, check_pattern, find_rows, move_batch, show_softmax, switch_to_eval
 from lln.values import check_count, derive_seed
 
@@ -104,9 +105,8 @@ def relative_error(student: Tensor, teacher: Tensor, rows: Tensor | None, dims: 
 
 def distillation(model: PreTrainedModel, steps: int, rate: float = RATE) -> Learner:
     """The learner of `distill`, before its first step."""
-    name = "lln" if runs_lln(model.config) else "lln_peer"
-    places = tuple(f"{place}.{name}." for place, _ in attention_modules(model))
-    held = {name: p for name, p in model.named_parameters() if name.startswith(places)}
+    mine = {id(p) for attention in find_running(model).values() for p in attention.parameters()}
+    held = {name: p for name, p in model.named_parameters() if id(p) in mine}
     if not held:
         raise ValueError(
             "distill: the model's attention has nothing to learn; first call lln.hf.convert(model, ..., "
@@ -160,7 +160,7 @@ def distill(
         True
     """
     check_runs("distill", model.config, IMPLEMENTATIONS)
-    lln = runs_lln(model.config)
+    running = find_running(model)
     learner = distillation(model, steps, rate) if learner is None else learner
     losses: list[float] = []
 
@@ -168,11 +168,9 @@ def distill(
         """Ask the LLN attention of a module for what softmax gave, and leave its gradients."""
         check_pattern(call)
         with torch.enable_grad():
-            if lln:
-                out = call.module.lln(call.query, call.key, call.value, **call.where)
-            else:
-                peer = call.module.lln_peer
-                out = peer(call.query, call.key, call.value, **call.where, cu_seqlens=None, dropout=0.0)
+            attention = running[call.layer]
+            more = {} if isinstance(attention, ModelAttention) else {"cu_seqlens": None, "dropout": 0.0}
+            out = attention(call.query, call.key, call.value, **call.where, **more)
             loss = relative_error(out.transpose(1, 2), call.out, call.where["query_mask"], (0, 1, 3))
             loss.backward()
         losses.append(loss.item())

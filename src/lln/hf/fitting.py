@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from lln.checks import Inputs, check_call, check_inputs
 from lln.hf.attach import ModelAttention
-from lln.hf.find import attention_modules
+from lln.hf.layers import find_running
 from lln.hf.options import LLN, check_runs
 from lln.hf.watch import SoftmaxCall, check_batches, check_pattern, show_softmax
 from lln.kernels.evidence_mix import attend_apart
@@ -68,8 +68,7 @@ def fit(
     """
     check_runs("fit", model.config, LLN)
     check_batches(batches)
-    held = {name: module.lln for name, module in attention_modules(model)}
-    fits = {name: Fit(attention, seed) for name, attention in held.items() if is_open(attention)}
+    fits = {name: Fit(attention, seed) for name, attention in find_running(model).items() if is_open(attention)}
     if not fits:
         raise ValueError(
             "fit: the model's attention keeps nothing that could be found; use lln.hf.convert(model, read='evidence', "

@@ -18,6 +18,8 @@ from transformers.generation import GenerationMode
 from lln.hf.attach import Attached, ModelAttention, attach, check_saved, check_tiles, undo_refused
 from lln.hf.cache import LLNCache
 from lln.hf.find import attention_modules, check_class, check_model, list_parts
+from lln.hf.layers import RUNS, make_cache
+from lln.hf.mixed import is_mixed
 from lln.hf.options import IMPLEMENTATIONS, LLN, read, runs_lln, runs_ours, write
 from lln.hf.saving import Folder, drop_marks, explain, is_mark, mark
 
@@ -175,9 +177,15 @@ def give_cache(original: Any, model: Any, generation_config: Any, model_kwargs: 
                 f"cache_implementation={how!r}: LLN attention has a state of fixed size in the place of keys and "
                 "values; leave it out, or use 'static' to compile, or 'dynamic' to keep all keys and values."
             )
-        static = how == "static"
-        layers = model.config.get_text_config(decoder=True).num_hidden_layers if static else 0
-        cache, other = (LLNCache(layers, static=static) for _ in range(2))
+        static, text = how == "static", model.config.get_text_config(decoder=True)
+        mixed = is_mixed(text)
+        if mixed and static:
+            raise ValueError(
+                "cache_implementation='static': a model with LLN attention in some layers has no static cache; leave "
+                "cache_implementation out."
+            )
+        layers = text.num_hidden_layers if static else 0
+        cache, other = (make_cache(model.config) if mixed else LLNCache(layers, static=static) for _ in range(2))
         model_kwargs["past_key_values"] = EncoderDecoderCache(cache, other) if encoded else cache
         if mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant:
             cache.activate_past_recording()
@@ -193,6 +201,8 @@ def decodes_with_lln(model: PreTrainedModel) -> bool:
     """Whether all that a cache is for is LLN attention with a state, which overlapping blocks have with one mix."""
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ["full_attention"]
     found = [module for _, module in attention_modules(model) if getattr(module, "is_causal", False)]
+    if is_mixed(model.config.get_text_config(decoder=True)):  # other layers have caches of their own
+        found, kinds = [m for m in found if getattr(m, RUNS, None) in IMPLEMENTATIONS], ["full_attention"]
     held = [getattr(module, "lln", None) for module in found if runs_lln(module.config)]
     mine = [lln for lln in held if isinstance(lln, ModelAttention) and lln.has_state]
     return bool(mine) and len(mine) == len(found) and set(kinds) == {"full_attention"}

@@ -17,7 +17,9 @@ from lln.hf.attach import Attached, ModelAttention, Peer
 from lln.hf.cache import TAG, StateLayer
 from lln.hf.decoding import find_stepper
 from lln.hf.find import rescale_query
+from lln.hf.layers import DROPPED, RUNS
 from lln.hf.masks import CAUSAL, lln_mask, split
+from lln.hf.mixed import attend_softmax, drop_scores, narrow
 from lln.hf.options import IMPLEMENTATIONS, LLN
 from lln.kernels.triton.attend import attend_known
 
@@ -107,6 +109,13 @@ def attend(
     **kwargs: Any,
 ) -> Result:
     """As transformers' other functions."""
+    if (runs := vars(module).get(RUNS)) is not None:
+        if runs not in IMPLEMENTATIONS:
+            own = {} if is_causal is None else {"is_causal": is_causal}
+            own |= kwargs | {"dropout": dropout, "scaling": scaling}
+            result: Result = attend_softmax(runs, module, query, key, value, attention_mask, **own)
+            return result
+        implementation, attention_mask, kwargs = runs, narrow(attention_mask, key), drop_scores(kwargs)
     attention = module._modules.get("lln" if implementation in LLN else "lln_peer")
     p, layer = dropout if module.training else 0.0, getattr(key, TAG, None)
     if isinstance(layer, StateLayer) and query.shape[2] == 1 and p == 0.0 and not torch.is_grad_enabled():
@@ -269,9 +278,12 @@ def attend_after_cached(call: Request) -> Result:
 def refuse(module: Any, kwargs: dict[str, Any]) -> None:
     for name, what in REFUSED.items():
         if kwargs.get(name) is not None:
+            remedy = "use another attn_implementation for this model"
+            if name in DROPPED:
+                remedy = "lln.hf.convert(model, layers='full_attention') leaves it out"
             raise ValueError(
                 f"{name}: {type(module).__name__} uses {what}, which linear attention cannot have because it never "
-                "forms the pairs; use another attn_implementation for this model."
+                f"forms the pairs; {remedy}."
             )
     if kwargs.get("cache") is not None:
         raise ValueError("cache: continuous batching pages keys and values, which linear attention does not keep.")

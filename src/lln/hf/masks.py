@@ -9,9 +9,10 @@ goes through the model to the attention function is one of these:
     [offsets] int32     causal; all rows one after another hold sequences that begin at these offsets (packing)
     [B, 1, 1, keys]     uint8, causal: the new keys after those in an LLNCache; [B, 1, 1, 0]: none of them is hidden
     [1, 1, 1, offsets]  uint32, causal or not as the module is: packing again, found before the model ran (`packing`)
+    [B, 0, 0]           uint8, a sliding window or chunk, which linear attention refuses where it is used
 
-The last two have four dimensions because they may be made before the call, and what has four dimensions is handed on as
-it is. The kind is in the dtype and the number of dimensions, so that nobody has to wait for a device to know it.
+Those of four dimensions may be made before the call, and what has four dimensions is handed on as it is. The kind is in
+the dtype and the number of dimensions, so that nobody has to wait for a device to know it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from lln.hf.mixed import SOFTMAX_MASK, is_mixed, make_softmax_mask, needs_softmax
 
 CAUSAL = torch.uint8
 BIDIRECTIONAL = torch.bool
@@ -35,13 +38,33 @@ def lln_mask(
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
-) -> Tensor:
+) -> Any:
     """The mask function that is registered with transformers' AttentionMaskInterface."""
-    if kwargs.get("local_size") is not None:
-        raise ValueError(
-            "sliding_window: a window or chunk hides other keys from every query, and linear attention forms no "
-            "query-key pairs that could be masked one by one; use a model without it, or another attn_implementation."
-        )
+    config, local = kwargs.get("config"), kwargs.get("local_size") is not None
+    device = torch.device(kwargs["device"])
+    softmax = None
+    if mixed := is_mixed(config):
+        given = {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset,
+                 "mask_function": mask_function, "attention_mask": attention_mask}  # fmt: skip
+        if local or needs_softmax(config):
+            softmax = make_softmax_mask(config, given | kwargs)
+        if local:  # layers that attend within it have softmax attention
+            return softmax
+        if isinstance(kv_offset, int):
+            kv_length, kv_offset = kv_offset + kv_length, 0
+    if local:  # models make it whether a layer uses it or not; one that does is told by `split`
+        return torch.empty(batch_size, 0, 0, dtype=CAUSAL, device=device)
+    found = describe_mask(batch_size, kv_length, kv_offset, mask_function, attention_mask, device, kwargs)
+    if mixed:
+        setattr(found, SOFTMAX_MASK, softmax)
+    return found
+
+
+def describe_mask(
+    batch_size: int, kv_length: int, kv_offset: int | Tensor, mask_function: Callable[..., Any],
+    attention_mask: Tensor | None, device: torch.device, kwargs: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """The mask in the form that linear attention takes."""
     plain = mask_function is causal_mask_function or mask_function is bidirectional_mask_function
     # Where positions begin anew, transformers joins "same sequence" to a causal mask; what others join comes with vmap.
     packed = not plain and mask_function.__name__ == "and_mask" and not kwargs.get("use_vmap", False)
@@ -52,7 +75,6 @@ def lln_mask(
         )
     if attention_mask is not None and attention_mask.shape[-1] == 0:
         attention_mask = None  # a mask from here: some models (PaliGemma) make one for a model inside, which does again
-    device = torch.device(kwargs["device"])
     if isinstance(kv_offset, Tensor) or kv_offset:
         return mask_after_state(batch_size, kv_length, kv_offset, attention_mask, device)
     if kwargs.get("allow_is_bidirectional_skip") is None:  # of masks that are not bidirectional
@@ -130,6 +152,11 @@ def split(mask: Any, keys: int, after_state: bool) -> tuple[bool | None, Tensor 
         mask = mask[:, 0, 0]
     if isinstance(mask, Tensor) and mask.ndim == 4 and mask.dtype == OFFSETS:
         return None, None, mask[0, 0, 0].view(torch.int32)
+    if isinstance(mask, Tensor) and mask.ndim == 3 and mask.dtype == CAUSAL:
+        raise ValueError(
+            "sliding_window: a window or chunk hides other keys from every query, and linear attention forms no "
+            "query-key pairs that could be masked one by one; use a model without it, or another attn_implementation."
+        )
     if not isinstance(mask, Tensor) or mask.ndim not in (1, 2):
         came = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(

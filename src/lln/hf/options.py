@@ -17,6 +17,7 @@ from lln.peers.registry import check_names
 from lln.values import check_choice, check_count, describe
 
 LLN = ("lln", "lln_diag")
+Layers = list[int] | dict[str, str]
 
 
 def list_free_names() -> tuple[str, ...]:
@@ -65,6 +66,9 @@ class Options:
         overlap: of "lln_diag": windows that overlap in place of blocks, see `lln.LLNAttention`.
         length: number of keys that "entropy" matching assumes where it does not see them all.
         momentum: weight of a new batch in "running" statistics.
+        layers: None: every layer runs `implementation`. Otherwise the indices of those that do, or {index: name} with
+            an implementation of each, the index as a string; all other layers are the model's own.
+        others: the implementation of transformers that those other layers run.
         mechanisms: of the other implementations, by name: {"performer": {"features": 64}}. What a mechanism takes is in
             `lln.mechanisms()[name].options`; kernel mechanisms also take block_size and mix, as `lln.attention` does:
             {"elu": {"block_size": 64}} is ELU+Diag.
@@ -93,6 +97,8 @@ class Options:
     momentum: float = 0.1
     tile: int | None = None
     mechanisms: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    layers: Layers | None = None
+    others: str = "sdpa"
 
     def __post_init__(self) -> None:
         if not isinstance(self.implementation, str):
@@ -134,6 +140,7 @@ class Options:
                 raise ValueError("lln: tile and overlap are two ways to lay out blocks; leave one of them out.")
             if self.mix == "evidence":
                 raise ValueError("lln: mix='evidence' goes with blocks of consecutive tokens; use 'scales' with tile.")
+        check_layers(self.layers, self.others)
         if not isinstance(self.mechanisms, dict):
             raise TypeError(f"lln: mechanisms must be a dict from names to their options; got {self.mechanisms!r}.")
         for name, options in self.mechanisms.items():
@@ -146,6 +153,19 @@ class Options:
             return chosen
         return "sample" if kind == "encoder" else "fixed"
 
+    def of_layer(self, index: int) -> Options | None:
+        """The options of one layer, with what it runs for the implementation; None where the layer is the model's own.
+
+        Example:
+            >>> options = Options("lln", layers=[0, 2])
+            >>> options.of_layer(2).implementation, options.of_layer(1)
+            ('lln', None)
+        """
+        if isinstance(self.layers, dict):
+            name = self.layers.get(str(index))
+            return None if name is None else dataclasses.replace(self, implementation=name)
+        return self if self.layers is None or index in self.layers else None
+
     @property
     def keeps_values(self) -> bool:
         """Whether anything of it lives among the weights."""
@@ -157,6 +177,21 @@ class Options:
 
 KINDS = ("encoder", "decoder")
 NAMES = tuple(field.name for field in dataclasses.fields(Options))
+
+
+def check_layers(layers: Any, others: Any) -> None:
+    """ValueError where config.lln does not say which layers run what."""
+    listed = isinstance(layers, list) and all(type(index) is int and index >= 0 for index in layers)
+    named = isinstance(layers, dict) and all(
+        isinstance(index, str) and index.isdecimal() and name in IMPLEMENTATIONS for index, name in layers.items()
+    )
+    if layers is not None and not (layers and (listed or named)):
+        raise ValueError(
+            "lln: layers must be a list of indices or {index as a string: one of lln.hf.IMPLEMENTATIONS}; got "
+            f"{layers!r}."
+        )
+    if not isinstance(others, str) or others in IMPLEMENTATIONS:
+        raise ValueError(f"lln: others must be an implementation of transformers' own; got {others!r}.")
 
 
 def check_peer(name: str, options: Mapping[str, Any]) -> None:

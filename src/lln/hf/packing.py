@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lln.hf.masks import OFFSETS
+from lln.hf.mixed import is_mixed
 from lln.hf.options import runs_ours
 
 NAMES = ("position_ids", "attention_mask", "past_key_values")
@@ -29,7 +30,8 @@ def watch_positions(part: PreTrainedModel) -> None:
 
 def keep_apart(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """The arguments of a call in which packed sequences stay apart; None where the call has none."""
-    names = list_arguments(type(part))
+    kind: Any = type(part)
+    names = list_arguments(kind)
     given = dict(zip(names, args, strict=False)) | kwargs
     positions, mask, past = (given.get(name) for name in NAMES)
     if not isinstance(positions, Tensor) or positions.ndim > 2 or positions.shape[-1] < 2 or not runs_ours(part.config):
@@ -85,6 +87,11 @@ def check_packed(part: Any, names: tuple[str, ...], positions: Tensor, mask: Ten
             f"position_ids: {name} takes none, so packed sequences would have positions of each other; give each a row "
             "of its own."
         )
+    if is_mixed(part.config):
+        raise ValueError(
+            "position_ids: they begin anew within a row, and the layers with softmax attention would not keep packed "
+            "sequences apart; give each a row of its own."
+        )
     if mask is not None:
         raise ValueError(
             "attention_mask: these position_ids begin anew within a row, and packed sequences are told apart where "
@@ -111,6 +118,6 @@ def find_start(part: nn.Module) -> int:
 
 
 @functools.cache
-def list_arguments(kind: type[nn.Module]) -> tuple[str, ...]:
+def list_arguments(kind: Any) -> tuple[str, ...]:
     """Of a model's forward, in their order."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]

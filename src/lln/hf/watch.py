@@ -22,6 +22,8 @@ from transformers.masking_utils import sdpa_mask
 
 from lln.hf.find import attention_modules, configs, is_cross, read_sizes, rescale_query
 from lln.hf.interface import refuse
+from lln.hf.layers import Plan, read_plan
+from lln.hf.mixed import drop_scores
 from lln.hf.options import IMPLEMENTATIONS
 from lln.hf.packing import is_packed
 
@@ -110,13 +112,20 @@ class SoftmaxCall(Call):
 
 @contextlib.contextmanager
 def show_softmax(
-    model: PreTrainedModel, look: Callable[[SoftmaxCall], None]
+    model: PreTrainedModel, look: Callable[[SoftmaxCall], None], plan: Plan | None = None
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Yields a function that runs the model, in eval and with softmax attention, on a batch of its arguments, and shows
-    each call of an attention module. ValueError for what LLN attention could not do."""
+    each call of an attention module that runs one of ours, or is to by `plan`. ValueError for what LLN attention could
+    not do."""
+    plan = read_plan(model) if plan is None else plan
 
     def show_call(call: Call, go: Callable[[], Any]) -> Any:
-        refuse(call.module, call.given)
+        if call.layer in plan.kept:
+            return go()
+        mixed = plan.chosen.get(id(call.module.config)) is not None
+        refuse(call.module, drop_scores(call.given) if mixed else call.given)
+        if call.mask is not None and call.implementation == "eager":
+            call = dataclasses.replace(call, mask=read_eager(call.mask))
         if call.given.get("cu_seq_lens_q") is not None:
             raise ValueError(LEAKS)
         if call.mask is not None and call.mask.dtype != torch.bool:
@@ -139,13 +148,21 @@ def show_softmax(
     try:
         with switch_to_eval(model, caches=True):
             for config, _ in before:
-                config._attn_implementation_internal = SOFTMAX
+                mixed = plan.chosen.get(id(config)) is not None
+                softmax = plan.others[id(config)] if mixed else "sdpa"
+                config._attn_implementation_internal = SOFTMAX if softmax == "sdpa" else softmax
             yield run
     finally:
         for config, name in before:
             config._attn_implementation_internal = name
         if remove is not None:
             remove()
+
+
+def read_eager(mask: Tensor) -> Tensor:
+    """A mask of numbers to be added, as transformers makes it, as one of what is seen; another one as it is."""
+    seen = mask == 0
+    return seen if bool((seen | (mask <= torch.finfo(mask.dtype).min)).all()) else mask
 
 
 def read_softmax(call: Call, out: Tensor) -> SoftmaxCall:

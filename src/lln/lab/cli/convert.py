@@ -16,6 +16,7 @@ def convert(
     calibration: Annotated[list[Path] | None, typer.Option()] = None,
     images: Annotated[list[Path] | None, typer.Option()] = None,
     attention: str = "lln_diag",
+    layers: Annotated[str | None, typer.Option()] = None,
     read: str = "evidence",
     directions: Annotated[int | None, typer.Option(min=1)] = None,
     block_size: CountOrNone = None,
@@ -51,6 +52,8 @@ def convert(
             passages or more.
         images: A folder with picture files in it or below; may be given several times.
         attention: lln or lln_diag.
+        layers: Which layers are converted: full_attention (those without a sliding window), indices such as 0,2,5, or a
+            slice such as 4:. The others stay as they are. [default: all]
         read: evidence (for pretrained weights), or paper.
         directions: Channels of the evidence read. [default: four times the head dim]
         block_size: Tokens of a block of lln_diag. [default: 64]
@@ -101,10 +104,11 @@ def convert(
     given = check_given({"input_ids": calibration, "pixel_values": images}, sizes)
     try:
         plan = ConversionPlan(
-            attention=attention, read=read, directions=directions, matching=matching, match_only=match_only,
-            distill=distill, fine_tune=fine_tune, coefficients=learn, mix=mix, overlap=choices[overlap],
-            feature_map=None if feature_map == "none" else feature_map, batch_size=batch_size, rate=rate,
-            fine_rate=fine_rate, seed=seed, **{name: size for name, size in sizes.items() if size is not None},
+            attention=attention, layers=layers, read=read, directions=directions, matching=matching,
+            match_only=match_only, distill=distill, fine_tune=fine_tune, coefficients=learn, mix=mix,
+            overlap=choices[overlap], feature_map=None if feature_map == "none" else feature_map, batch_size=batch_size,
+            rate=rate, fine_rate=fine_rate, seed=seed,
+            **{name: size for name, size in sizes.items() if size is not None},
         )  # fmt: skip
         material = Pictures(find_pictures(given)) if given is images else Passages(read_texts(given))
         with StageBars() as bars:

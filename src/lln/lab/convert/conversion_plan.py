@@ -14,6 +14,7 @@ class ConversionPlan:
     """How a checkpoint is converted. What is not said here is in `lln.hf.convert`, `distill` and `fine_tune`."""
 
     attention: str = "lln_diag"
+    layers: str | None = None  # that are converted: "full_attention", "0,2,5" or a slice "4:"; None: all
     read: str = "evidence"
     directions: int | None = None  # channels of the evidence read; None: four times the head dim
     matching: str = "data"  # of the paper's read
@@ -37,6 +38,7 @@ class ConversionPlan:
 
     def __post_init__(self) -> None:
         check_choice("attention", self.attention, *LLN)
+        self.name_layers()
         check_choice("read", self.read, *READS)
         for name in ("directions", "length", "image_size"):
             if getattr(self, name) is not None:
@@ -71,6 +73,21 @@ class ConversionPlan:
         """Tokens of a passage at least: within one block LLN+Diag is softmax, and nothing else could be learned."""
         return 2 * self.block_size if self.attention == "lln_diag" else 16
 
+    def name_layers(self) -> dict[str, Any]:
+        """Of `lln.hf.convert`: which layers are converted, where some are not."""
+        if self.layers is None:
+            return {}
+        if self.layers.isidentifier():  # the name of a kind of layers
+            return {"layers": self.layers}
+        try:
+            if ":" in self.layers:
+                return {"layers": slice(*(int(part) if part.strip() else None for part in self.layers.split(":")))}
+            return {"layers": [int(part) for part in self.layers.split(",")]}
+        except (ValueError, TypeError):
+            raise ValueError(
+                f"layers must be full_attention, indices such as 0,2,5 or a slice such as 4:; got {self.layers!r}."
+            ) from None
+
     def choose_mix(self, tiled: bool) -> str:
         return self.mix or ("evidence" if self.read == "evidence" and not self.match_only and not tiled else "scales")
 
@@ -83,7 +100,7 @@ class ConversionPlan:
 
     def options(self, head_dim: int, size: dict[str, Any]) -> dict[str, Any]:
         """Of `lln.hf.convert`. size: as `lay_blocks` gives it."""
-        found: dict[str, Any] = {"implementation": self.attention}
+        found: dict[str, Any] = {"implementation": self.attention, **self.name_layers()}
         blocks = self.attention == "lln_diag"
         found |= size if blocks else {}
         if self.match_only:

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lln.hf.attach import ModelAttention
-from lln.hf.find import attention_modules
+from lln.hf.layers import find_running
 from lln.hf.watch import SoftmaxCall, find_rows, move_batch, show_softmax, switch_to_eval
 from lln.instruments.observation import Observation, measure
 from lln.instruments.watchers import Look, find_mix, observe_lln
@@ -77,7 +77,7 @@ def compare_layers(model: PreTrainedModel, batches: Sequence[Mapping[str, Any]])
                   own (mix="evidence"); entropy and gap are None of the latter where their map would be too large
 
     Means over heads and samples; padding does not count. The inputs of all layers are those of the softmax model."""
-    witnesses = {name: Witness(module.lln, name) for name, module in attention_modules(model)}
+    witnesses = {name: Witness(attention, name) for name, attention in find_running(model).items()}
     with switch_to_eval(model), show_softmax(model, lambda call: witnesses[call.layer].look(call)) as run:
         for batch in batches:
             run(batch)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lln.files import hash_file
-from lln.hf.find import attention_modules
+from lln.hf.layers import find_running
 from lln.hf.positions import extend_positions
 from lln.lab.convert.conversion_plan import ConversionPlan
 from lln.lab.convert.material import Material
@@ -99,7 +99,7 @@ class Pictures(Material):
         return {"tile": plan.tile}
 
     def check_blocks(self, model: PreTrainedModel) -> None:
-        tiled = [module.lln for _, module in attention_modules(model)]
+        tiled = find_running(model).values()
         for attention in tiled:
             for height, width in attention.patches.grids.values():
                 if max(height, width) <= attention.tile:

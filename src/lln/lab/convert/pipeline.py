@@ -155,7 +155,7 @@ class Conversion:
             ) from error
         progress("measuring, softmax", 0, 1, "")
         try:
-            blocks = leave_blocks(model, self.size)
+            blocks = leave_blocks(model, self.size | plan.name_layers())
         except ValueError as error:
             instead = "in Python lln.hf.convert takes block_size, which cuts tokens in their order"
             raise Refused(str(error).replace(REMEDY, instead)) from error

@@ -77,7 +77,8 @@ def compare(found: Tensor, wanted: Tensor) -> float:
 
 
 def leave_blocks(model: PreTrainedModel, size: dict[str, Any]) -> PreTrainedModel:
-    """A copy of the softmax model with blocks of softmax attention alone. size: block_size or tile, and overlap."""
+    """A copy of the softmax model with blocks of softmax attention alone. size: block_size or tile, overlap
+    and layers."""
     how: dict[str, Any] = {"mix": 0.0, "statistics": {"encoder": "sample", "decoder": "fixed"}, **size}
     return convert(copy.deepcopy(model), "lln_diag", **how)
 
