@@ -49,12 +49,19 @@ WRITTEN, PASSAGE = 256, 256  # tokens of a text that a decoder wrote, or reads
 LEARNED = {"mix": "scales", "feature_map": "linear"}
 STAGES = {"fitted": "fit without gradients", "distilled": "distilled", "fine_tuned": "fine-tuned"}
 # What is compared: title, options of lln.hf.convert, stages. `directions`: times the head dim. `beta`: so small that a
-# channel weighs all keys alike, which is the plain mean of all values.
+# channel weighs all keys alike, which is the plain mean of all values. `overlap` is for decoders, where the first token
+# of a block would see nothing but itself nearby.
 KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "blocks": ("blocks alone", {"mix": 0.0, "statistics": {"encoder": "sample", "decoder": "fixed"}}, ()),
+    "windows": ("windows that overlap alone", {"mix": 0.0, "overlap": True, "statistics": {"decoder": "fixed"}}, ()),
     "paper": ("LLN+Diag, the paper's read", {"statistics": {"encoder": "sample", "decoder": "running"}}, ()),
     "mean": ("blocks and the plain mean", {"read": "evidence", "beta": 1e-6, **LEARNED}, tuple(STAGES)),
     "evidence": ("LLN+Diag, evidence read", {"read": "evidence", "directions": 4, **LEARNED}, tuple(STAGES)),
+    "weighed": (
+        "LLN+Diag, evidence read and mix",
+        {"read": "evidence", "directions": 4, "mix": "evidence", "feature_map": "linear", "overlap": True},
+        tuple(STAGES),
+    ),
 }
 Batches = list[dict[str, Tensor]]
 
@@ -73,11 +80,17 @@ class Task:
 
     def convert(self, options: dict[str, Any]) -> PreTrainedModel:
         options = {**options, "block_size": self.block_size}
+        if not self.causal:
+            options.pop("overlap", None)
         if "directions" in options:
             options["directions"] *= min(read_sizes(one)["head_dim"] for _, one in attention_modules(self.softmax))
         if "running" in str(options.get("statistics")):
             options["batches"] = self.few
         return lln.hf.convert(copy.deepcopy(self.softmax), "lln_diag", **options)
+
+    @property
+    def causal(self) -> bool:
+        return any(getattr(module, "is_causal", False) for _, module in attention_modules(self.softmax))
 
     @property
     def few(self) -> Batches:
@@ -86,6 +99,8 @@ class Task:
     def rows(self, args: argparse.Namespace) -> Iterator[tuple[str, float, float]]:
         """(name of a row, its figure, seconds that the conversion took so far)"""
         for name, (_, options, stages) in KINDS.items():
+            if name == "windows" and not self.causal:
+                continue
             began = time.monotonic()
             model, spent = self.convert(options), 0.0
             for stage in stages or ("",):
