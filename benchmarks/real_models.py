@@ -53,7 +53,7 @@ STAGES = {"fitted": "fit without gradients", "distilled": "distilled", "fine_tun
 # of a block would see nothing but itself nearby.
 KINDS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "blocks": ("blocks alone", {"mix": 0.0, "statistics": {"encoder": "sample", "decoder": "fixed"}}, ()),
-    "windows": ("windows that overlap alone", {"mix": 0.0, "overlap": True, "statistics": {"decoder": "fixed"}}, ()),
+    "windows": ("windows that overlap alone", {"mix": 0.0, "overlap": True, "statistics": "fixed"}, ()),
     "paper": ("LLN+Diag, the paper's read", {"statistics": {"encoder": "sample", "decoder": "running"}}, ()),
     "mean": ("blocks and the plain mean", {"read": "evidence", "beta": 1e-6, **LEARNED}, tuple(STAGES)),
     "evidence": ("LLN+Diag, evidence read", {"read": "evidence", "directions": 4, **LEARNED}, tuple(STAGES)),
