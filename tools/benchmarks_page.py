@@ -157,8 +157,16 @@ def conversion() -> list[str]:
     return lines
 
 
+def layers() -> list[str]:
+    """LLN attention in some layers, where it was measured."""
+    path = RESULTS / "global_layers.json"
+    if not path.exists():
+        return []
+    return ["## In the global layers of ModernBERT", "", program("global_layers").table(load_stored(path)).strip(), ""]
+
+
 def markdown() -> str:
-    lines = [*cpu(), *gpu(), *decoding(), *instruments(), *conversion()]
+    lines = [*cpu(), *gpu(), *decoding(), *instruments(), *conversion(), *layers()]
     lines += [
         "## Measure it yourself", "", "```sh",
         "make bench  # the tables of the CPU", "make bench-gpu  # on a machine with a GPU",

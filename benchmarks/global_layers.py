@@ -1,0 +1,191 @@
+"""LLN attention in the global layers of a ModernBERT whose local layers stay as they are, trained briefly.
+
+    python benchmarks/global_layers.py --text long.txt --out benchmarks/results/global_layers.json
+
+A small ModernBERT with random weights learns to fill in masked bytes of a plain text: as it is, with LLN and LLN+Diag
+attention in its global layers, and, as the control, with sliding windows in all of them. As for the published
+ModernBERT, most steps see short sequences and the last ones long ones. Every kind starts from the same weights and sees
+the same bytes. The loss is told on long passages that no step saw, with the standard error of its difference from
+softmax over these passages; times are CPU time of a step and of a call without gradients. A kind that the file holds
+already, measured alike, is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+import lln.hf
+from lln.files import write_json
+from lln.lab.core.progress import track
+from lln.lab.core.provenance import provenance
+from lln.lab.core.tables import markdown_table
+from lln.lab.core.timing import summarize
+
+KINDS = {
+    "softmax": "softmax, as ModernBERT is",
+    "windows": "sliding windows in every layer",
+    "lln_diag": "LLN+Diag in the global layers",
+    "lln": "LLN in the global layers",
+    "evidence": "LLN+Diag, evidence read, in the global layers",
+}
+MASK, VOCABULARY = 256, 264  # bytes, the mask, and room for the marks that a config asks for
+HIDDEN_SHARE = 0.3
+LAYERS = 6
+
+
+def make_model(kind: str, width: int, length: int, seed: int) -> ModernBertForMaskedLM:
+    torch.manual_seed(seed)
+    marks = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), MASK + 1)
+    config = ModernBertConfig(
+        vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width // 2, num_hidden_layers=LAYERS,
+        num_attention_heads=width // 64, max_position_embeddings=length, attn_implementation="sdpa", **marks,
+    )  # fmt: skip
+    model = ModernBertForMaskedLM(config)
+    if kind == "windows":
+        local = copy.deepcopy(config)
+        local.layer_types = ["sliding_attention"] * LAYERS
+        weights = model.state_dict()
+        model = ModernBertForMaskedLM(local)
+        model.load_state_dict(weights)
+    elif kind == "evidence":
+        lln.hf.convert(model, "lln_diag", read="evidence", mix="evidence", layers="full_attention")
+    elif kind != "softmax":
+        lln.hf.convert(model, kind, layers="full_attention")
+    return model
+
+
+def draw(text: Tensor, batch: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Passages with masked bytes, and what to say: -100 where nothing is masked."""
+    starts = torch.randint(0, len(text) - length, (batch,), generator=generator)
+    rows = torch.stack([text[start : start + length] for start in starts.tolist()]).long()
+    hidden = torch.rand(rows.shape, generator=generator) < HIDDEN_SHARE
+    return rows.masked_fill(hidden, MASK), rows.masked_fill(~hidden, -100)
+
+
+def measure(kind: str, text: Tensor, held: Tensor, args: argparse.Namespace) -> dict[str, Any]:
+    model = make_model(kind, args.width, args.length, args.seed).train()
+    optimiser = torch.optim.AdamW(model.parameters(), args.rate, weight_decay=0.01)
+    steps = args.short_steps + args.long_steps
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, args.rate, total_steps=steps, pct_start=0.1)
+    generator = torch.Generator().manual_seed(args.seed)
+    times: list[float] = []
+    losses: list[float] = []
+    for step in track(range(steps), steps, f"Training with {KINDS[kind]}"):
+        length = args.short if step < args.short_steps else args.length
+        inputs, labels = draw(text, args.length // length, length, generator)
+        start = time.process_time()
+        loss = model(input_ids=inputs, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        schedule.step()
+        if step > args.short_steps:  # the first long step warms up
+            times.append(time.process_time() - start)
+        losses.append(float(loss.detach()))
+    judged, calls = [], []
+    generator = torch.Generator().manual_seed(args.seed + 1)
+    model.eval()
+    with torch.no_grad():
+        for _ in range(args.judged):
+            inputs, labels = draw(held, 1, args.length, generator)
+            start = time.process_time()
+            judged.append(float(model(input_ids=inputs, labels=labels).loss))
+            calls.append(time.process_time() - start)
+    return {
+        "losses": [round(value, 4) for value in losses],
+        "held_out": judged,
+        "step_s": dataclasses.asdict(summarize(times)),
+        "forward_s": dataclasses.asdict(summarize(calls[1:])),
+    }
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    mean = sum(values) / len(values)
+    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    rows, how, made = result["rows"], result["how"], result["provenance"]
+    base = rows["softmax"]
+    lines = []
+    for kind, title in KINDS.items():
+        if kind not in rows:
+            continue
+        one = rows[kind]
+        off, error = mean_and_error([a - b for a, b in zip(one["held_out"], base["held_out"], strict=True)])
+        lines.append(
+            [
+                title,
+                f"{mean_and_error(one['held_out'])[0]:.3f}",
+                "" if one is base else f"{off:+.3f} ± {error:.3f}",
+                *(f"{one[name]['median']:.2f} ({one[name]['median'] / base[name]['median']:.2f}x)"
+                  for name in ("step_s", "forward_s")),
+            ]
+        )  # fmt: skip
+    head = ["", "loss", "against softmax", "s a step", "s a call"]
+    about = (
+        f"ModernBERT of {LAYERS} layers, {result['global']} of them global, {how['width']} channels, heads of 64, "
+        f"random weights, seed {how['seed']}; {how['short_steps']} steps of {how['length']:,} bytes in passages of "
+        f"{how['short']:,} and {how['long_steps']} of {how['length']:,}, learning rate {how['rate']}. Loss in nats a "
+        f"masked byte on {how['judged']} passages of {how['length']:,} bytes that no step saw, ± the standard error "
+        "over these passages: what another seed would change is not in it. Times at that length, batch 1, CPU time of "
+        f"one thread, medians. {made['device']}, torch {made['torch']}, transformers {made['transformers']}, "
+        f"{made['date'][:10]}, commit {made['commit']}."
+    )
+    return "\n".join([*markdown_table(head, lines), "", about])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--text", type=Path, required=True, help="a plain text; its last tenth is for the held-out loss"
+    )
+    parser.add_argument("--out", type=Path, help="where to store the result")
+    parser.add_argument("--only", default=",".join(KINDS), help="kinds, with commas between")
+    counts = {"width": 128, "length": 8192, "short": 1024, "short-steps": 150, "long-steps": 30, "judged": 8}
+    for name, usual in counts.items():
+        parser.add_argument(f"--{name}", type=int, default=usual)
+    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    data = torch.frombuffer(bytearray(args.text.read_bytes()), dtype=torch.uint8)
+    edge = len(data) * 9 // 10
+    how = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in (*counts, "rate", "seed")}
+    held = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    rows = held["rows"] if held.get("how") == how else {}
+    for kind in args.only.split(","):
+        if kind in rows:
+            continue
+        rows[kind] = measure(kind, data[:edge], data[edge:], args)
+        made = provenance(args.seed, torch.device("cpu")) | {"transformers": transformers.__version__}
+        layers = make_model("softmax", 64, 64, 0).config.layer_types.count("full_attention")
+        result = {"how": how, "global": layers, "text": args.text.stem, "rows": rows, "provenance": made}
+        if args.out:
+            write_json(args.out, result)
+        print(
+            kind,
+            {name: rows[kind][name] for name in ("step_s", "forward_s")},
+            sum(rows[kind]["held_out"]) / args.judged,
+            flush=True,
+        )
+    if "softmax" in rows:
+        print(table(result))
+
+
+if __name__ == "__main__":
+    main()
