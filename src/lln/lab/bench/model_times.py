@@ -159,11 +159,13 @@ def measure_model(
 def measure_row(plan: ModelPlan, models: dict[str, Any], batch: int, length: int, mode: str, kind: str) -> Any:
     row: dict[str, Any] = {"kind": kind, "mode": mode, "batch": batch, "length": length}
     works, row["bytes"], row["failed"] = {}, {}, {}
+    kept = []  # a graph reads the tensors of its work, and does not hold them
     with choose_torch_backends(kind), contextlib.ExitStack() as stack:
         for name, model in models.items():
             model.config._attn_implementation_internal = name  # where `fill_cache` has put another
             try:
                 work = make_work(plan, model, draw_tokens(plan, model, batch, length), mode, kind, stack)
+                kept.append(work)
                 row["bytes"][name] = peak_memory(work, plan.device)
                 works[name] = prepare_mode(work, mode, plan.device)
             except Exception as error:  # out of memory, what cannot be captured: a result, and no reason to stop
