@@ -150,9 +150,9 @@ def is_plain(implementation: str, module: Any, attention: Any, kwargs: dict[str,
     packed, nobody who wants P or has hooks on the attention."""
     if type(attention) is not ModelAttention or attention.implementation != implementation:
         return False
-    if attention.cross or not attention.is_plain:
+    if attention.cross or attention.settings is None:
         return False
-    if any(name in SPECIAL and value is not None for name, value in kwargs.items()):
+    if not SPECIAL.isdisjoint(kwargs) and any(kwargs.get(name) is not None for name in SPECIAL):
         return False
     if attention._forward_hooks or attention._forward_pre_hooks or attention._backward_hooks:
         return False

@@ -1,5 +1,6 @@
-"""A compiled kernel launched again and again by the CUDA driver itself: its arguments are packed once, and a launch
-fills in addresses. Triton's own way looks at all of them each time, which takes the host longer than the launch.
+"""Compiled kernels launched again and again by the CUDA driver itself: their arguments are packed once, and play.c fills
+in addresses and launches one after another. Triton's own way looks at all arguments of each kernel every time, which
+takes the host longer than the launch.
 """
 
 from __future__ import annotations
@@ -7,78 +8,79 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from collections.abc import Callable
+import struct
+import subprocess
+from collections.abc import Callable, Sequence
+from importlib.resources import files
 from typing import Any
 
 import torch
 
 SIZES = {"64": 8, "32": 4, "16": 2, "8": 1}
-PACKED: dict[str, Any] = {
-    "fp32": ctypes.c_float,
-    "fp64": ctypes.c_double,
-    "i64": ctypes.c_int64,
-    "u64": ctypes.c_uint64,
-}
-PACKED |= {"i32": ctypes.c_int32, "u32": ctypes.c_uint32, "i8": ctypes.c_int8, "u1": ctypes.c_uint8}
+PACKED: dict[str, str] = {"fp32": "f", "fp64": "d", "i64": "q", "u64": "Q", "i32": "i", "u32": "I", "i8": "b", "u1": "B"}
 PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)")
-BUFFER, BUFFER_SIZE, END = 1, 2, 0  # CU_LAUNCH_PARAM_*
+MOST_BYTES = 4096  # of one kernel's arguments, as in play.c
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: a thread in which nothing was done on the device yet
 
 Place = tuple[int, int, int]  # an argument; the memory that it points into, and how far: see `tape.Tape.play`
-Launch = Callable[[list[int], int], None]  # with addresses of memory, on a stream; by one thread at a time
+Kernel = tuple[Any, tuple[int, ...], list[Any], list[Place]]  # compiled, grid, arguments, where addresses go
+Play = Callable[[list[int], int], None]  # with addresses of memory, on a stream
 
 
-def make_launch(compiled: Any, grid: tuple[int, ...], template: list[Any], places: list[Place]) -> Launch:
-    """Of a kernel that was compiled and launched before: by the driver where it has nothing out of the ordinary."""
-    packed = pack(compiled, template, places)
-    return make_triton_launch(compiled, grid, template, places) if packed is None else make_driver_launch(grid, *packed)
+def make_play(kernels: Sequence[Kernel]) -> Play:
+    """Launches kernels that were compiled and launched before, in their order: by the driver where they have nothing
+    out of the ordinary."""
+    packed = [pack(*kernel) for kernel in kernels]
+    player = load_player() if packed and None not in packed else None
+    if player is None:
+        return make_triton_play(kernels)
+    return make_driver_play(*player, b"".join(part for part in packed if part is not None))
 
 
-def make_triton_launch(compiled: Any, grid: tuple[int, ...], template: list[Any], places: list[Place]) -> Launch:
-    run = compiled[grid]
+def make_triton_play(kernels: Sequence[Kernel]) -> Play:
+    runs = [(compiled[grid], template, places) for compiled, grid, template, places in kernels]
 
-    def launch(bases: list[int], stream: int) -> None:
-        args = template.copy()
-        for place, base, offset in places:
-            args[place] = bases[base] + offset
-        run(*args, stream=stream)
+    def play(bases: list[int], stream: int) -> None:
+        for run, template, places in runs:
+            args = template.copy()
+            for place, base, offset in places:
+                args[place] = bases[base] + offset
+            run(*args, stream=stream)
 
-    return launch
+    return play
 
 
-def make_driver_launch(grid: tuple[int, ...], kernel: Any, buffer: Any, cells: list[tuple[Any, int, int]]) -> Launch:
-    size = ctypes.c_size_t(len(buffer))
-    extra = (ctypes.c_void_p * 5)(BUFFER, ctypes.addressof(buffer), BUFFER_SIZE, ctypes.addressof(size), END)
-    function, threads, shared = kernel.function, 32 * kernel.metadata.num_warps, kernel.metadata.shared
-    x, y, z = grid
-    run = load_driver().cuLaunchKernel
+def make_driver_play(run: Callable[[int, bytes, list[int], int], int], launch: int, packed: bytes) -> Play:
+    """launch: the address of cuLaunchKernel."""
 
-    def launch(bases: list[int], stream: int) -> None:
-        for cell, base, offset in cells:
-            cell.value = bases[base] + offset
-        code = run(function, x, y, z, threads, 1, 1, shared, stream, None, extra)
+    def play(bases: list[int], stream: int) -> None:
+        code = run(launch, packed, bases, stream)
         if code == NO_CONTEXT:
             torch.cuda.current_stream().query()  # makes the device's context that of this thread
-            code = run(function, x, y, z, threads, 1, 1, shared, stream, None, extra)
+            code = run(launch, packed, bases, stream)
         if code:
-            raise RuntimeError(f"CUDA error {code} when {kernel.metadata.name} was launched.")
+            raise RuntimeError(f"CUDA error {code} when kernels of lln_attention were launched.")
 
-    launch.keeps = (buffer, size, extra, kernel)  # type: ignore[attr-defined]
-    return launch
+    return play
 
 
 @functools.cache
-def load_driver() -> Any:
-    """The CUDA driver's library, with the types of what `cuLaunchKernel` takes."""
-    library = ctypes.CDLL("libcuda.so.1")
-    uint, pointer = ctypes.c_uint, ctypes.c_void_p
-    library.cuLaunchKernel.argtypes = [pointer, *[uint] * 7, pointer, pointer, pointer]
-    return library
+def load_player() -> tuple[Callable[[int, bytes, list[int], int], int], int] | None:
+    """(`play` of play.c, the address of cuLaunchKernel). It is built as Triton builds its own launchers, by the C
+    compiler that Triton needs; None where there is none any more, since Triton keeps what it has built."""
+    try:
+        from triton.runtime.build import compile_module_from_src
+
+        source = (files("lln.kernels.triton") / "play.c").read_text()
+        run = compile_module_from_src(src=source, name="lln_play").play
+        return run, ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernel, ctypes.c_void_p).value or 0
+    except (ImportError, OSError, RuntimeError, TypeError, subprocess.CalledProcessError):
+        return None
 
 
-def pack(compiled: Any, template: list[Any], places: list[Place]) -> tuple[Any, Any, list[tuple[Any, int, int]]] | None:
-    """(the kernel, its packed arguments, where addresses go). None where it is not known how it takes them: another
-    vendor's device, clusters, scratch memory of Triton's own, another version of Triton."""
+def pack(compiled: Any, grid: tuple[int, ...], template: list[Any], places: list[Place]) -> bytes | None:
+    """A kernel as play.c reads it. None where it is not known how it takes its arguments: another vendor's device,
+    clusters, scratch memory of Triton's own, another version of Triton."""
     try:
         metadata, kinds = compiled.metadata, list(compiled.src.signature.values())
         entry = re.search(r"\.entry\s+\w+\s*\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
@@ -96,19 +98,20 @@ def pack(compiled: Any, template: list[Any], places: list[Place]) -> tuple[Any, 
     for size in sizes:
         offsets.append(-(-end // size) * size)
         end = offsets[-1] + size
-    buffer = (ctypes.c_char * end)()
+    arguments = bytearray(-(-end // 8) * 8)
     where = {place: (base, offset) for place, base, offset in places}
     cells = []
     for i, at, size in zip(taken, offsets, sizes, strict=False):
         kind = kinds[i]
         if kind.startswith("*"):
-            cell = ctypes.c_uint64.from_buffer(buffer, at)
             if i in where:
-                cells.append((cell, *where[i]))
-            else:
-                cell.value = template[i] or 0
-        elif kind not in PACKED or ctypes.sizeof(PACKED[kind]) != size:
+                cells.append((at, *where[i]))
+            struct.pack_into("Q", arguments, at, 0 if i in where else template[i] or 0)
+        elif kind not in PACKED or struct.calcsize(PACKED[kind]) != size:
             return None
         else:
-            PACKED[kind].from_buffer(buffer, at).value = template[i]
-    return compiled, buffer, cells
+            struct.pack_into(PACKED[kind], arguments, at, template[i])
+    if end > MOST_BYTES:
+        return None
+    head = (compiled.function, *grid, 32 * metadata.num_warps, metadata.shared, end, len(cells))
+    return struct.pack("8q", *head) + b"".join(struct.pack("3q", *cell) for cell in cells) + bytes(arguments)

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from lln.kernels.call import FIELDS, TENSORS
 from lln.kernels.common import is_constant, is_watched, raw_stream
 from lln.kernels.triton import op, plan, tape
-from lln.kernels.triton.launch import Place
+from lln.kernels.triton.launch import Kernel
 from lln.kernels.triton.tape import WATCH, Kind, Tape, addresses, count_bytes, draw_seed, remember, signature
 
 MOST_BACKWARDS = 16  # of one call: by the layouts in which gradients come
@@ -124,7 +124,7 @@ class Joined:
     def __init__(self, given: int) -> None:
         self.given, self.scratch = given, 0
         self.outputs: list[Kind] = []
-        self.kernels: list[tuple[Any, tuple[int, ...], list[Any], list[Place]]] = []
+        self.kernels: list[Kernel] = []
         self.keeps: list[Tensor] = []
 
     def put(self, kind: Kind) -> tuple[int, int]:
@@ -155,7 +155,7 @@ class Joined:
 
     def tape(self, device: torch.device) -> Tape:
         last = self.given + len(self.outputs)  # scratch memory comes after the outputs, which are all known now
-        kernels = [
+        kernels: list[Kernel] = [
             (compiled, grid, args, [(place, last if base == -1 else base, offset) for place, base, offset in places])
             for compiled, grid, args, places in self.kernels
         ]

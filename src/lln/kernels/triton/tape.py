@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lln.kernels.common import raw_stream
-from lln.kernels.triton.launch import Launch, Place, make_launch
+from lln.kernels.triton.launch import Kernel, Play, make_play
 from lln.kernels.triton.plan import use_device
 
 ALIGNED = 16  # bytes; Triton compiles for addresses that are multiples of it
@@ -61,12 +61,12 @@ class Tape:
     given: int
     outputs: list[Kind]
     scratch: int  # bytes
-    kernels: list[tuple[Any, tuple[int, ...], list[Any], list[Place]]]  # compiled, grid, arguments, where addresses go
+    kernels: list[Kernel]
     keeps: tuple[Tensor, ...] = ()  # constants whose addresses are in the arguments
 
     @functools.cached_property
-    def launches(self) -> list[Launch]:
-        return [make_launch(*kernel) for kernel in self.kernels]
+    def launch(self) -> Play:
+        return make_play(self.kernels)
 
     def play(self, bases: list[int]) -> list[Tensor]:
         """The outputs; bases: addresses of what is given, 0 for None; the list is used up. The caller has
@@ -80,8 +80,7 @@ class Tape:
             memory = find_scratch(self.device, stream, self.scratch)
             bases.append(memory.data_ptr())
         with LOCK:
-            for launch in self.launches:
-                launch(bases, stream)
+            self.launch(bases, stream)
         return made
 
 
@@ -134,7 +133,7 @@ class Recording:
             if id(t) not in kept:
                 where[self.known[id(t)]] = self.given + len(kept), size
                 size += count_bytes(read_kind(t))
-        kernels = [
+        kernels: list[Kernel] = [
             (compiled, grid, template, [(place, *where[source]) for place, source in places])
             for compiled, grid, template, places in self.launches
         ]
@@ -144,7 +143,7 @@ class Recording:
 TAPES: dict[Hashable, Tape | None] = {}
 SCRATCH: dict[Hashable, Tensor] = {}
 PINNED: dict[int, Tensor] = {}  # constants that a captured graph reads, which lives longer than a tape may
-LOCK = threading.Lock()  # scratch memory and packed arguments are shared by threads
+LOCK = threading.Lock()  # scratch memory is shared by threads
 
 
 def remember(store: dict[Hashable, Any], key: Hashable, value: Any) -> None:

@@ -189,18 +189,22 @@ def choose_torch_backends(kind: str) -> Any:
 
 
 def make_work(plan: ModelPlan, model: Any, tokens: Tensor, mode: str, kind: str, stack: contextlib.ExitStack) -> Work:
-    call = torch.compile(model) if mode == "compiled" else model
+    decodes = model.can_generate()
+    # An encoder's head, over a vocabulary, is for training it; what it is used for are its hidden states.
+    body = model if decodes or kind == "training" else model.base_model
+    call = torch.compile(body) if mode == "compiled" else body
     if kind == "training":
         return stack.enter_context(prepare_training(model, call, tokens))
-    decodes = model.can_generate()
     given = {"use_cache": False, "logits_to_keep": 1} if decodes else {}
     stack.enter_context(torch.inference_mode())
     if kind == "inference":
+        if mode == "graph" and model.config._attn_implementation == TORCH:
+            model.config._attn_implementation_internal = UNMASKED
         return functools.partial(call, tokens, **given)
     batch, length = tokens.shape
     if kind == "prefill":
-        return lambda: call(tokens, past_key_values=make_cache(model, mode, length), logits_to_keep=1)
-    cache, token = fill_cache(model, tokens, mode), tokens[:, :1]
+        return lambda: call(tokens, past_key_values=make_cache(model, mode, length + 1), logits_to_keep=1)
+    cache, token = fill_cache(model, tokens, mode, length + plan.repeats + OTHER_CALLS), tokens[:, :1]
     places = torch.full((batch, 1), length, device=plan.device)
     return functools.partial(call, token, past_key_values=cache, position_ids=places)
 
@@ -245,24 +249,25 @@ def is_static(mode: str) -> bool:
     return mode != "eager"
 
 
-def make_cache(model: Any, mode: str, length: int) -> Any:
+def make_cache(model: Any, mode: str, places: int) -> Any:
     config = model.config.get_text_config(decoder=True)
     if model.config._attn_implementation != TORCH:
         return lln.hf.LLNCache(config.num_hidden_layers, static=True) if is_static(mode) else lln.hf.LLNCache()
     if is_static(mode):
-        return transformers.StaticCache(config=config, max_cache_len=length + 1)
+        return transformers.StaticCache(config=config, max_cache_len=places)
     return transformers.DynamicCache()
 
 
 PIECE = 8192  # tokens of a prompt that are read at once
+OTHER_CALLS = 16  # of a step, at most, beside those that are timed: each takes a place of torch's static cache
 
 
-def fill_cache(model: Any, tokens: Tensor, mode: str) -> Any:
+def fill_cache(model: Any, tokens: Tensor, mode: str, places: int) -> Any:
     """With a prompt in it; torch's with random keys and values, which are read alike and there sooner. torch's static
-    cache then is full but for one place, and read without a mask, which is torch's attention at its best: transformers
-    by itself would hand it one, and repeat the heads."""
+    cache has a place for each call that follows, and is read without a mask, which is torch's attention at its best:
+    transformers by itself would hand it one, and repeat the heads."""
     batch, length = tokens.shape
-    cache = make_cache(model, mode, length)
+    cache = make_cache(model, mode, places)
     if model.config._attn_implementation != TORCH:
         for part in tokens.split(PIECE, 1):
             model(part, past_key_values=cache, logits_to_keep=1)
@@ -282,7 +287,10 @@ UNMASKED = "lln_bench_unmasked"
 
 
 def attend_unmasked(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: Any = None, **_: Any) -> Any:
-    out = scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True)
+    """Where a graph is captured transformers cannot see that a mask hides nothing, and hands on one that keeps torch
+    from its fast kernels."""
+    causal = bool(getattr(module, "is_causal", False)) and query.shape[2] > 1
+    out = scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True, is_causal=causal)
     return out.transpose(1, 2).contiguous(), None
 
 
