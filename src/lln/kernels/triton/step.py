@@ -51,11 +51,10 @@ def add_exponents(log, x):
     """(L' = logaddexp(L, x), the share of x in it, the channels where both are empty), of float64 [BD]."""
     top = tl.maximum(log, x)
     none = top == -float("inf")
-    safe = tl.where(none, tl.zeros_like(top), top)
-    total = tl.where(none, tl.full(top.shape, 1.0, tl.float64), tl.exp(log - safe) + tl.exp(x - safe))
-    new = tl.where(none, top, safe + tl.log(total))
-    share = tl.exp(x - tl.where(none, tl.zeros_like(new), new)).to(tl.float32)
-    return new, share, none
+    less = tl.exp(tl.where(none, tl.zeros_like(top), tl.minimum(log, x) - top))  # the smaller beside the larger
+    new = tl.where(none, top, top + tl.log(1.0 + less))
+    share = tl.where(x >= log, tl.full(top.shape, 1.0, tl.float64), less) / (1.0 + less)
+    return new, tl.where(none, tl.zeros_like(share), share).to(tl.float32), none
 
 
 @triton.jit
@@ -71,9 +70,9 @@ def weigh_channels(x, log, in_d):
 
 
 @triton.jit
-def weigh_rows(q, keys, seen):
+def weigh_rows(q, keys, seen, PRECISION: tl.constexpr):
     """softmax_j(q . k_j) [BG, BB] over the rows of the open block that are seen; zeros where none is."""
-    scores = tl.dot(q, tl.trans(keys.to(tl.float32)), input_precision="ieee")
+    scores = tl.dot(q, tl.trans(keys.to(tl.float32)), input_precision=PRECISION)
     scores = tl.where(seen[None, :], scores, -float("inf"))
     highest = tl.max(scores, 1)
     weights = tl.exp(scores - tl.where(highest == -float("inf"), 0.0, highest)[:, None])
@@ -100,6 +99,24 @@ def store_sequence(
             tl.store(TICKET + b, 0)
 
 
+@triton.jit
+def load_columns(
+    V, MEAN, OPEN_V, LLN, BLOCK, v_b, v_h, v_d, lln_b, lln_h, lln_e, block_b, block_h, block_e,
+    b, h, cell, rows, d, e, at, in_q, D: tl.constexpr, E: tl.constexpr, BS: tl.constexpr,
+):  # fmt: skip
+    """Of the values' channels e: the token's, the state's, the open block's and the weights of the two parts."""
+    in_e = e < E
+    v = tl.load(V + b * v_b + h * v_h + e * v_d, mask=in_e, other=0.0)
+    mean = tl.load(MEAN + (cell * D + d[:, None]) * E + e[None, :], mask=(d < D)[:, None] & in_e[None, :], other=0.0)
+    values, w, u = mean, mean, mean
+    if BS > 0:
+        near, in_o = (at < BS)[:, None] & in_e[None, :], in_q & in_e[None, :]
+        values = tl.load(OPEN_V + (cell * BS + at[:, None]) * E + e[None, :], mask=near, other=0.0)
+        w = tl.load(LLN + b * lln_b + rows[:, None] * lln_h + e[None, :] * lln_e, mask=in_o, other=0.0)
+        u = tl.load(BLOCK + b * block_b + rows[:, None] * block_h + e[None, :] * block_e, mask=in_o, other=0.0)
+    return v, mean, values, w, u
+
+
 @triton.jit(do_not_specialize=["H", "mask_b"])
 def step_kernel(
     Q, K, V, ALPHA, BETA, LLN, BLOCK, MASK, LOG, MEAN, COUNT, OPEN_K, OPEN_V, OPEN_MASK, TICKET, LENGTH,
@@ -108,78 +125,81 @@ def step_kernel(
     lln_b, lln_h, lln_e, block_b, block_h, block_e, mask_b, scale, H,
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BG: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BS: tl.constexpr, BB: tl.constexpr, MASKED: tl.constexpr, KIND: tl.constexpr, FACTOR: tl.constexpr,
-    IN_PLACE: tl.constexpr,
+    IN_PLACE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The new state of one key head, and what its G query heads read from it and from their open block. In new memory
     all rows of the block are written; in place the new one alone, or zeros over all where it fills the block."""
     p = tl.program_id(0)
     b, h = (p // H).to(tl.int64), (p % H).to(tl.int64)
     cell = b * H + h
-    d, g = tl.arange(0, BD), tl.arange(0, BG)
+    d, g, at, columns = tl.arange(0, BD), tl.arange(0, BG), tl.arange(0, BB), tl.arange(0, BE)
     in_d, rows = d < D, h * G + g
-    in_q = (g < G)[:, None] & in_d[None, :]
+    in_q = (g < G)[:, None]
+    # All that is read is asked for before anything is computed: there are few programs, and each waits by itself.
     visible = True
     if MASKED:
         visible = tl.load(MASK + b * mask_b) != 0
     k = tl.load(K + b * k_b + h * k_h + d * k_d, mask=in_d, other=0.0)
-    q = tl.load(Q + b * q_b + rows[:, None] * q_h + d[None, :] * q_d, mask=in_q, other=0.0).to(tl.float32)
+    q = tl.load(Q + b * q_b + rows[:, None] * q_h + d[None, :] * q_d, mask=in_q & in_d[None, :], other=0.0)
+    log = tl.load(LOG + cell * D + d, mask=in_d, other=-float("inf"))
+    if BS > 0:
+        count = tl.load(COUNT + b)
+        held = tl.load(OPEN_MASK + b * BS + at, mask=at < BS, other=0) != 0
+        keys = tl.load(OPEN_K + (cell * BS + at[:, None]) * D + d[None, :], mask=(at < BS)[:, None] & in_d[None, :],
+                       other=0.0)  # fmt: skip
+    v, mean, values, w, u = load_columns(
+        V, MEAN, OPEN_V, LLN, BLOCK, v_b, v_h, v_d, lln_b, lln_h, lln_e, block_b, block_h, block_e,
+        b, h, cell, rows, d, columns, at, in_q, D, E, BS,
+    )  # fmt: skip
     alpha, beta = load_factors(
-        ALPHA, BETA, alpha_b, alpha_h, alpha_d, beta_b, beta_h, beta_d, b, h, rows, d, in_q, in_d, KIND, FACTOR
-    )
+        ALPHA, BETA, alpha_b, alpha_h, alpha_d, beta_b, beta_h, beta_d, b, h, rows, d, in_q & in_d[None, :], in_d,
+        KIND, FACTOR,
+    )  # fmt: skip
+    q = q.to(tl.float32)
     x = tl.minimum(tl.maximum(k.to(tl.float32) * beta, -LIMIT), LIMIT).to(tl.float64)
     if MASKED:
         x = tl.where(visible, x, -float("inf"))
     x = tl.where(in_d, x, -float("inf"))
-    log = tl.load(LOG + cell * D + d, mask=in_d, other=-float("inf"))
     new, share, none = add_exponents(log, x)
     a = weigh_channels(q * alpha, new, in_d)
     if BS > 0:
-        at = tl.arange(0, BB)
-        count = tl.load(COUNT + b)
         slot = (count % BS).to(tl.int32)
-        held = tl.load(OPEN_MASK + b * BS + at, mask=at < BS, other=0) != 0
         here = at == slot
         seen = held & (at < slot)
         seen = seen | (here & visible)
-        keys = tl.load(OPEN_K + (cell * BS + at[:, None]) * D + d[None, :], mask=(at < BS)[:, None] & in_d[None, :],
-                       other=0.0)  # fmt: skip
         keys = tl.where(here[:, None], k[None, :], keys)
-        weights = weigh_rows(q * scale, keys, seen)
+        weights = weigh_rows(q * scale, keys, seen, PRECISION)
         stays = seen & (slot + 1 < BS)  # a full block is open no longer
         written = at < BS
         if IN_PLACE:  # the others are there already, and those that are hidden are zero
             written = written & (here | ((slot + 1) * (at - at + 1) == BS))
-        tl.debug_barrier()
-        tl.store(NEW_K + (cell * BS + at[:, None]) * D + d[None, :], tl.where(stays[:, None], keys, 0.0),
-                 mask=written[:, None] & in_d[None, :])  # fmt: skip
-    for begin in range(0, E, BE):
-        e = begin + tl.arange(0, BE)
-        in_e = e < E
-        v = tl.load(V + b * v_b + h * v_h + e * v_d, mask=in_e, other=0.0)
-        inside = in_d[:, None] & in_e[None, :]
-        mean = tl.load(MEAN + (cell * D + d[:, None]) * E + e[None, :], mask=inside, other=0.0)
+    for begin in tl.static_range(0, E, BE):
+        e = begin + columns
+        if begin > 0:
+            v, mean, values, w, u = load_columns(
+                V, MEAN, OPEN_V, LLN, BLOCK, v_b, v_h, v_d, lln_b, lln_h, lln_e, block_b, block_h, block_e,
+                b, h, cell, rows, d, e, at, in_q, D, E, BS,
+            )  # fmt: skip
         mean = mean + share[:, None] * (v.to(tl.float32)[None, :] - mean)
         mean = tl.where(none[:, None], 0.0, mean)
-        out = tl.dot(a, mean, input_precision="ieee")
-        tl.debug_barrier()
-        tl.store(NEW_MEAN + (cell * D + d[:, None]) * E + e[None, :], mean, mask=inside)
-        in_o = (g < G)[:, None] & in_e[None, :]
+        out = tl.dot(a, mean, input_precision=PRECISION)
         if BS > 0:
-            near = (at < BS)[:, None] & in_e[None, :]
-            values = tl.load(OPEN_V + (cell * BS + at[:, None]) * E + e[None, :], mask=near, other=0.0)
             values = tl.where(here[:, None], v[None, :], values)
-            diag = tl.dot(weights, values.to(tl.float32), input_precision="ieee")
-            w = tl.load(LLN + b * lln_b + rows[:, None] * lln_h + e[None, :] * lln_e, mask=in_o, other=0.0)
-            u = tl.load(BLOCK + b * block_b + rows[:, None] * block_h + e[None, :] * block_e, mask=in_o, other=0.0)
-            out = out * w + diag * u
-            tl.debug_barrier()
+            out = out * w + tl.dot(weights, values.to(tl.float32), input_precision=PRECISION) * u
+        tl.debug_barrier()  # what is written over has been read by all
+        inside = in_d[:, None] & (e < E)[None, :]
+        tl.store(NEW_MEAN + (cell * D + d[:, None]) * E + e[None, :], mean, mask=inside)
+        if BS > 0:
             tl.store(NEW_V + (cell * BS + at[:, None]) * E + e[None, :], tl.where(stays[:, None], values, 0.0),
-                     mask=written[:, None] & in_e[None, :])  # fmt: skip
+                     mask=written[:, None] & (e < E)[None, :])  # fmt: skip
+        in_o = in_q & (e < E)[None, :]
         tl.store(OUT + (b * H * G + rows[:, None]) * E + e[None, :], out.to(OUT.dtype.element_ty), mask=in_o)
     tl.store(NEW_LOG + cell * D + d, new, mask=in_d)
     if LENGTH is not None:
         tl.store(LENGTH, tl.load(LENGTH) + 1, mask=p == 0)
     if BS > 0:
+        tl.store(NEW_K + (cell * BS + at[:, None]) * D + d[None, :], tl.where(stays[:, None], keys, 0.0),
+                 mask=written[:, None] & in_d[None, :])  # fmt: skip
         store_sequence(TICKET, NEW_COUNT, NEW_MASK, b, count, visible, at, stays, H, BS, MASKED, IN_PLACE)
 
 
@@ -255,6 +275,10 @@ def allocate_out(given: Step) -> Tensor:
     return given.query.new_empty(batch, heads, 1, given.value.shape[-1])
 
 
+def choose_warps(dim: int, columns: int) -> int:
+    return 4 if dim * columns <= 4096 else 8
+
+
 def launch(
     given: Step, out: Tensor, new: Sequence[Tensor | None], ticket: Tensor | None, length: Tensor | None, scale: float,
     kind: int, factor: float, recording: Recording | None,
@@ -269,14 +293,14 @@ def launch(
     constants = (
         group, dim, width, max(triton.next_power_of_2(group), 16), padded, min(plan.pad_dim(width), 64), block,
         triton.next_power_of_2(block) if block >= 16 else 16, given.key_mask is not None, kind, factor,
-        ticket is not None,
+        ticket is not None, "ieee" if plan.HIP else "tf32x3",
     )  # fmt: skip
     mask_b = 0 if given.key_mask is None else given.key_mask.stride(0)
     args = (
         *given, ticket, length, out, *new, *strides, *factors, *weights, mask_b, scale, heads, *constants
     )  # fmt: skip
     with plan.use_device(given.query.device):
-        compiled = step_kernel[(batch * heads,)](*args, num_warps=4 if padded * constants[5] <= 4096 else 8)
+        compiled = step_kernel[(batch * heads,)](*args, num_warps=choose_warps(padded, constants[5]))
     if recording is not None:
         recording.make(out)
         for t in new if ticket is None else ():
