@@ -133,8 +133,7 @@ def launch(data: Sequence[Any], factor: float | None, made: Sequence[Tensor], re
     columns = triton.next_power_of_2(dim)
     with use_device(query.device):
         if each <= (2 * LEAST if packed else max(2 * LEAST, total // PROGRAMS)):
-            # A wide program is quicker alone, several narrow ones hide each other's beginnings and ends.
-            warps = 16 if cells < PROGRAMS // 2 and each > (number if packed else 1) * LEAST // 4 else 4
+            warps = choose_warps(cells, each // number if packed else each)
             rows = max(warps * 32 * LANE // columns, 1)
             args = (
                 query, key, query_mask, key_mask, cu_query, cu_key, out, alpha, beta, *arguments, key_heads,
@@ -164,6 +163,12 @@ def launch(data: Sequence[Any], factor: float | None, made: Sequence[Tensor], re
             programs, factor, groups, 128,
         )  # fmt: skip
         run(recording, made, merge_kernel, cells, args, 1)
+
+
+def choose_warps(cells: int, each: int) -> int:
+    """Of a program for one of so many cells of so many elements: a wide one is quicker alone, several narrow ones hide
+    each other's beginnings and ends."""
+    return 16 if cells < PROGRAMS // 2 and each > LEAST // 4 else 4
 
 
 INPUTS = (

@@ -275,8 +275,9 @@ def allocate_out(given: Step) -> Tensor:
     return given.query.new_empty(batch, heads, 1, given.value.shape[-1])
 
 
-def choose_warps(dim: int, columns: int) -> int:
-    return 4 if dim * columns <= 4096 else 8
+def choose_warps(programs: int, elements: int, device: torch.device) -> int:
+    """Of programs that hold so many elements of a state: where there are few, each is alone and quicker if wide."""
+    return 8 if elements > 4096 or programs <= 2 * plan.count_multiprocessors(device) else 4
 
 
 def launch(
@@ -299,8 +300,9 @@ def launch(
     args = (
         *given, ticket, length, out, *new, *strides, *factors, *weights, mask_b, scale, heads, *constants
     )  # fmt: skip
+    warps = choose_warps(batch * heads, padded * constants[5], given.query.device)
     with plan.use_device(given.query.device):
-        compiled = step_kernel[(batch * heads,)](*args, num_warps=choose_warps(padded, constants[5]))
+        compiled = step_kernel[(batch * heads,)](*args, num_warps=warps)
     if recording is not None:
         recording.make(out)
         for t in new if ticket is None else ():
