@@ -168,6 +168,7 @@ def main() -> None:
         "decoding": times("decoding", "llama-1b", DECODED, kinds="token", modes="eager"),
         "far": times("far", "llama-1b", FAR, kinds="token", modes="eager", baseline=False),
         "static": times("static", "llama-1b", STATIC, kinds="token", modes="graph"),
+        "compiled": times("compiled", "llama-1b", STATIC[1:], kinds="token", modes="compiled-graph"),
         "shapes": lambda: measure_shapes(store),
     }
     for name in options.only.split(",") if options.only else parts:

@@ -27,7 +27,8 @@ from lln.lab.core.timing import Work, capture, peak_memory, time_calls
 
 TORCH = "sdpa"
 ATTENTIONS = (TORCH, "lln", "lln_diag")
-MODES = {"cpu": ("eager", "compiled"), "cuda": ("eager", "compiled", "graph")}
+GRAPHS = ("graph", "compiled-graph")
+MODES = {"cpu": ("eager", "compiled"), "cuda": ("eager", "compiled", *GRAPHS)}
 DECODING = ("prefill", "token")
 KINDS = ("inference", "training", *DECODING)
 LENGTHS = {"cpu": [512, 2048], "cuda": [512, 4096, 16384]}
@@ -147,7 +148,7 @@ def measure_model(
     kinds = [kind for kind in plan.kinds if decodes or kind not in DECODING]
     for (batch, length), mode, kind in itertools.product(plan.shapes, plan.modes, kinds):
         progress(f"{kind}, {mode}: {batch} x {length:,}")
-        if kind == "training" and mode == "graph":  # an optimiser's step in a graph is what `lln train` has
+        if kind == "training" and mode in GRAPHS:  # an optimiser's step in a graph is what `lln train` has
             continue
         result["rows"].append(measure_row(plan, models, batch, length, mode, kind))
         store(result)
@@ -192,13 +193,13 @@ def make_work(plan: ModelPlan, model: Any, tokens: Tensor, mode: str, kind: str,
     decodes = model.can_generate()
     # An encoder's head, over a vocabulary, is for training it; what it is used for are its hidden states.
     body = model if decodes or kind == "training" else model.base_model
-    call = torch.compile(body) if mode == "compiled" else body
+    call = torch.compile(body) if mode.startswith("compiled") else body
     if kind == "training":
         return stack.enter_context(prepare_training(model, call, tokens))
     given = {"use_cache": False, "logits_to_keep": 1} if decodes else {}
     stack.enter_context(torch.inference_mode())
     if kind == "inference":
-        if mode == "graph" and model.config._attn_implementation == TORCH:
+        if mode in GRAPHS and model.config._attn_implementation == TORCH:
             model.config._attn_implementation_internal = UNMASKED
         return functools.partial(call, tokens, **given)
     batch, length = tokens.shape
@@ -236,7 +237,7 @@ def has_head(model: Any) -> bool:
 
 
 def prepare_mode(work: Work, mode: str, device: torch.device) -> Work:
-    if mode != "graph":
+    if mode not in GRAPHS:
         return work
     graph = capture(work, device)
     if graph is None:

@@ -52,7 +52,7 @@ def bench(
         peers: fla: flash-linear-attention's causal attentions, beside a few of the others.
         model: Time a whole transformers model instead: roberta-base or llama-1b (of that size, with random weights), a
             folder or a Hub id.
-        modes: Of --model: eager, compiled, on cuda graph, with commas between. [default: all]
+        modes: Of --model: eager, compiled, on cuda graph and compiled-graph, with commas between. [default: all]
         kinds: Of --model: inference, training, of decoders prefill and token, with commas between. [default: all]
         dropout: Of attention weights, in what is timed.
         repeats: Measurements behind each median. [default: 5, on cuda 50]
