@@ -164,3 +164,21 @@ def test_a_chunk_may_follow_a_step_and_gradients_make_new_states() -> None:
         with context:
             outs.append(model(tokens[:, begin:end], past_key_values=cache).logits)
     torch.testing.assert_close(torch.cat(outs, 1), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["lln", "lln_diag"])
+def test_a_compiled_step_is_one_graph(name: str) -> None:
+    """Also where the kernel takes it: transformers' own layers would be compiled one by one around a break."""
+    model = use(writer(name, "fixed"), "triton")
+    tokens = torch.arange(2, 11, device=DEVICE)[None]
+    caches = [lln.hf.LLNCache(2, static=True) for _ in range(2)]
+    with torch.inference_mode():
+        for cache in caches:
+            model(tokens, past_key_values=cache)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        for place in range(9, 14):
+            given = {"position_ids": torch.full((1, 1), place, device=DEVICE)}
+            expected = model(tokens[:, :1], past_key_values=caches[0], **given).logits
+            found = compiled(tokens[:, :1], past_key_values=caches[1], **given).logits
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.compiler.reset()

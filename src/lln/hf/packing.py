@@ -6,7 +6,6 @@ with ours looks at the positions before the model does, and puts what it finds i
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -20,10 +19,12 @@ from lln.hf.mixed import is_mixed
 from lln.hf.options import runs_ours
 
 NAMES = ("position_ids", "attention_mask", "past_key_values")
+ARGUMENTS: dict[type, tuple[str, ...]] = {}  # of the models that were watched
 
 
 def watch_positions(part: PreTrainedModel) -> None:
     """Put the hook on a model, once."""
+    list_arguments(type(part))  # now: a compiler looks at the hook, and would follow what finds them
     if keep_apart not in part._forward_pre_hooks.values():
         part.register_forward_pre_hook(keep_apart, with_kwargs=True)
 
@@ -31,7 +32,7 @@ def watch_positions(part: PreTrainedModel) -> None:
 def keep_apart(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """The arguments of a call in which packed sequences stay apart; None where the call has none."""
     kind: Any = type(part)
-    names = list_arguments(kind)
+    names = ARGUMENTS.get(kind) or list_arguments(kind)
     given = dict(zip(names, args, strict=False)) | kwargs
     positions, mask, past = (given.get(name) for name in NAMES)
     if not isinstance(positions, Tensor) or positions.ndim > 2 or positions.shape[-1] < 2 or not runs_ours(part.config):
@@ -117,7 +118,8 @@ def find_start(part: nn.Module) -> int:
     return 0
 
 
-@functools.cache
 def list_arguments(kind: Any) -> tuple[str, ...]:
     """Of a model's forward, in their order."""
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+    if kind not in ARGUMENTS:
+        ARGUMENTS[kind] = tuple(inspect.signature(kind.forward).parameters)[1:]
+    return ARGUMENTS[kind]

@@ -179,7 +179,11 @@ def exponents(t: Tensor, factor: Tensor, hidden: Tensor | None = None, out: Tens
 
 def is_plain(t: Tensor) -> bool:
     """Whether it has memory of its own: it is no subclass, and no tensor inside torch.func."""
-    return type(t) in (Tensor, torch.nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    if type(t) not in (Tensor, torch.nn.Parameter):
+        return False
+    if torch.compiler.is_compiling():  # which cannot ask a tensor, and would break its graph there
+        return not torch._C._are_functorch_transforms_active()
+    return not torch._C._functorch.is_functorch_wrapped_tensor(t)
 
 
 def can_look(t: Tensor) -> bool:
