@@ -3,6 +3,7 @@ one call, and a thousand lengths in a row, each beside torch's attention in the 
 
     python benchmarks/models.py --out benchmarks/results/models.json
 
+Parts that are not asked for (`--only`) stay in the file as they were, each with the commit and the machine that made it.
 Needs a GPU. Models are timed as `lln bench --model` does: wall clock around calls that end with a wait for the device,
 after their outputs were compared with those of the same weights in float32. Host time is the wall clock of calls that
 are issued without waiting.
@@ -14,6 +15,7 @@ import argparse
 import dataclasses
 import functools
 import gc
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +32,7 @@ from lln.files import write_json
 from lln.kernels.triton import recognise, tape
 from lln.lab.bench.model_times import measure_model, plan_model
 from lln.lab.core.provenance import provenance
+from lln.lab.core.tables import markdown_table
 from lln.lab.core.timing import Timing, summarize, time_calls
 
 DEVICE = torch.device("cuda")
@@ -41,6 +44,13 @@ DECODED = ((1, 1000), (16, 1000))
 FAR = ((1, 100_000), (1, 1_000_000))  # of LLN alone; softmax would need a context of its own size
 STATIC = ((1, 32_768), (16, 32_768))
 Store = Callable[[str, Any], None]
+
+
+KINDS = {"inference": "forward", "training": "training step", "token": "token"}
+MODES = {"eager": "", "graph": ", CUDA graph", "compiled-graph": ", compiled, CUDA graph"}
+PARTS = {"encoder": "RoBERTa", "training": "RoBERTa", "decoding": "Llama", "static": "Llama", "compiled": "Llama"}
+HOST = {"lln_attention": "`lln_attention`", "lln_attention, blocks": "`lln_attention`, blocks of 64"}
+LAYERS = {f"transformers {name}": f"attention of a transformers layer, `{name}`" for name in ("lln", "lln_diag")}
 
 
 def host_time(work: Callable[[], Any], calls: int = 200, rounds: int = 7) -> Timing:
@@ -137,6 +147,53 @@ def measure_shapes(store: Store, shapes: int = 1000) -> None:
     store("shapes", found | {"before": dataclasses.asdict(before), "after": dataclasses.asdict(after)})
 
 
+def table(result: dict[str, Any]) -> str:
+    """What is stored, as Markdown."""
+    rows = []
+    for part, model in PARTS.items():
+        for r in result.get(part, {"rows": []})["rows"]:
+            what = f"{model}, {KINDS[r['kind']]}{MODES[r['mode']]}"
+            ms = {name: f"{t['median']:.3g} ({t['low']:.3g} to {t['high']:.3g})" for name, t in r["times"].items()}
+            ratios = [f"{r['ratios'][name]:.2f}" if name in r["ratios"] else "" for name in NAMES[1:]]
+            rows.append([what, f"{r['batch']} x {r['length']:,}", *(ms.get(name, "") for name in NAMES), *ratios])
+    for r in result.get("far", {"rows": []})["rows"]:
+        ms = {name: f"{t['median']:.3g} ({t['low']:.3g} to {t['high']:.3g})" for name, t in r["times"].items()}
+        rows.append(["Llama, token", f"{r['batch']} x {r['length']:,}", *(ms.get(name, "") for name in NAMES), "", ""])
+    header = ["", "batch x tokens", "torch's attention", "LLN", "LLN+Diag", "LLN / torch's", "LLN+Diag / torch's"]
+    lines = markdown_table(header, rows, "lrrrrrr")
+    host = result["host"]["rows"]
+    shown = []
+    for kind, names, base in (("training", HOST, "sdpa"), ("forward", LAYERS, "transformers sdpa")):
+        for name, words in names.items():
+            mine, theirs = (host[n][kind]["median"] for n in (name, base))
+            shown.append([words, "forward and backward" if kind == "training" else "forward", f"{mine:.0f}",
+                          f"{theirs:.0f}", f"{mine / theirs:.2f}"])  # fmt: skip
+    shapes = result["shapes"]
+    marks = {(mark["compilations"], mark["bytes"]) for mark in shapes["marks"][1:]}
+    made = sorted(
+        {describe_made(part) for name, part in result.items() if isinstance(part, dict) and "provenance" in part}
+    )
+    return "\n".join([
+        *lines, "",
+        "Milliseconds, medians with quartiles, wall clock around a call and a wait for the device. RoBERTa-base (an "
+        "encoder's forward pass ends with its hidden states; a step of AdamW with its head) and a Llama of 16 layers "
+        "(2,048 wide, 32 heads, 8 key heads), random weights, bfloat16, statistics by default; the tokens of a decoder "
+        "are those before the one that is timed. Decoding's baseline is the fastest of torch's back ends without "
+        "cuDNN, which plans anew for each length; in graphs it is called without the mask that transformers would hand "
+        "it. Where torch's attention alone would need a context of its own size it was left out.", "",
+        *markdown_table(["host time, 1 x 12 x 512 x 64", "", "ours, us", "torch's, us", "ratio"], shown, "llrrr"), "",
+        f"{shapes['shapes']:,} lengths in a row: {'no' if len(marks) == 1 else 'some'} further compilation and no "
+        f"further memory after the first half; a call takes {shapes['after']['median']:.3f} ms afterwards and "
+        f"{shapes['before']['median']:.3f} before.", "",
+        f"Made by `python benchmarks/models.py`: {'; '.join(made)}.", "",
+    ])  # fmt: skip
+
+
+def describe_made(part: dict[str, Any]) -> str:
+    p = part["provenance"]
+    return f"{p['device']}, torch {p['torch']}, {p['date'][:10]}, commit {p['commit']}"
+
+
 def count_compilations() -> list[str]:
     """Grows by the name of each kernel that Triton compiles from now on."""
     from triton import knobs
@@ -152,10 +209,11 @@ def main() -> None:
     parser.add_argument("--only", help="parts, with commas between")
     parser.add_argument("--repeats", type=int, default=20)
     options = parser.parse_args()
-    result: dict[str, Any] = {"provenance": provenance(0, DEVICE), "transformers": transformers.__version__}
+    result: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {}
+    made = {"provenance": provenance(0, DEVICE) | {"transformers": transformers.__version__}}
 
     def store(name: str, found: Any) -> None:
-        result[name] = found
+        result[name] = made | found
         write_json(options.out, result)
 
     def times(name: str, model: str, shapes: Any, **given: Any) -> Callable[[], None]:

@@ -124,6 +124,14 @@ def gpu() -> list[str]:
     return lines
 
 
+def models() -> list[str]:
+    """Of whole models, where they were measured."""
+    path = RESULTS / "models.json"
+    if not path.exists():
+        return []
+    return ["## Whole models on an H200", "", program("models").table(load_stored(path)).strip(), ""]
+
+
 def decoding() -> list[str]:
     result = load_stored(RESULTS / "decoding.json")
     return ["## One step of decoding", "", program("decoding").table(result).strip(), ""]
@@ -166,7 +174,7 @@ def layers() -> list[str]:
 
 
 def markdown() -> str:
-    lines = [*cpu(), *gpu(), *decoding(), *instruments(), *conversion(), *layers()]
+    lines = [*cpu(), *gpu(), *models(), *decoding(), *instruments(), *conversion(), *layers()]
     lines += [
         "## Measure it yourself", "", "```sh",
         "make bench  # the tables of the CPU", "make bench-gpu  # on a machine with a GPU",
