@@ -3,7 +3,7 @@ one call, and a thousand lengths in a row, each beside torch's attention in the 
 
     python benchmarks/models.py --out benchmarks/results/models.json
 
-Parts that are not asked for (`--only`) stay in the file as they were, each with the commit and the machine that made it.
+Parts that are not asked for (`--only`) stay in the file as they were, each with the commit and machine that made it.
 Needs a GPU. Models are timed as `lln bench --model` does: wall clock around calls that end with a wait for the device,
 after their outputs were compared with those of the same weights in float32. Host time is the wall clock of calls that
 are issued without waiting.

@@ -2,6 +2,7 @@
 
 import ctypes
 import struct
+from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,13 +47,13 @@ class Driver:
         words = ctypes.cast(extra, ctypes.POINTER(ctypes.c_void_p * 5)).contents
         assert (words[0], words[2], words[4]) == (1, 2, None)
         size = ctypes.c_size_t.from_address(words[3] or 0).value
-        self.asked.append((function, sizes, stream, struct.unpack("QQifQ", ctypes.string_at(words[1], size))))
+        self.asked.append((function, sizes, stream, struct.unpack("QQifQ", ctypes.string_at(words[1] or 0, size))))
         return self.codes.pop(0) if self.codes else 0
 
 
 @pytest.fixture(scope="module")
 def run() -> Any:
-    source = (launch.files("lln.kernels.triton") / "play.c").read_text()
+    source = (files("lln.kernels.triton") / "play.c").read_text()
     return compile_module_from_src(src=source, name="lln_play").play
 
 

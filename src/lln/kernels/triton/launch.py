@@ -1,6 +1,6 @@
-"""Compiled kernels launched again and again by the CUDA driver itself: their arguments are packed once, and play.c fills
-in addresses and launches one after another. Triton's own way looks at all arguments of each kernel every time, which
-takes the host longer than the launch.
+"""Compiled kernels launched again and again by the CUDA driver itself: their arguments are packed once, and play.c
+fills in addresses and launches one after another. Triton's own way looks at all arguments of each kernel every time,
+which takes the host longer than the launch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ from typing import Any
 import torch
 
 SIZES = {"64": 8, "32": 4, "16": 2, "8": 1}
-PACKED: dict[str, str] = {"fp32": "f", "fp64": "d", "i64": "q", "u64": "Q", "i32": "i", "u32": "I", "i8": "b", "u1": "B"}
+PACKED: dict[str, str] = {
+    "fp32": "f",
+    "fp64": "d",
+    "i64": "q",
+    "u64": "Q",
+    "i32": "i",
+    "u32": "I",
+    "i8": "b",
+    "u1": "B",
+}
 PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.[a-z](\d+)")
 MOST_BYTES = 4096  # of one kernel's arguments, as in play.c
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: a thread in which nothing was done on the device yet
