@@ -1,8 +1,8 @@
 """Count, sum and sum of squares of queries and keys, read once, and the alpha and beta of eq. (10) from them.
 
 A program takes some rows of one sample and key head, with all query heads that share it. Every lane of its tile keeps
-a running (count, mean, squares around the mean), so a large common offset costs no digits; lanes, and then programs,
-are merged by Chan's formula, in an order that shapes alone decide.
+count, sum and squares of what it sees less the first of it, so a large common offset costs no digits; lanes, and then
+programs, are merged by Chan's formula, in an order that shapes alone decide.
 
 Packed sequences need no table, and the host need not know their lengths: with splits of `chunk` rows, sequence i owns
 the slots from cu[i] // chunk + i up to cu[i + 1] // chunk + i + 1, which are enough for its rows and nobody else's.
@@ -37,17 +37,28 @@ def find_owner(CU, slot, chunk, sequences):
 
 @triton.jit
 def load_tile(
-    X, MASK, x_g, x_n, x_d, m_n, t, first, last, tiles,
-    D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    X, MASK, x_n, x_d, m_n, begin, last, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Tile t of the rows from first to last of one head after the other, zeros where nothing counts; which rows do."""
-    rows = first + (t % tiles) * ROWS + tl.arange(0, ROWS)
+    """Rows from `begin` on in float32, zeros where nothing counts, and which rows do. FULL: all of them."""
+    rows = begin + tl.arange(0, ROWS)
     columns = tl.arange(0, COLS)
+    place = X + rows[:, None] * x_n + columns[None, :].to(tl.int64) * x_d
     counts = rows < last
-    if MASK is not None:
-        counts = counts & (tl.load(MASK + rows * m_n, mask=counts, other=0) != 0)
-    place = (t // tiles).to(tl.int64) * x_g + rows[:, None] * x_n + columns[None, :].to(tl.int64) * x_d
-    return tl.load(X + place, mask=counts[:, None] & (columns < D)[None, :], other=0.0), counts
+    if FULL:
+        x = tl.load(place) if D == COLS else tl.load(place, mask=(columns < D)[None, :], other=0.0)
+    else:
+        if MASK is not None:
+            counts = counts & (tl.load(MASK + rows * m_n, mask=counts, other=0) != 0)
+        x = tl.load(place, mask=counts[:, None] & (columns < D)[None, :], other=0.0)
+    return x.to(tl.float32), counts
+
+
+@triton.jit
+def add_tile(x, counts, n, pivot, sums, squares):
+    """The sums with a tile not all of whose rows need count."""
+    pivot = tl.where((counts & (n == 0.0))[:, None], x, pivot)
+    off = tl.where(counts[:, None], x - pivot, 0.0)
+    return n + counts.to(tl.float32), pivot, sums + off, squares + off * off
 
 
 @triton.jit
@@ -56,19 +67,35 @@ def measure_spread(
     G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """(count, mean, squares around it) of the rows from first to last of G heads, in float64."""
-    tiles = tl.maximum((last - first + ROWS - 1) // ROWS, 1).to(tl.int32)
-    total = tl.where(last > first, tiles * G, 0)
     n = tl.zeros([ROWS], tl.float32)
-    mean = tl.zeros([ROWS, COLS], tl.float32)
+    sums = tl.zeros([ROWS, COLS], tl.float32)
     squares = tl.zeros([ROWS, COLS], tl.float32)
-    # Stages: further tiles are on their way while one is added. Nothing else hides the latency of a pure reduction.
-    for t in tl.range(0, total, num_stages=STAGES):
-        x, counts = load_tile(X, MASK, x_g, x_n, x_d, m_n, t, first, last, tiles, D, ROWS, COLS)
-        x = x.to(tl.float32)
-        n += counts.to(tl.float32)
-        off = tl.where(counts[:, None], x - mean, 0.0)
-        mean += off * tl.div_rn(1.0, tl.maximum(n, 1.0))[:, None]
-        squares += off * (x - mean)
+    pivot = tl.zeros([ROWS, COLS], tl.float32)  # what counts first of each lane
+    if MASK is None:
+        pivot, _ = load_tile(X, None, x_n, x_d, m_n, first, last, D, ROWS, COLS, False)
+    length = tl.maximum(last - first, 0).to(tl.int32)
+    full = length // ROWS
+    for g in range(G):
+        at = X + g * x_g
+        # Stages: further tiles are on their way while one is added. Nothing else hides the latency of a pure reduction.
+        if MASK is None:
+            for t in tl.range(0, full, num_stages=STAGES):
+                x, _ = load_tile(at, None, x_n, x_d, m_n, first + t * ROWS, last, D, ROWS, COLS, True)
+                off = x - pivot
+                sums += off
+                squares += off * off
+            n += full.to(tl.float32)
+            if full * ROWS < length:
+                x, counts = load_tile(at, None, x_n, x_d, m_n, first + full * ROWS, last, D, ROWS, COLS, False)
+                n, pivot, sums, squares = add_tile(x, counts, n, pivot, sums, squares)
+        else:
+            for t in tl.range(0, (length + ROWS - 1) // ROWS, num_stages=STAGES):
+                x, counts = load_tile(at, MASK, x_n, x_d, m_n, first + t * ROWS, last, D, ROWS, COLS, False)
+                n, pivot, sums, squares = add_tile(x, counts, n, pivot, sums, squares)
+    # The pivot is one of the values, so this loses no more digits than a lane has values.
+    step = sums * tl.div_rn(1.0, tl.maximum(n, 1.0))[:, None]
+    mean = pivot + step
+    squares = squares - sums * step
     # Around a centre in float32 that is almost the mean, what is summed is small; its rest is corrected in float64.
     count = tl.sum(n.to(tl.float64), 0) * D
     centre = tl.sum(mean * n[:, None]) / tl.maximum(count, 1.0).to(tl.float32)
