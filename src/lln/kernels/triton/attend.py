@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -44,9 +45,15 @@ def attend_known(
         return attend()
     if not query.is_cuda and backend != "triton":
         return attend()
-    from lln.kernels.triton import recognise  # on demand: `import lln` does without triton
+    return load_recogniser()(options, given, attend)
 
-    return recognise.attend_known(options, given, attend)
+
+@functools.cache
+def load_recogniser() -> Callable[..., Tensor]:
+    """On demand, since `import lln` does without triton; once, since an import takes a tenth of what a call may."""
+    from lln.kernels.triton.recognise import attend_known
+
+    return attend_known
 
 
 def can_step(call: Call) -> bool:
