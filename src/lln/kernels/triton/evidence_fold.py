@@ -1,0 +1,361 @@
+"""The evidence read, bidirectional: `lln.kernels.evidence` says what it computes, and how its states merge.
+
+    B = e^(x - L)     S = B^T v     K = B^T k     H = L - rowsum of B^T x      x = beta k, and -beta k where SIGNS = 2
+    A = softmax_c(scale q K^T + H)                o = r A S + p softmax_block(q k^T) v
+    W = r dO S^T      dl = A (W - rowsum(A W))    dq = scale dl K
+    dS = r A^T dO     dK = scale dl^T q           dH = sum_i dl_i
+    dv = B dS         dx = B (v dS^T + k dK^T - dH (x - L) - c)     c = S.dS + K.dK + dH H     dk = B dK + beta dx
+
+K is so many more columns of values, and k is there anyway. H is summed relative to the reference that the exponents
+have, never as L - beta K, which would cancel. Keys far from 0 cost no digits: K is divided by the sum of the weights as
+they were multiplied, a vector that all K share changes neither A nor dq, and c is made of dS and dK as they are
+multiplied with v and k.
+
+Signed channels come as two sets of D, the second after the first: a state has SIGNS * D rows. Where both are worked on
+at once they are filled up to SIGNS * BD.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lln.kernels.triton.fold import LAG, key_exponents, place_channels, split_range, weigh_part
+from lln.kernels.triton.parts import (
+    LENGTHS,
+    block_backward,
+    block_products,
+    block_values,
+    hide_keys,
+    key_log,
+    load_factor,
+    load_matrix,
+    load_rows,
+    make_identity,
+    place,
+    scale_rows,
+    split_factor,
+    store_matrix,
+    store_rows,
+    visible_keys,
+    widen,
+)
+
+LN2 = tl.constexpr(0.6931471805599453)
+FAINT = tl.constexpr(-200.0)  # 2 to this is 0 in float32
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def evidence_fold_kernel(
+    K, V, BETA, MASK, CU, OWNER, BEGIN, START, LOG, MEAN, KEY, ENTROPY,
+    k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, beta_b, beta_h, beta_d, mask_b, mask_n,
+    N, works, splits, tiles, H,
+    SIGNS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+    USED: tl.constexpr, PACKED: tl.constexpr, SHIFT: tl.constexpr, MASKED: tl.constexpr, EVEN: tl.constexpr,
+    SINGLE: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state of each split, in [heads, works]; with SINGLE (one split a sequence) in [sequences, heads]. A program
+    for each set of channels: the second finds its keys in the cache."""
+    both, work, b, first, n, origin, begin, end, _opened = place(
+        works, splits, tiles, N, CU, OWNER, BEGIN, START, PACKED, SHIFT, USED
+    )
+    h = both // SIGNS
+    d = tl.arange(0, BD)
+    r = tl.arange(0, BM)
+    data = 0 if PACKED else b.to(tl.int64)
+    k_base = data * k_b + h.to(tl.int64) * k_h + first * k_n
+    v_base = data * v_b + h.to(tl.int64) * v_h + first * v_n
+    mask_base = data * mask_b + first * mask_n
+    # Channels are rows here, as in `fold_kernel`.
+    beta = tl.trans(load_factor(BETA, b, h, beta_b, beta_h, beta_d, D, BD, FLAT))
+    if SIGNS == 2:
+        beta = beta * (1.0 - 2.0 * (both % SIGNS).to(tl.float32))
+    factor, low = split_factor(beta)
+    eye = make_identity(BD, DOT)
+
+    m = tl.full([BD], -1e38, tl.float32)
+    z = tl.zeros([BD], tl.float32)
+    held = tl.zeros([BD], tl.float32)  # z of the weights as they are multiplied
+    u = tl.zeros([BD], tl.float32)  # sum of weights times their exponents
+    s = tl.zeros([BD, BE], tl.float32)
+    c = tl.zeros([BD, BD], tl.float32)
+    for t in range(begin, end):
+        rows = (origin + t * USED + r).to(tl.int64)
+        ok = (rows >= 0) & (rows < n) & (r < USED)
+        k = load_rows(K, k_base, rows, ok, k_n, k_d, D, BD, EVEN)
+        v = load_rows(V, v_base, rows, ok, v_n, v_d, E, BE, EVEN)
+        visible = visible_keys(MASK, mask_base, rows, ok, mask_n, MASKED)
+        if DOT == tl.bfloat16 and BD <= 128:  # noqa: SIM108, SIM300
+            x = tl.dot(eye, tl.trans(k))  # see parts.widen
+        else:
+            x = tl.trans(k.to(tl.float32))
+        y = key_exponents(x, factor, low, m, visible, EVEN, WIDE)
+        if tl.max(y) > LAG:
+            moved = tl.max(key_exponents(x, factor, low, tl.zeros([BD], tl.float32), visible, EVEN, WIDE), 1)
+            moved = tl.minimum(tl.maximum(m, moved), 1e38)
+            fade = tl.exp2(m - moved)
+            u = tl.where(fade > 0.0, fade * (u + z * (m - moved)), 0.0)
+            m = moved
+            z = z * fade
+            held = held * fade
+            s = s * fade[:, None]
+            c = c * fade[:, None]
+            y = tl.minimum(key_exponents(x, factor, low, m, visible, EVEN, WIDE), LAG)
+        p = tl.exp2(y)
+        z += tl.sum(p, 1)
+        u += tl.sum(p * tl.maximum(y, FAINT), 1)
+        weights = p.to(DOT)
+        if DOT == tl.bfloat16:  # noqa: SIM300
+            held += tl.sum(weights.to(tl.float32), 1)
+        s = tl.dot(weights, v.to(DOT), s, input_precision=PRECISION)
+        c = tl.dot(weights, k.to(DOT), c, input_precision=PRECISION)
+    if DOT != tl.bfloat16:  # noqa: SIM300
+        held = z
+    bits = tl.log2(z.to(tl.float64))
+    log = tl.where(z > 0.0, (m.to(tl.float64) + bits) * LN2, -float("inf"))
+    entropy = tl.where(z > 0.0, (bits - u.to(tl.float64) / z.to(tl.float64)) * LN2, 0.0)
+    inverse = tl.where(held > 0.0, 1.0 / held, 0.0)[:, None]
+    index = b.to(tl.int64) * H + h if SINGLE else h.to(tl.int64) * works + work
+    row = (index * SIGNS + both % SIGNS) * D
+    tl.store(LOG + row + d, log, mask=d < D)
+    tl.store(ENTROPY + row + d, tl.maximum(entropy, 0.0), mask=d < D)
+    store_matrix(MEAN + row * E, s * inverse, D, E, BD, BE)
+    store_matrix(KEY + row * D, c * inverse, D, D, BD, BD)
+
+
+@triton.jit
+def log_weight(part, whole):
+    """ln of `weigh_part`, 0 for an empty part: it has no share of the entropy."""
+    return tl.where(part == -float("inf"), 0.0, part - tl.where(whole == -float("inf"), 0.0, whole))
+
+
+@triton.jit
+def load_parts(X, rows, has, c, w, M: tl.constexpr, W: tl.constexpr):
+    """[BP, BC, BW]: the channels c of some states, which have M rows of W numbers."""
+    at = X + rows[:, None, None] * M * W + c[None, :, None] * W + w[None, None, :]
+    return tl.load(at, mask=has[:, None, None] & (c < M)[None, :, None] & (w < W)[None, None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def evidence_merge_kernel(
+    LOG, MEAN, KEY, ENTROPY, BEGIN, LOG_IN, MEAN_IN, KEY_IN, ENTROPY_IN, LOG_OUT, MEAN_OUT, KEY_OUT, ENTROPY_OUT,
+    works, splits, H,
+    SIGNS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
+    BP: tl.constexpr, PACKED: tl.constexpr, HAS_STATE: tl.constexpr,
+):  # fmt: skip
+    """All splits of a sequence, and the state before them, into one state; BC channels a program, BP splits at once."""
+    M: tl.constexpr = SIGNS * D
+    b, h, c, e, out, inside = place_channels(H, M, E, BC, BE)
+    d = tl.arange(0, BD)
+    p = tl.arange(0, BP)
+    at = out[:, None] * E + e[None, :]
+    at_key = out[:, None] * D + d[None, :]
+    inside_key = (c < M)[:, None] & (d < D)[None, :]
+    log = tl.full([BC], -float("inf"), tl.float64)
+    entropy = tl.zeros([BC], tl.float64)
+    mean = tl.zeros([BC, BE], tl.float32)
+    key = tl.zeros([BC, BD], tl.float32)
+    if HAS_STATE:
+        log = tl.load(LOG_IN + out, mask=c < M, other=-float("inf"))
+        entropy = tl.load(ENTROPY_IN + out, mask=c < M, other=0.0)
+        mean = tl.load(MEAN_IN + at, mask=inside, other=0.0)
+        key = tl.load(KEY_IN + at_key, mask=inside_key, other=0.0)
+    begin, end = split_range(b, splits, BEGIN, PACKED)
+    for i in range(begin, end, BP):
+        some = h.to(tl.int64) * works + i + p
+        has = i + p < end
+        rows = some[:, None] * M + c[None, :]
+        there = has[:, None] & (c < M)[None, :]
+        part = tl.load(LOG + rows, mask=there, other=-float("inf"))
+        parts = tl.load(ENTROPY + rows, mask=there, other=0.0)
+        top = tl.maximum(log, tl.max(part, 0))
+        old = weigh_part(log, top)
+        new = weigh_part(part, tl.broadcast_to(top[None, :], [BP, BC]))
+        total = old + tl.sum(new, 0)
+        inverse = tl.where(total > 0.0, 1.0 / total, 0.0)
+        bits = tl.where(total > 0.0, tl.log2(total.to(tl.float64)) * LN2, 0.0)
+        both = tl.where(total > 0.0, top + bits, -float("inf"))
+        # The chain rule of entropy, whose terms are all >= 0.
+        entropy = old * (entropy - log_weight(log, both))
+        entropy += tl.sum(new * (parts - log_weight(part, tl.broadcast_to(both[None, :], [BP, BC]))), 0)
+        entropy = entropy * inverse
+        values = load_parts(MEAN, some, has, c, e, M, E)
+        mean = (mean * old[:, None] + tl.sum(values * new[:, :, None], 0)) * inverse[:, None]
+        keys = load_parts(KEY, some, has, c, d, M, D)
+        key = (key * old[:, None] + tl.sum(keys * new[:, :, None], 0)) * inverse[:, None]
+        log = both
+    tl.store(LOG_OUT + out, log, mask=c < M)
+    tl.store(ENTROPY_OUT + out, entropy, mask=c < M)
+    tl.store(MEAN_OUT + at, mean, mask=inside)
+    tl.store(KEY_OUT + at_key, key, mask=inside_key)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def evidence_sum_kernel(
+    DMEAN, DKEY, DENTROPY, BEGIN, LLN_WEIGHT, DMEAN_OUT, DKEY_OUT, DENTROPY_OUT, lln_b, lln_h, lln_e, works, splits, H,
+    SIGNS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BC: tl.constexpr, BP: tl.constexpr, PACKED: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """What the queries of all splits and of all heads of a group ask of a state: dS, dK and dH."""
+    M: tl.constexpr = SIGNS * D
+    b, h, c, e, out, inside = place_channels(H, M, E, BC, BE)
+    d = tl.arange(0, BD)
+    p = tl.arange(0, BP)
+    dmean = tl.zeros([BC, BE], tl.float32)
+    dkey = tl.zeros([BC, BD], tl.float32)
+    dentropy = tl.zeros([BC], tl.float32)
+    begin, end = split_range(b, splits, BEGIN, PACKED)
+    for g in range(G):
+        head = h * G + g
+        here = tl.zeros([BC, BE], tl.float32)
+        for i in range(begin, end, BP):
+            some = head.to(tl.int64) * works + i + p
+            has = i + p < end
+            here += tl.sum(load_parts(DMEAN, some, has, c, e, M, E), 0)
+            dkey += tl.sum(load_parts(DKEY, some, has, c, d, M, D), 0)
+            there = has[:, None] & (c < M)[None, :]
+            dentropy += tl.sum(tl.load(DENTROPY + some[:, None] * M + c[None, :], mask=there, other=0.0), 0)
+        if WEIGHTED:
+            weight = tl.load(LLN_WEIGHT + b.to(tl.int64) * lln_b + head * lln_h + e * lln_e, mask=e < E, other=0.0)
+            here = here * weight[None, :]
+        dmean += here
+    tl.store(DMEAN_OUT + out[:, None] * E + e[None, :], dmean, mask=inside)
+    tl.store(DKEY_OUT + out[:, None] * D + d[None, :], dkey, mask=(c < M)[:, None] & (d < D)[None, :])
+    tl.store(DENTROPY_OUT + out, dentropy, mask=c < M)
+
+
+@triton.jit
+def split_words(x, LOW: tl.constexpr, DOT: tl.constexpr):
+    """(x as it is multiplied; with LOW what that lost, as a second word; the sum of both in float32)"""
+    high = x.to(DOT)
+    lost = (x - high.to(tl.float32)).to(DOT)
+    if LOW:
+        return high, lost, high.to(tl.float32) + lost.to(tl.float32)
+    else:
+        return high, lost, high.to(tl.float32)
+
+
+@triton.jit
+def load_asked(
+    MEAN, KEY, ENTROPY, DMEAN, DKEY, DENTROPY, G_LOG, row, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr, LOW: tl.constexpr, HAS_GRAD: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """(dS and dK in two words each, dH in base 2, c) of one set of channels, whose first row is `row`."""
+    d = tl.arange(0, BD)
+    dmean, dmean_low, used = split_words(load_matrix(DMEAN + row * E, D, E, BD, BE), LOW, DOT)
+    pull = tl.sum(load_matrix(MEAN + row * E, D, E, BD, BE) * used, 1)
+    dkey, dkey_low, used_key = split_words(load_matrix(DKEY + row * D, D, D, BD, BD), LOW, DOT)
+    pull += tl.sum(load_matrix(KEY + row * D, D, D, BD, BD) * used_key, 1)
+    dentropy = tl.load(DENTROPY + row + d, mask=d < D, other=0.0)
+    pull += dentropy * tl.load(ENTROPY + row + d, mask=d < D, other=0.0).to(tl.float32)
+    if HAS_GRAD:
+        pull -= tl.load(G_LOG + row + d, mask=d < D, other=0.0).to(tl.float32)
+    return dmean, dmean_low, dkey, dkey_low, dentropy * LN2, pull
+
+
+@triton.jit
+def ask_keys(
+    dk, dv, k, v, k32, visible, factor, low, log, log_low, dmean, dmean_low, dkey, dkey_low, dentropy, pull,
+    LOW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(dk without beta dx, dv, dx) with the part of one set of channels."""
+    x = scale_rows(k32, factor, low, -log, WIDE)
+    if WIDE:
+        x = x - log_low[None, :]
+    x = tl.minimum(tl.maximum(x, FAINT), 1.0)  # > 0 only where it is rounded away
+    b = tl.exp2(hide_keys(x, visible, EVEN))
+    weights = b.to(DOT)
+    dv = tl.dot(weights, dmean, dv, input_precision=PRECISION)
+    dk = tl.dot(weights, dkey, dk, input_precision=PRECISION)
+    db = tl.dot(v.to(DOT), tl.trans(dmean), input_precision=PRECISION)
+    db = tl.dot(k.to(DOT), tl.trans(dkey), db, input_precision=PRECISION)
+    if LOW:
+        dv = tl.dot(weights, dmean_low, dv, input_precision=PRECISION)
+        dk = tl.dot(weights, dkey_low, dk, input_precision=PRECISION)
+        db = tl.dot(v.to(DOT), tl.trans(dmean_low), db, input_precision=PRECISION)
+        db = tl.dot(k.to(DOT), tl.trans(dkey_low), db, input_precision=PRECISION)
+    return dk, dv, b * (db - dentropy[None, :] * x - pull[None, :])
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def evidence_fold_backward_kernel(
+    Q, K, V, GRAD, BETA, LOG, MEAN, KEY, ENTROPY, DMEAN, DKEY, DENTROPY, G_LOG, BLOCK_WEIGHT, MASK,
+    CU, OWNER, BEGIN, START, SEED, DK, DV, DBETA,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
+    dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
+    beta_b, beta_h, beta_d, block_b, block_h, block_e, mask_b, mask_n,
+    scale, dropout, N, works, splits, tiles, H,
+    SIGNS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BM: tl.constexpr, USED: tl.constexpr, BS: tl.constexpr, PACKED: tl.constexpr, SHIFT: tl.constexpr,
+    MASKED: tl.constexpr, EVEN: tl.constexpr, UNIFORM: tl.constexpr, HAS_GRAD: tl.constexpr, HAS_DBETA: tl.constexpr,
+    LOW: tl.constexpr, DROPOUT: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Per split and key head: dk, dv and dbeta. LOW: dS and dK in two words of the narrow type, since their rounding
+    would be an error of every key and value alike."""
+    h, _work, b, first, n, origin, begin, end, _opened = place(
+        works, splits, tiles, N, CU, OWNER, BEGIN, START, PACKED, SHIFT, USED
+    )
+    r = tl.arange(0, BM)
+    d = tl.arange(0, BD)
+    data = 0 if PACKED else b.to(tl.int64)
+    k_base = data * k_b + h.to(tl.int64) * k_h + first * k_n
+    v_base = data * v_b + h.to(tl.int64) * v_h + first * v_n
+    dk_base = data * dk_b + h.to(tl.int64) * dk_h + first * dk_n
+    dv_base = data * dv_b + h.to(tl.int64) * dv_h + first * dv_n
+    mask_base = data * mask_b + first * mask_n
+    sets = (b.to(tl.int64) * H + h) * SIGNS
+    beta = load_factor(BETA, b, h, beta_b, beta_h, beta_d, D, BD, FLAT)
+    factor, low = split_factor(beta)
+    log, log_low = key_log(LOG, sets, D, BD)
+    dmean, dmean_low, dkey, dkey_low, dentropy, pull = load_asked(
+        MEAN, KEY, ENTROPY, DMEAN, DKEY, DENTROPY, G_LOG, sets * D, D, E, BD, BE, LOW, HAS_GRAD, DOT
+    )
+    if SIGNS == 2:
+        log2, log_low2 = key_log(LOG, sets + 1, D, BD)
+        dmean2, dmean_low2, dkey2, dkey_low2, dentropy2, pull2 = load_asked(
+            MEAN, KEY, ENTROPY, DMEAN, DKEY, DENTROPY, G_LOG, (sets + 1) * D, D, E, BD, BE, LOW, HAS_GRAD, DOT
+        )
+    dbeta = tl.zeros([BD], tl.float32)
+    eye = make_identity(BD, DOT)
+    for t in tl.range(begin, end, disable_licm=BS > 0):
+        rows = (origin + t * USED + r).to(tl.int64)
+        ok = (rows >= 0) & (rows < n) & (r < USED)
+        k = load_rows(K, k_base, rows, ok, k_n, k_d, D, BD, EVEN)
+        v = load_rows(V, v_base, rows, ok, v_n, v_d, E, BE, EVEN)
+        visible = visible_keys(MASK, mask_base, rows, ok, mask_n, MASKED)
+        dk = tl.zeros([BM, BD], tl.float32)
+        dv = tl.zeros([BM, BE], tl.float32)
+        if BS:
+            for group in range(G):
+                head = h * G + group
+                q_base = data * q_b + head.to(tl.int64) * q_h + first * q_n
+                g_base = data * g_b + head.to(tl.int64) * g_h + first * g_n
+                q = load_rows(Q, q_base, rows, ok, q_n, q_d, D, BD, EVEN)
+                g = load_rows(GRAD, g_base, rows, ok, g_n, g_d, E, BE, EVEN)
+                dp, block_weight = block_products(
+                    g, v, BLOCK_WEIGHT, b, head, block_b, block_h, block_e, E, BE, UNIFORM, DOT, PRECISION
+                )
+                ds, p = block_backward(
+                    q, k, dp, visible, BLOCK_WEIGHT, b, head, block_b, block_h, SEED, (b * H * G + head) * 2, rows,
+                    scale, dropout, BM, BS, USED, False, UNIFORM, DROPOUT, EVEN, DOT, PRECISION,
+                )  # fmt: skip
+                dv += block_values(p, g, block_weight, UNIFORM, DOT, PRECISION)
+                dk = tl.dot(tl.trans(ds), q.to(DOT), dk, input_precision=PRECISION)
+        k32 = widen(k, eye, BD, DOT)
+        dk, dv, dx = ask_keys(
+            dk, dv, k, v, k32, visible, factor, low, log, log_low, dmean, dmean_low, dkey, dkey_low, dentropy, pull,
+            LOW, EVEN, WIDE, DOT, PRECISION,
+        )  # fmt: skip
+        if SIGNS == 2:
+            dk, dv, dx2 = ask_keys(
+                dk, dv, k, v, k32, visible, -factor, -low, log2, log_low2, dmean2, dmean_low2, dkey2, dkey_low2,
+                dentropy2, pull2, LOW, EVEN, WIDE, DOT, PRECISION,
+            )  # fmt: skip
+            dx = dx - dx2
+        if HAS_DBETA:
+            dbeta += tl.sum(dx * k32, 0)
+        store_rows(DV, dv_base, rows, ok, dv_n, dv_d, dv, E, BE, EVEN)
+        store_rows(DK, dk_base, rows, ok, dk_n, dk_d, dk + dx * beta, D, BD, EVEN)
+    if HAS_DBETA:
+        tl.store(DBETA + tl.program_id(0).to(tl.int64) * D + d, dbeta, mask=d < D)
