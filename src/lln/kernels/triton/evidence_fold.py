@@ -5,6 +5,7 @@
     W = r dO S^T      dl = A (W - rowsum(A W))    dq = scale dl K
     dS = r A^T dO     dK = scale dl^T q           dH = sum_i dl_i
     dv = B dS         dx = B (v dS^T + k dK^T - dH (x - L) - c)     c = S.dS + K.dK + dH H     dk = B dK + beta dx
+                         = B (v dS^T + k M^T - S.dS - K.M)          M = dK - diag(beta dH), since H = L - beta K_cc
 
 K is so many more columns of values, and k is there anyway. H is summed relative to the reference that the exponents
 have, never as L - beta K, which would cancel. Keys far from 0 cost no digits: K is divided by the sum of the weights as
@@ -27,7 +28,6 @@ from lln.kernels.triton.parts import (
     block_products,
     block_values,
     hide_keys,
-    key_log,
     load_factor,
     load_matrix,
     load_rows,
@@ -190,17 +190,36 @@ def evidence_merge_kernel(
     tl.store(KEY_OUT + at_key, key, mask=inside_key)
 
 
+@triton.jit
+def split_words(x, DOT: tl.constexpr, LOW: tl.constexpr):
+    """(x as it is multiplied; what that lost; the float32 that both are, or with LOW off the first alone)"""
+    high = x.to(DOT)
+    lost = (x - high.to(tl.float32)).to(DOT)
+    used = high.to(tl.float32)
+    if LOW:
+        used += lost.to(tl.float32)
+    return high, lost, used
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def evidence_sum_kernel(
-    DMEAN, DKEY, DENTROPY, BEGIN, LLN_WEIGHT, DMEAN_OUT, DKEY_OUT, DENTROPY_OUT, lln_b, lln_h, lln_e, works, splits, H,
+    DMEAN, DKEY, DENTROPY, BEGIN, LLN_WEIGHT, BETA, LOG, MEAN, KEY, ENTROPY, G_LOG, G_MEAN, G_KEY, G_ENTROPY,
+    DMEAN_OUT, DKEY_OUT, DENTROPY_OUT, ASK_V, ASK_V_LOW, ASK_K, ASK_K_LOW, PULL, PULL_K, LOG2, LOG2_LOW,
+    lln_b, lln_h, lln_e, beta_b, beta_h, beta_d, works, splits, H,
     SIGNS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    BC: tl.constexpr, BP: tl.constexpr, PACKED: tl.constexpr, WEIGHTED: tl.constexpr,
+    BC: tl.constexpr, BP: tl.constexpr, PACKED: tl.constexpr, WEIGHTED: tl.constexpr, HAS_GRAD: tl.constexpr,
+    HAS_STATE: tl.constexpr, LOW: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """What the queries of all splits and of all heads of a group ask of a state: dS, dK and dH."""
-    M: tl.constexpr = SIGNS * D
-    b, h, c, e, out, inside = place_channels(H, M, E, BC, BE)
+    """What the queries of all splits and of all heads of a group ask of a state, dS, dK and dH, with the gradients of a
+    returned one; and this as the keys' backward reads it: dS and M in two words each, c, c - dH, and L in base 2.
+    HAS_STATE: dS, dK and dH as they are, too."""
+    C: tl.constexpr = SIGNS * D
+    b, h, c, e, out, inside = place_channels(H, C, E, BC, BE)
     d = tl.arange(0, BD)
     p = tl.arange(0, BP)
+    at = out[:, None] * E + e[None, :]
+    at_key = out[:, None] * D + d[None, :]
+    inside_key = (c < C)[:, None] & (d < D)[None, :]
     dmean = tl.zeros([BC, BE], tl.float32)
     dkey = tl.zeros([BC, BD], tl.float32)
     dentropy = tl.zeros([BC], tl.float32)
@@ -211,75 +230,100 @@ def evidence_sum_kernel(
         for i in range(begin, end, BP):
             some = head.to(tl.int64) * works + i + p
             has = i + p < end
-            here += tl.sum(load_parts(DMEAN, some, has, c, e, M, E), 0)
-            dkey += tl.sum(load_parts(DKEY, some, has, c, d, M, D), 0)
-            there = has[:, None] & (c < M)[None, :]
-            dentropy += tl.sum(tl.load(DENTROPY + some[:, None] * M + c[None, :], mask=there, other=0.0), 0)
+            here += tl.sum(load_parts(DMEAN, some, has, c, e, C, E), 0)
+            dkey += tl.sum(load_parts(DKEY, some, has, c, d, C, D), 0)
+            there = has[:, None] & (c < C)[None, :]
+            dentropy += tl.sum(tl.load(DENTROPY + some[:, None] * C + c[None, :], mask=there, other=0.0), 0)
         if WEIGHTED:
             weight = tl.load(LLN_WEIGHT + b.to(tl.int64) * lln_b + head * lln_h + e * lln_e, mask=e < E, other=0.0)
             here = here * weight[None, :]
         dmean += here
-    tl.store(DMEAN_OUT + out[:, None] * E + e[None, :], dmean, mask=inside)
-    tl.store(DKEY_OUT + out[:, None] * D + d[None, :], dkey, mask=(c < M)[:, None] & (d < D)[None, :])
-    tl.store(DENTROPY_OUT + out, dentropy, mask=c < M)
+    log = tl.load(LOG + out, mask=c < C, other=-float("inf"))
+    alive = log > -float("inf")
+    if HAS_GRAD:  # where there is no key nothing passes it on
+        dmean += tl.where(alive[:, None], tl.load(G_MEAN + at, mask=inside, other=0.0), 0.0)
+        dkey += tl.where(alive[:, None], tl.load(G_KEY + at_key, mask=inside_key, other=0.0), 0.0)
+        dentropy += tl.where(alive, tl.load(G_ENTROPY + out, mask=c < C, other=0.0), 0.0).to(tl.float32)
+    if HAS_STATE:
+        tl.store(DMEAN_OUT + at, dmean, mask=inside)
+        tl.store(DKEY_OUT + at_key, dkey, mask=inside_key)
+        tl.store(DENTROPY_OUT + out, dentropy, mask=c < C)
 
-
-@triton.jit
-def split_words(x, LOW: tl.constexpr, DOT: tl.constexpr):
-    """(x as it is multiplied; with LOW what that lost, as a second word; the sum of both in float32)"""
-    high = x.to(DOT)
-    lost = (x - high.to(tl.float32)).to(DOT)
+    at_beta = BETA + b.to(tl.int64) * beta_b + h * beta_h + (c % D) * beta_d
+    beta = tl.load(at_beta, mask=c < C, other=0.0)
+    beta = tl.where(c < D, beta, -beta)
+    own = tl.where((c % D)[:, None] == d[None, :], (dentropy * beta)[:, None], 0.0)
+    ask_v, ask_v_low, used = split_words(dmean, DOT, LOW)
+    pull = tl.sum(tl.load(MEAN + at, mask=inside, other=0.0) * used, 1)
+    ask_k, ask_k_low, used_key = split_words(dkey - own, DOT, LOW)
+    key = tl.load(KEY + at_key, mask=inside_key, other=0.0)
+    pull += tl.sum(key * used_key, 1)
+    if HAS_STATE:  # H = L - beta K of all that came from keys; a state is what its owner says
+        entropy = tl.load(ENTROPY + out, mask=c < C, other=0.0)
+        pull += dentropy * (entropy - tl.where(alive, log, 0.0)).to(tl.float32) + tl.sum(own * key, 1)
+    if HAS_GRAD:
+        pull -= tl.load(G_LOG + out, mask=c < C, other=0.0).to(tl.float32)
+    tl.store(ASK_V + at, ask_v, mask=inside)
+    tl.store(ASK_K + at_key, ask_k, mask=inside_key)
     if LOW:
-        return high, lost, high.to(tl.float32) + lost.to(tl.float32)
-    else:
-        return high, lost, high.to(tl.float32)
+        tl.store(ASK_V_LOW + at, ask_v_low, mask=inside)
+        tl.store(ASK_K_LOW + at_key, ask_k_low, mask=inside_key)
+    tl.store(PULL + out, pull, mask=c < C)
+    tl.store(PULL_K + out, pull - dentropy, mask=c < C)
+    log = tl.where(alive, log * 1.4426950408889634074, 0.0)
+    tl.store(LOG2 + out, log.to(tl.float32), mask=c < C)
+    lost = tl.minimum(tl.maximum(log - log.to(tl.float32).to(tl.float64), -1.0), 1.0)  # of a huge L nothing is left
+    tl.store(LOG2_LOW + out, lost.to(tl.float32), mask=c < C)
 
 
 @triton.jit
 def load_asked(
-    MEAN, KEY, ENTROPY, DMEAN, DKEY, DENTROPY, G_LOG, row, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr,
-    BE: tl.constexpr, LOW: tl.constexpr, HAS_GRAD: tl.constexpr, DOT: tl.constexpr,
+    ASK_V, ASK_V_LOW, ASK_K, ASK_K_LOW, row, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    LOW: tl.constexpr,
 ):  # fmt: skip
-    """(dS and dK in two words each, dH in base 2, c) of one set of channels, whose first row is `row`."""
-    d = tl.arange(0, BD)
-    dmean, dmean_low, used = split_words(load_matrix(DMEAN + row * E, D, E, BD, BE), LOW, DOT)
-    pull = tl.sum(load_matrix(MEAN + row * E, D, E, BD, BE) * used, 1)
-    dkey, dkey_low, used_key = split_words(load_matrix(DKEY + row * D, D, D, BD, BD), LOW, DOT)
-    pull += tl.sum(load_matrix(KEY + row * D, D, D, BD, BD) * used_key, 1)
-    dentropy = tl.load(DENTROPY + row + d, mask=d < D, other=0.0)
-    pull += dentropy * tl.load(ENTROPY + row + d, mask=d < D, other=0.0).to(tl.float32)
-    if HAS_GRAD:
-        pull -= tl.load(G_LOG + row + d, mask=d < D, other=0.0).to(tl.float32)
-    return dmean, dmean_low, dkey, dkey_low, dentropy * LN2, pull
+    """(dS and M of one set of channels, whose first row is `row`; with LOW what they lost)"""
+    ask_v = load_matrix(ASK_V + row * E, D, E, BD, BE)
+    ask_k = load_matrix(ASK_K + row * D, D, D, BD, BD)
+    if LOW:
+        low_v = load_matrix(ASK_V_LOW + row * E, D, E, BD, BE)
+        return ask_v, low_v, ask_k, load_matrix(ASK_K_LOW + row * D, D, D, BD, BD)
+    else:
+        return ask_v, ask_v, ask_k, ask_k
 
 
 @triton.jit
 def ask_keys(
-    dk, dv, k, v, k32, visible, factor, low, log, log_low, dmean, dmean_low, dkey, dkey_low, dentropy, pull,
-    LOW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    dk, dv, k, v, k32, visible, beta, factor, low, ask_v, ask_v_low, ask_k, ask_k_low, PULL, PULL_K, LOG2, LOG2_LOW,
+    row, D: tl.constexpr, BD: tl.constexpr, HAS_DBETA: tl.constexpr, LOW: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(dk without beta dx, dv, dx) with the part of one set of channels."""
-    x = scale_rows(k32, factor, low, -log, WIDE)
+    """(dk and dv with the part of one set of channels, dx). Vectors that a loop keeps in registers crowd out what it
+    works on: they are read in each turn."""
+    at = row + tl.arange(0, BD)
+    there = tl.arange(0, BD) < D
+    x = scale_rows(k32, factor, low, -tl.load(LOG2 + at, mask=there, other=0.0), WIDE)
     if WIDE:
-        x = x - log_low[None, :]
-    x = tl.minimum(tl.maximum(x, FAINT), 1.0)  # > 0 only where it is rounded away
-    b = tl.exp2(hide_keys(x, visible, EVEN))
+        x = x - tl.load(LOG2_LOW + at, mask=there, other=0.0)[None, :]
+    b = tl.exp2(hide_keys(tl.minimum(x, 1.0), visible, EVEN))  # > 0 only where x is rounded away
     weights = b.to(DOT)
-    dv = tl.dot(weights, dmean, dv, input_precision=PRECISION)
-    dk = tl.dot(weights, dkey, dk, input_precision=PRECISION)
-    db = tl.dot(v.to(DOT), tl.trans(dmean), input_precision=PRECISION)
-    db = tl.dot(k.to(DOT), tl.trans(dkey), db, input_precision=PRECISION)
+    dv = tl.dot(weights, ask_v, dv, input_precision=PRECISION)
+    dk = tl.dot(weights, ask_k, dk, input_precision=PRECISION)
+    db = tl.dot(v.to(DOT), tl.trans(ask_v), input_precision=PRECISION)
+    db = tl.dot(k.to(DOT), tl.trans(ask_k), db, input_precision=PRECISION)
     if LOW:
-        dv = tl.dot(weights, dmean_low, dv, input_precision=PRECISION)
-        dk = tl.dot(weights, dkey_low, dk, input_precision=PRECISION)
-        db = tl.dot(v.to(DOT), tl.trans(dmean_low), db, input_precision=PRECISION)
-        db = tl.dot(k.to(DOT), tl.trans(dkey_low), db, input_precision=PRECISION)
-    return dk, dv, b * (db - dentropy[None, :] * x - pull[None, :])
+        dv = tl.dot(weights, ask_v_low, dv, input_precision=PRECISION)
+        dk = tl.dot(weights, ask_k_low, dk, input_precision=PRECISION)
+        db = tl.dot(v.to(DOT), tl.trans(ask_v_low), db, input_precision=PRECISION)
+        db = tl.dot(k.to(DOT), tl.trans(ask_k_low), db, input_precision=PRECISION)
+    dk += b * (db * beta - tl.load(PULL_K + at, mask=there, other=0.0)[None, :] * beta)
+    if HAS_DBETA:
+        db = b * (db - tl.load(PULL + at, mask=there, other=0.0)[None, :])
+    return dk, dv, db
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def evidence_fold_backward_kernel(
-    Q, K, V, GRAD, BETA, LOG, MEAN, KEY, ENTROPY, DMEAN, DKEY, DENTROPY, G_LOG, BLOCK_WEIGHT, MASK,
+    Q, K, V, GRAD, BETA, ASK_V, ASK_V_LOW, ASK_K, ASK_K_LOW, PULL, PULL_K, LOG2, LOG2_LOW, BLOCK_WEIGHT, MASK,
     CU, OWNER, BEGIN, START, SEED, DK, DV, DBETA,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
     dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
@@ -287,7 +331,7 @@ def evidence_fold_backward_kernel(
     scale, dropout, N, works, splits, tiles, H,
     SIGNS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BM: tl.constexpr, USED: tl.constexpr, BS: tl.constexpr, PACKED: tl.constexpr, SHIFT: tl.constexpr,
-    MASKED: tl.constexpr, EVEN: tl.constexpr, UNIFORM: tl.constexpr, HAS_GRAD: tl.constexpr, HAS_DBETA: tl.constexpr,
+    MASKED: tl.constexpr, EVEN: tl.constexpr, UNIFORM: tl.constexpr, HAS_DBETA: tl.constexpr,
     LOW: tl.constexpr, DROPOUT: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -307,18 +351,16 @@ def evidence_fold_backward_kernel(
     sets = (b.to(tl.int64) * H + h) * SIGNS
     beta = load_factor(BETA, b, h, beta_b, beta_h, beta_d, D, BD, FLAT)
     factor, low = split_factor(beta)
-    log, log_low = key_log(LOG, sets, D, BD)
-    dmean, dmean_low, dkey, dkey_low, dentropy, pull = load_asked(
-        MEAN, KEY, ENTROPY, DMEAN, DKEY, DENTROPY, G_LOG, sets * D, D, E, BD, BE, LOW, HAS_GRAD, DOT
-    )
+    ask_v, ask_v_low, ask_k, ask_k_low = load_asked(
+        ASK_V, ASK_V_LOW, ASK_K, ASK_K_LOW, sets * D, D, E, BD, BE, LOW
+    )  # fmt: skip
     if SIGNS == 2:
-        log2, log_low2 = key_log(LOG, sets + 1, D, BD)
-        dmean2, dmean_low2, dkey2, dkey_low2, dentropy2, pull2 = load_asked(
-            MEAN, KEY, ENTROPY, DMEAN, DKEY, DENTROPY, G_LOG, (sets + 1) * D, D, E, BD, BE, LOW, HAS_GRAD, DOT
-        )
+        ask_v2, ask_v_low2, ask_k2, ask_k_low2 = load_asked(
+            ASK_V, ASK_V_LOW, ASK_K, ASK_K_LOW, (sets + 1) * D, D, E, BD, BE, LOW
+        )  # fmt: skip
     dbeta = tl.zeros([BD], tl.float32)
     eye = make_identity(BD, DOT)
-    for t in tl.range(begin, end, disable_licm=BS > 0):
+    for t in tl.range(begin, end, disable_licm=BS > 0 or SIGNS == 2):
         rows = (origin + t * USED + r).to(tl.int64)
         ok = (rows >= 0) & (rows < n) & (r < USED)
         k = load_rows(K, k_base, rows, ok, k_n, k_d, D, BD, EVEN)
@@ -344,18 +386,18 @@ def evidence_fold_backward_kernel(
                 dk = tl.dot(tl.trans(ds), q.to(DOT), dk, input_precision=PRECISION)
         k32 = widen(k, eye, BD, DOT)
         dk, dv, dx = ask_keys(
-            dk, dv, k, v, k32, visible, factor, low, log, log_low, dmean, dmean_low, dkey, dkey_low, dentropy, pull,
-            LOW, EVEN, WIDE, DOT, PRECISION,
+            dk, dv, k, v, k32, visible, beta, factor, low, ask_v, ask_v_low, ask_k, ask_k_low,
+            PULL, PULL_K, LOG2, LOG2_LOW, sets * D, D, BD, HAS_DBETA, LOW, EVEN, WIDE, DOT, PRECISION,
         )  # fmt: skip
         if SIGNS == 2:
             dk, dv, dx2 = ask_keys(
-                dk, dv, k, v, k32, visible, -factor, -low, log2, log_low2, dmean2, dmean_low2, dkey2, dkey_low2,
-                dentropy2, pull2, LOW, EVEN, WIDE, DOT, PRECISION,
+                dk, dv, k, v, k32, visible, -beta, -factor, -low, ask_v2, ask_v_low2, ask_k2, ask_k_low2,
+                PULL, PULL_K, LOG2, LOG2_LOW, (sets + 1) * D, D, BD, HAS_DBETA, LOW, EVEN, WIDE, DOT, PRECISION,
             )  # fmt: skip
             dx = dx - dx2
         if HAS_DBETA:
             dbeta += tl.sum(dx * k32, 0)
         store_rows(DV, dv_base, rows, ok, dv_n, dv_d, dv, E, BE, EVEN)
-        store_rows(DK, dk_base, rows, ok, dk_n, dk_d, dk + dx * beta, D, BD, EVEN)
+        store_rows(DK, dk_base, rows, ok, dk_n, dk_d, dk, D, BD, EVEN)
     if HAS_DBETA:
         tl.store(DBETA + tl.program_id(0).to(tl.int64) * D + d, dbeta, mask=d < D)

@@ -8,6 +8,7 @@ from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from lln.kernels.call import Call
@@ -40,7 +41,7 @@ SETTINGS = {
     ("read_backward", 1): Settings(4, 2, 2),
     ("read_backward", 2): Settings(8, 2, 1),
     ("fold_backward", 1): Settings(4, 2, 2),
-    ("fold_backward", 2): Settings(8, 2, 2),
+    ("fold_backward", 2): Settings(4, 2, 2),
 }
 
 
@@ -54,7 +55,7 @@ class Channels(Launch):
         self.signs = 2 if self.call.directions == SIGNED else 1
         self.channels = self.signs * self.dim
         low = self.dtype == torch.bfloat16 and self.size <= 64
-        self.values |= {"SIGNS": self.signs, "LOW": low}
+        self.values |= {"SIGNS": self.signs, "LOW": low, "HAS_STATE": self.call.log_sum is not None}
 
     def settings(self, kernel: str) -> Settings:
         found = self.fit.settings.get(kernel)
@@ -101,7 +102,7 @@ class Channels(Launch):
         before = [None if t is None else t.contiguous() for t in given]
         self.merge_channels(
             evidence_merge_kernel, w, **parts, LOG_IN=before[0], MEAN_IN=before[1], KEY_IN=before[2],
-            ENTROPY_IN=before[3], HAS_STATE=before[0] is not None, **{f"{n}_OUT": t for n, t in whole.items()},
+            ENTROPY_IN=before[3], **{f"{n}_OUT": t for n, t in whole.items()},
         )  # fmt: skip
         return whole
 
@@ -138,18 +139,15 @@ class EvidenceBackward(Channels, Backward):
 
     def run(self) -> dict[str, Tensor]:
         with plan.use_device(self.device):
-            if self.held is None:
-                held = self.hold()
-            else:
-                held = dict(zip(KERNELS, self.held, strict=True))
+            held = self.hold() if self.held is None else dict(zip(KERNELS, self.held, strict=True))
             self.values |= held
-            asked = self.ask_queries()
+            self.ask_queries()
             if self.keys:
-                self.ask_keys(asked)
+                self.ask_keys()
             elif self.dbeta:
                 self.gradients["beta"] = torch.zeros_like(self.call.beta)
             if self.call.log_sum is not None:
-                self.ask_state(held, asked)
+                self.ask_state(held)
         return self.gradients
 
     def allocate_asked(self, *lead: int) -> dict[str, Tensor]:
@@ -158,16 +156,14 @@ class EvidenceBackward(Channels, Backward):
         named = {"DMEAN": (*at, self.width), "DKEY": (*at, self.dim), "DENTROPY": at}
         return {name: self.allocate(*size) for name, size in named.items()}
 
-    def ask_queries(self) -> dict[str, Tensor]:
-        """dS, dK and dH of every state, and dq."""
+    def ask_queries(self) -> None:
+        """dq, and what the queries ask of every state."""
         w = self.cut("read_backward", self.query_heads, False, self.shifted)
         count = self.query_heads * w.works
-        single = w.splits == 1 and self.group == 1 and self.call.cu_query is None and not self.dweights
-        parts = self.allocate_asked(self.batch, self.heads) if single else self.allocate_asked(count)
+        parts = self.allocate_asked(count)
         dweight = self.allocate_parts(self.dweights, count, self.width)
         if count:
-            kernel = evidence_read_backward_kernel
-            self.launch(kernel, count, "read_backward", **parts, DWEIGHT=dweight, SINGLE=single)
+            self.launch(evidence_read_backward_kernel, count, "read_backward", **parts, DWEIGHT=dweight)
         if self.dweights:
             owner = w.owner
             if owner is None:
@@ -175,33 +171,39 @@ class EvidenceBackward(Channels, Backward):
             mean = self.values["MEAN"][owner].transpose(0, 1).repeat_interleave(self.group, 0)  # [Hq, works, M, E]
             self.add_up("lln_weight", (parts["DMEAN"].view(mean.shape) * mean).sum(-2), w)
             self.add_up("block_weight", dweight, w)
-        whole = parts
-        if not single:
-            whole = self.allocate_asked(self.batch, self.heads)
-            results = {f"{name}_OUT": t for name, t in whole.items()}
-            self.merge_channels(evidence_sum_kernel, w, **parts, **results, WEIGHTED=self.blocks)
-        for name, g in zip(("DMEAN", "DKEY", "DENTROPY"), self.grads[1:], strict=True):
-            if g is not None:  # of a returned state; where it holds no key it has none to pass it on to
-                alive = self.values["LOG"] > -torch.inf
-                whole[name] = whole[name] + torch.where(alive if g.ndim == 3 else alive.unsqueeze(-1), g.float(), 0.0)
-        return whole
+        at = self.batch, self.heads, self.channels
+        narrow = torch.bfloat16 if self.values["DOT"] is tl.bfloat16 else torch.float32
+        self.values |= {name: self.allocate(*at) for name in ("PULL", "PULL_K", "LOG2", "LOG2_LOW")}
+        for name, width in (("ASK_V", self.width), ("ASK_K", self.dim)):
+            self.values[name] = self.allocate(*at, width, dtype=narrow)
+            low = self.values["LOW"]
+            self.values[f"{name}_LOW"] = self.allocate(*at, width, dtype=narrow) if low else None
+        has_state = self.call.log_sum is not None
+        self.asked = self.allocate_asked(self.batch, self.heads) if has_state else dict.fromkeys(parts)
+        results = {f"{name}_OUT": t for name, t in self.asked.items()}
+        self.merge_channels(evidence_sum_kernel, w, **parts, **results, **self.find_grads(), WEIGHTED=self.blocks)
 
-    def ask_keys(self, asked: dict[str, Tensor]) -> None:
+    def find_grads(self) -> dict[str, Any]:
+        """Of a returned state; some of them may be missing."""
+        if all(g is None for g in self.grads):
+            return {"HAS_GRAD": False, **{f"G_{name}": None for name in KERNELS}}
+        found: dict[str, Any] = {"HAS_GRAD": True}
+        for name, g in zip(KERNELS, self.grads, strict=True):
+            found[f"G_{name}"] = torch.zeros_like(self.values[name]) if g is None else g.contiguous()
+        return found
+
+    def ask_keys(self) -> None:
         w = self.cut("fold_backward", self.heads, True, self.shifted)
         dbeta = self.allocate_parts(self.dbeta, self.heads * w.works, self.dim)
-        g_log = None if self.grads[0] is None else self.grads[0].contiguous()
-        self.launch(
-            evidence_fold_backward_kernel, self.heads * w.works, "fold_backward", **asked, DBETA=dbeta, G_LOG=g_log,
-            HAS_GRAD=g_log is not None,
-        )  # fmt: skip
+        self.launch(evidence_fold_backward_kernel, self.heads * w.works, "fold_backward", DBETA=dbeta)
         self.add_up("beta", dbeta, w)
 
-    def ask_state(self, held: dict[str, Tensor], asked: dict[str, Tensor]) -> None:
+    def ask_state(self, held: dict[str, Tensor]) -> None:
         """Gradients of the incoming state, by the merge that it went into: the state is one part, and the rest is what
         the keys have. It is small, and torch does it."""
         log, mean, key, entropy = (getattr(self.call, name) for name in HELD)
         final = [held[name].double() for name in KERNELS]
-        dmean, dkey, dentropy = (asked[name].double() for name in ("DMEAN", "DKEY", "DENTROPY"))
+        dmean, dkey, dentropy = (t.double() for t in self.asked.values() if t is not None)
         some = log > -torch.inf
         log_share = torch.where(some, log - final[0], 0.0)
         share = torch.where(some, log_share.exp(), 0.0)

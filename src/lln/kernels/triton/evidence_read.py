@@ -135,13 +135,12 @@ def evidence_read_backward_kernel(
     scale, dropout, N, works, splits, tiles, H,
     SIGNS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BM: tl.constexpr, USED: tl.constexpr, BS: tl.constexpr, PACKED: tl.constexpr, SHIFT: tl.constexpr,
-    MASKED: tl.constexpr, EVEN: tl.constexpr, UNIFORM: tl.constexpr, SINGLE: tl.constexpr, HAS_DWEIGHT: tl.constexpr,
+    MASKED: tl.constexpr, EVEN: tl.constexpr, UNIFORM: tl.constexpr, HAS_DWEIGHT: tl.constexpr,
     DROPOUT: tl.constexpr, LOW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Per split and query head: dq, and what it asks of the state: A^T dO, dK and dH; of the block weight's gradient.
 
-    A^T dO is without the weight of the linear part: the gradient of that weight is a sum over it. With SINGLE (one
-    split a sequence, one query head a key head) it is dS itself, weight included, in [sequences, heads]."""
+    A^T dO is without the weight of the linear part: the gradient of that weight is a sum over it."""
     h, _work, b, first, n, origin, begin, end, _opened = place(
         works, splits, tiles, N, CU, OWNER, BEGIN, START, PACKED, SHIFT, USED
     )
@@ -161,8 +160,7 @@ def evidence_read_backward_kernel(
         k_base = data * k_b + hk.to(tl.int64) * k_h + first * k_n
         v_base = data * v_b + hk.to(tl.int64) * v_h + first * v_n
         mask_base = data * mask_b + first * mask_n
-        lln_weight = load_factor(LLN_WEIGHT, b, h, lln_b, lln_h, lln_e, E, BE, UNIFORM)
-        mean = mean * lln_weight
+        mean = mean * load_factor(LLN_WEIGHT, b, h, lln_b, lln_h, lln_e, E, BE, UNIFORM)
         centre = tl.sum(load_channels(KEY, state, D, D, SIGNS, BD, BD), 0) * (1.0 / (SIGNS * D))
     mean = mean.to(DOT)
     dmean = tl.zeros([SIGNS * BD, BE], tl.float32)
@@ -211,10 +209,6 @@ def evidence_read_backward_kernel(
     if HAS_DWEIGHT:
         e = tl.arange(0, BE)
         tl.store(DWEIGHT + index * E + e, dweight, mask=e < E)
-    if SINGLE:
-        index = b.to(tl.int64) * H + h
-        if BS:
-            dmean = dmean * lln_weight
     store_channels(DMEAN, dmean, index, D, E, SIGNS, BD, BE)
     store_channels(DKEY, dkey * scale, index, D, D, SIGNS, BD, BD)
     row = index * SIGNS * D + (c // BD) * D + c % BD
