@@ -293,11 +293,11 @@ def load_asked(
 
 @triton.jit
 def ask_keys(
-    dk, dv, k, v, k32, visible, beta, factor, low, ask_v, ask_v_low, ask_k, ask_k_low, PULL, PULL_K, LOG2, LOG2_LOW,
-    row, D: tl.constexpr, BD: tl.constexpr, HAS_DBETA: tl.constexpr, LOW: tl.constexpr, EVEN: tl.constexpr,
+    dk, dv, k, v, k32, visible, beta, factor, low, ask_v, ask_v_low, ask_k, ask_k_low, KEY, PULL, PULL_K, LOG2,
+    LOG2_LOW, row, D: tl.constexpr, BD: tl.constexpr, CENTRED: tl.constexpr, HAS_DBETA: tl.constexpr, LOW: tl.constexpr, EVEN: tl.constexpr,
     WIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(dk and dv with the part of one set of channels, dx). Vectors that a loop keeps in registers crowd out what it
+    """(dk and dv with the part of one set of channels, sum over keys of dx k). Vectors that a loop keeps in registers crowd out what it
     works on: they are read in each turn."""
     at = row + tl.arange(0, BD)
     there = tl.arange(0, BD) < D
@@ -316,14 +316,17 @@ def ask_keys(
         db = tl.dot(v.to(DOT), tl.trans(ask_v_low), db, input_precision=PRECISION)
         db = tl.dot(k.to(DOT), tl.trans(ask_k_low), db, input_precision=PRECISION)
     dk += b * (db * beta - tl.load(PULL_K + at, mask=there, other=0.0)[None, :] * beta)
+    dbeta = tl.zeros([BD], tl.float32)
     if HAS_DBETA:
-        db = b * (db - tl.load(PULL + at, mask=there, other=0.0)[None, :])
-    return dk, dv, db
+        if CENTRED:  # where dx adds up to 0, but for its rounding, which keys far from 0 would make large
+            k32 = k32 - tl.load(KEY + at * D + tl.arange(0, BD), mask=there, other=0.0)[None, :]
+        dbeta = tl.sum(b * (db - tl.load(PULL + at, mask=there, other=0.0)[None, :]) * k32, 0)
+    return dk, dv, dbeta
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def evidence_fold_backward_kernel(
-    Q, K, V, GRAD, BETA, ASK_V, ASK_V_LOW, ASK_K, ASK_K_LOW, PULL, PULL_K, LOG2, LOG2_LOW, BLOCK_WEIGHT, MASK,
+    Q, K, V, GRAD, BETA, ASK_V, ASK_V_LOW, ASK_K, ASK_K_LOW, KEY, PULL, PULL_K, LOG2, LOG2_LOW, BLOCK_WEIGHT, MASK,
     CU, OWNER, BEGIN, START, SEED, DK, DV, DBETA,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
     dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
@@ -331,8 +334,8 @@ def evidence_fold_backward_kernel(
     scale, dropout, N, works, splits, tiles, H,
     SIGNS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BM: tl.constexpr, USED: tl.constexpr, BS: tl.constexpr, PACKED: tl.constexpr, SHIFT: tl.constexpr,
-    MASKED: tl.constexpr, EVEN: tl.constexpr, UNIFORM: tl.constexpr, HAS_DBETA: tl.constexpr,
-    LOW: tl.constexpr, DROPOUT: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
+    MASKED: tl.constexpr, EVEN: tl.constexpr, UNIFORM: tl.constexpr, CENTRED: tl.constexpr,
+    HAS_DBETA: tl.constexpr, LOW: tl.constexpr, DROPOUT: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Per split and key head: dk, dv and dbeta. LOW: dS and dK in two words of the narrow type, since their rounding
@@ -385,18 +388,17 @@ def evidence_fold_backward_kernel(
                 dv += block_values(p, g, block_weight, UNIFORM, DOT, PRECISION)
                 dk = tl.dot(tl.trans(ds), q.to(DOT), dk, input_precision=PRECISION)
         k32 = widen(k, eye, BD, DOT)
-        dk, dv, dx = ask_keys(
+        dk, dv, more = ask_keys(
             dk, dv, k, v, k32, visible, beta, factor, low, ask_v, ask_v_low, ask_k, ask_k_low,
-            PULL, PULL_K, LOG2, LOG2_LOW, sets * D, D, BD, HAS_DBETA, LOW, EVEN, WIDE, DOT, PRECISION,
+            KEY, PULL, PULL_K, LOG2, LOG2_LOW, sets * D, D, BD, CENTRED, HAS_DBETA, LOW, EVEN, WIDE, DOT, PRECISION,
         )  # fmt: skip
         if SIGNS == 2:
-            dk, dv, dx2 = ask_keys(
+            dk, dv, less = ask_keys(
                 dk, dv, k, v, k32, visible, -beta, -factor, -low, ask_v2, ask_v_low2, ask_k2, ask_k_low2,
-                PULL, PULL_K, LOG2, LOG2_LOW, (sets + 1) * D, D, BD, HAS_DBETA, LOW, EVEN, WIDE, DOT, PRECISION,
+                KEY, PULL, PULL_K, LOG2, LOG2_LOW, (sets + 1) * D, D, BD, CENTRED, HAS_DBETA, LOW, EVEN, WIDE, DOT, PRECISION,
             )  # fmt: skip
-            dx = dx - dx2
-        if HAS_DBETA:
-            dbeta += tl.sum(dx * k32, 0)
+            more -= less
+        dbeta += more
         store_rows(DV, dv_base, rows, ok, dv_n, dv_d, dv, E, BE, EVEN)
         store_rows(DK, dk_base, rows, ok, dk_n, dk_d, dk, D, BD, EVEN)
     if HAS_DBETA:

@@ -195,7 +195,8 @@ class EvidenceBackward(Channels, Backward):
     def ask_keys(self) -> None:
         w = self.cut("fold_backward", self.heads, True, self.shifted)
         dbeta = self.allocate_parts(self.dbeta, self.heads * w.works, self.dim)
-        self.launch(evidence_fold_backward_kernel, self.heads * w.works, "fold_backward", DBETA=dbeta)
+        centred = self.call.log_sum is None and self.grads[0] is None
+        self.launch(evidence_fold_backward_kernel, self.heads * w.works, "fold_backward", DBETA=dbeta, CENTRED=centred)
         self.add_up("beta", dbeta, w)
 
     def ask_state(self, held: dict[str, Tensor]) -> None:

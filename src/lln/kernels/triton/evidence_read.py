@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lln.kernels.triton.evidence_fold import LN2
+from lln.kernels.triton.evidence_fold import LN2, split_words
 from lln.kernels.triton.parts import (
     LENGTHS,
     LOG2E,
@@ -51,12 +51,9 @@ def load_reads(KEY, ENTROPY, index, scale, D: tl.constexpr, BD: tl.constexpr, SI
 
 
 @triton.jit
-def weigh_channels(q, key, key_low, offset, LOW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """As `softmax_rows`, of the logits of queries q [BM, BD] for K [channels, BD]. LOW: K comes in two words."""
-    logits = tl.dot(q.to(DOT), tl.trans(key), input_precision=PRECISION)
-    if LOW:
-        logits = tl.dot(q.to(DOT), tl.trans(key_low), logits, input_precision=PRECISION)
-    return softmax_rows(logits + offset[None, :])
+def weigh_channels(q, key, offset, DOT: tl.constexpr, PRECISION: tl.constexpr):
+    """As `softmax_rows`, of the logits of queries q [BM, BD] for K [channels, BD]."""
+    return softmax_rows(tl.dot(q.to(DOT), tl.trans(key), input_precision=PRECISION) + offset[None, :])
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -67,7 +64,7 @@ def evidence_read_kernel(
     scale, dropout, N, works, splits, tiles, H,
     SIGNS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BM: tl.constexpr, USED: tl.constexpr, BS: tl.constexpr, PACKED: tl.constexpr, SHIFT: tl.constexpr,
-    MASKED: tl.constexpr, EVEN: tl.constexpr, UNIFORM: tl.constexpr, DROPOUT: tl.constexpr, LOW: tl.constexpr,
+    MASKED: tl.constexpr, EVEN: tl.constexpr, UNIFORM: tl.constexpr, DROPOUT: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The output rows of each split. BS = 0: no blocks. H is the number of key heads, each read by G query heads."""
@@ -81,9 +78,8 @@ def evidence_read_kernel(
     q_base = data * q_b + h.to(tl.int64) * q_h + first * q_n
     o_base = data * o_b + h.to(tl.int64) * o_h + first * o_n
     state = b.to(tl.int64) * H + hk
-    exact, offset = load_reads(KEY, ENTROPY, state, scale, D, BD, SIGNS)
-    key = exact.to(DOT)
-    key_low = (exact - key.to(tl.float32)).to(DOT)
+    key, offset = load_reads(KEY, ENTROPY, state, scale, D, BD, SIGNS)
+    key = key.to(DOT)
     mean = load_channels(MEAN, state, D, E, SIGNS, BD, BE)
     if BS:
         k_base = data * k_b + hk.to(tl.int64) * k_h + first * k_n
@@ -97,7 +93,7 @@ def evidence_read_kernel(
         rows = (origin + t * USED + r).to(tl.int64)
         ok = (rows >= 0) & (rows < n) & (r < USED)
         q = load_rows(Q, q_base, rows, ok, q_n, q_d, D, BD, EVEN)
-        p, total, _top = weigh_channels(q, key, key_low, offset, LOW, DOT, PRECISION)
+        p, total, _top = weigh_channels(q, key, offset, DOT, PRECISION)
         if DROPOUT:
             p = p * draw_kept(SEED, stream, rows, c, SIGNS * BD, dropout)
         o = tl.dot(p.to(DOT), mean, input_precision=PRECISION) * (1.0 / total)[:, None]
@@ -152,9 +148,8 @@ def evidence_read_backward_kernel(
     g_base = data * g_b + h.to(tl.int64) * g_h + first * g_n
     dq_base = data * dq_b + h.to(tl.int64) * dq_h + first * dq_n
     state = b.to(tl.int64) * H + hk
-    exact, offset = load_reads(KEY, ENTROPY, state, scale, D, BD, SIGNS)
-    key = exact.to(DOT)
-    key_low = (exact - key.to(tl.float32)).to(DOT)
+    key, offset = load_reads(KEY, ENTROPY, state, scale, D, BD, SIGNS)
+    key, key_low, _used = split_words(key, DOT, LOW)
     mean = load_channels(MEAN, state, D, E, SIGNS, BD, BE)
     if BS:
         k_base = data * k_b + hk.to(tl.int64) * k_h + first * k_n
@@ -162,7 +157,8 @@ def evidence_read_backward_kernel(
         mask_base = data * mask_b + first * mask_n
         mean = mean * load_factor(LLN_WEIGHT, b, h, lln_b, lln_h, lln_e, E, BE, UNIFORM)
         centre = tl.sum(load_channels(KEY, state, D, D, SIGNS, BD, BD), 0) * (1.0 / (SIGNS * D))
-    mean = mean.to(DOT)
+    # LOW: in two words, as K. What W has in common in a row goes away, and its rounding would not.
+    mean, mean_low, _used = split_words(mean, DOT, LOW)
     dmean = tl.zeros([SIGNS * BD, BE], tl.float32)
     dkey = tl.zeros([SIGNS * BD, BD], tl.float32)
     # dH as one more product: sums over rows would go through shared memory.
@@ -175,9 +171,11 @@ def evidence_read_backward_kernel(
         ok = (rows >= 0) & (rows < n) & (r < USED)
         q = load_rows(Q, q_base, rows, ok, q_n, q_d, D, BD, EVEN)
         g = load_rows(GRAD, g_base, rows, ok, g_n, g_d, E, BE, EVEN)
-        a, total, _top = weigh_channels(q, key, key_low, offset, LOW, DOT, PRECISION)
+        a, total, _top = weigh_channels(q, key, offset, DOT, PRECISION)
         a = a * (1.0 / total)[:, None]
         w_ = tl.dot(g.to(DOT), tl.trans(mean), input_precision=PRECISION)
+        if LOW:
+            w_ = tl.dot(g.to(DOT), tl.trans(mean_low), w_, input_precision=PRECISION)
         dropped = a
         if DROPOUT:
             mask = draw_kept(SEED, stream, rows, c, SIGNS * BD, dropout)
@@ -187,7 +185,10 @@ def evidence_read_backward_kernel(
         dl = (a * (w_ - tl.sum(a * w_, 1)[:, None])).to(DOT)
         dkey = tl.dot(tl.trans(dl), q.to(DOT), dkey, input_precision=PRECISION)
         dentropy = tl.dot(tl.trans(dl), ones, dentropy, input_precision=PRECISION)
-        dq = tl.dot(dl, key, input_precision=PRECISION) * LN2
+        dq = tl.dot(dl, key, input_precision=PRECISION)
+        if LOW:
+            dq = tl.dot(dl, key_low, dq, input_precision=PRECISION)
+        dq = dq * LN2
         if BS:
             k = load_rows(K, k_base, rows, ok, k_n, k_d, D, BD, EVEN)
             v = load_rows(V, v_base, rows, ok, v_n, v_d, E, BE, EVEN)
