@@ -36,10 +36,10 @@ Outer = tuple[Tensor | None, ...]  # gradients of the output and of the four fie
 SETTINGS = {
     ("fold", 1): Settings(4, 3, 3),
     ("fold", 2): Settings(4, 3, 3),
-    ("read", 1): Settings(4, 3, 3),
-    ("read", 2): Settings(4, 2, 2),
+    ("read", 1): Settings(4, 3, 4),
+    ("read", 2): Settings(4, 3, 2),
     ("read_backward", 1): Settings(4, 2, 2),
-    ("read_backward", 2): Settings(8, 2, 1),
+    ("read_backward", 2): Settings(8, 1, 1),
     ("fold_backward", 1): Settings(4, 2, 2),
     ("fold_backward", 2): Settings(4, 2, 2),
 }

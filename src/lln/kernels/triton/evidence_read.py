@@ -166,7 +166,7 @@ def evidence_read_backward_kernel(
     dentropy = tl.zeros([SIGNS * BD, 16], tl.float32)
     dweight = tl.zeros([BE], tl.float32)
     stream = (b * H * G + h) * 2
-    for t in tl.range(begin, end, disable_licm=BS > 0):
+    for t in tl.range(begin, end, disable_licm=BS > 0 or SIGNS == 2):
         rows = (origin + t * USED + r).to(tl.int64)
         ok = (rows >= 0) & (rows < n) & (r < USED)
         q = load_rows(Q, q_base, rows, ok, q_n, q_d, D, BD, EVEN)
@@ -186,7 +186,7 @@ def evidence_read_backward_kernel(
         dkey = tl.dot(tl.trans(dl), q.to(DOT), dkey, input_precision=PRECISION)
         dentropy = tl.dot(tl.trans(dl), ones, dentropy, input_precision=PRECISION)
         dq = tl.dot(dl, key, input_precision=PRECISION)
-        if LOW:
+        if LOW and SIGNS == 1:
             dq = tl.dot(dl, key_low, dq, input_precision=PRECISION)
         dq = dq * LN2
         if BS:
