@@ -42,6 +42,12 @@ SETTINGS = {
     ("read_backward", 2): Settings(8, 1, 1),
     ("fold_backward", 1): Settings(4, 2, 2),
     ("fold_backward", 2): Settings(4, 2, 2),
+    ("read+blocks", 1): Settings(4, 2, 3),
+    ("read+blocks", 2): Settings(8, 2, 2),
+    ("read_backward+blocks", 1): Settings(4, 1, 2),
+    ("read_backward+blocks", 2): Settings(8, 1, 1),
+    ("fold_backward+blocks", 1): Settings(4, 2, 2),
+    ("fold_backward+blocks", 2): Settings(4, 1, 2),
 }
 
 
@@ -59,7 +65,8 @@ class Channels(Launch):
 
     def settings(self, kernel: str) -> Settings:
         found = self.fit.settings.get(kernel)
-        known = SETTINGS.get((kernel, self.signs))
+        blocks = "+blocks" if self.blocks and kernel != "fold" else ""
+        known = SETTINGS.get((f"{kernel}{blocks}", self.signs))
         if found is not None or known is None:
             return found or super().settings(kernel)
         if self.dtype != torch.bfloat16 or self.size > 64 or self.tile > plan.TILE:
