@@ -150,7 +150,7 @@ def compile_call(found: list[dict[str, Any]], dtype: str, dim: int, mode: str, h
     wanted = {"query"}
     if hard:
         wanted |= {"beta"} | ({"alpha"} if call.read == "paper" else set())
-        wanted |= ({"lln_weight", "block_weight"} if call.block_size else set())
+        wanted |= {"lln_weight", "block_weight"} if call.block_size else set()
     row: dict[str, Any] = {}
     for name in ("forward", "backward"):
         found.clear()

@@ -45,8 +45,8 @@ class Case:
     size: float = 1.0  # of the exponents
 
     def __str__(self) -> str:
-        given = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.default != getattr(self, f.name))
-        return " ".join(f"{name}={x}" for name, x in given).replace(", ", ",")
+        given = ((f.name, f.default, getattr(self, f.name)) for f in dataclasses.fields(self))
+        return " ".join(f"{name}={x}" for name, usual, x in given if x != usual).replace(", ", ",")
 
 
 def build(case: Case) -> dict[str, Any]:
@@ -64,8 +64,8 @@ def build(case: Case) -> dict[str, Any]:
         mix = draw_mix(case.mix, batch, case.heads * case.group, case.value_dim, torch.float32)
         given |= {f"mix {i}": x for i, x in enumerate(mix if isinstance(mix, tuple) else (mix,))}
     if case.state:
-        draws = (normal(20 + i, 2, batch, case.heads, 30, width).float() for i, width in enumerate((case.dim, case.value_dim)))
-        keys, values = (t[0] for t in draws)
+        widths = case.dim, case.value_dim
+        keys, values = (normal(20 + i, batch, case.heads, 30, width).float() for i, width in enumerate(widths))
         held = lln_attention(
             keys[:, :, :0], keys, values, beta=given["beta"], read="evidence", directions=case.directions,
             return_state=True, backend="eager",
@@ -134,7 +134,7 @@ OPTIONS: dict[str, list[Any]] = {
 }
 LENGTHS = {False: (40, 40), True: (65, 0, 7)}
 COUNTED = list(itertools.combinations(OPTIONS, 2))
-FIXED: dict[str, list[Any]] = dict.fromkeys(("is_causal", "state", "return_state"), [False])
+FIXED: dict[str, list[Any]] = {"is_causal": [False], "state": [False], "return_state": [False]}
 CASES = [
     Case(LENGTHS[options["packed"]], heads=3 - options["group"], **{name: options[name] for name in OPTIONS})
     for options in cover_pairs(OPTIONS | FIXED, COUNTED)

@@ -7,6 +7,9 @@
     dv = B dS         dx = B (v dS^T + k dK^T - dH (x - L) - c)     c = S.dS + K.dK + dH H     dk = B dK + beta dx
                          = B (v dS^T + k M^T - S.dS - K.M)          M = dK - diag(beta dH), since H = L - beta K_cc
 
+The last form is a product less a number a channel. Where float32 is asked for (WIDE) M is dK: the difference would
+cancel where beta k is large.
+
 K is so many more columns of values, and k is there anyway. H is summed relative to the reference that the exponents
 have, never as L - beta K, which would cancel. Keys far from 0 cost no digits: K is divided by the sum of the weights as
 they were multiplied, a vector that all K share changes neither A nor dq, and c is made of dS and dK as they are
@@ -204,14 +207,15 @@ def split_words(x, DOT: tl.constexpr, LOW: tl.constexpr):
 @triton.jit(do_not_specialize=LENGTHS)
 def evidence_sum_kernel(
     DMEAN, DKEY, DENTROPY, BEGIN, LLN_WEIGHT, BETA, LOG, MEAN, KEY, ENTROPY, G_LOG, G_MEAN, G_KEY, G_ENTROPY,
-    DMEAN_OUT, DKEY_OUT, DENTROPY_OUT, ASK_V, ASK_V_LOW, ASK_K, ASK_K_LOW, PULL, PULL_K, LOG2, LOG2_LOW,
+    DMEAN_OUT, DKEY_OUT, DENTROPY_OUT, ASK_V, ASK_V_LOW, ASK_K, ASK_K_LOW, ASK_H, PULL, PULL_K, LOG2, LOG2_LOW,
     lln_b, lln_h, lln_e, beta_b, beta_h, beta_d, works, splits, H,
     SIGNS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BC: tl.constexpr, BP: tl.constexpr, PACKED: tl.constexpr, WEIGHTED: tl.constexpr, HAS_GRAD: tl.constexpr,
-    HAS_STATE: tl.constexpr, LOW: tl.constexpr, DOT: tl.constexpr,
+    HAS_STATE: tl.constexpr, WIDE: tl.constexpr, LOW: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """What the queries of all splits and of all heads of a group ask of a state, dS, dK and dH, with the gradients of a
-    returned one; and this as the keys' backward reads it: dS and M in two words each, c, c - dH, and L in base 2.
+    returned one; and this as the keys' backward reads it: dS and M in two words each, c, what dk takes for it, and L in
+    base 2.
     HAS_STATE: dS, dK and dH as they are, too."""
     C: tl.constexpr = SIGNS * D
     b, h, c, e, out, inside = place_channels(H, C, E, BC, BE)
@@ -252,14 +256,19 @@ def evidence_sum_kernel(
     at_beta = BETA + b.to(tl.int64) * beta_b + h * beta_h + (c % D) * beta_d
     beta = tl.load(at_beta, mask=c < C, other=0.0)
     beta = tl.where(c < D, beta, -beta)
-    own = tl.where((c % D)[:, None] == d[None, :], (dentropy * beta)[:, None], 0.0)
+    own = tl.zeros([BC, BD], tl.float32)
+    if not WIDE:
+        own = tl.where((c % D)[:, None] == d[None, :], (dentropy * beta)[:, None], 0.0)
     ask_v, ask_v_low, used = split_words(dmean, DOT, LOW)
     pull = tl.sum(tl.load(MEAN + at, mask=inside, other=0.0) * used, 1)
     ask_k, ask_k_low, used_key = split_words(dkey - own, DOT, LOW)
     key = tl.load(KEY + at_key, mask=inside_key, other=0.0)
     pull += tl.sum(key * used_key, 1)
-    if HAS_STATE:  # H = L - beta K of all that came from keys; a state is what its owner says
-        entropy = tl.load(ENTROPY + out, mask=c < C, other=0.0)
+    entropy = tl.load(ENTROPY + out, mask=c < C, other=0.0)
+    if WIDE:
+        pull += dentropy * entropy.to(tl.float32)
+        tl.store(ASK_H + out, dentropy * LN2, mask=c < C)
+    elif HAS_STATE:  # H = L - beta K of all that came from keys; a state is what its owner says
         pull += dentropy * (entropy - tl.where(alive, log, 0.0)).to(tl.float32) + tl.sum(own * key, 1)
     if HAS_GRAD:
         pull -= tl.load(G_LOG + out, mask=c < C, other=0.0).to(tl.float32)
@@ -269,7 +278,7 @@ def evidence_sum_kernel(
         tl.store(ASK_V_LOW + at, ask_v_low, mask=inside)
         tl.store(ASK_K_LOW + at_key, ask_k_low, mask=inside_key)
     tl.store(PULL + out, pull, mask=c < C)
-    tl.store(PULL_K + out, pull - dentropy, mask=c < C)
+    tl.store(PULL_K + out, pull if WIDE else pull - dentropy, mask=c < C)
     log = tl.where(alive, log * 1.4426950408889634074, 0.0)
     tl.store(LOG2 + out, log.to(tl.float32), mask=c < C)
     lost = tl.minimum(tl.maximum(log - log.to(tl.float32).to(tl.float64), -1.0), 1.0)  # of a huge L nothing is left
@@ -293,17 +302,18 @@ def load_asked(
 
 @triton.jit
 def ask_keys(
-    dk, dv, k, v, k32, visible, beta, factor, low, ask_v, ask_v_low, ask_k, ask_k_low, KEY, PULL, PULL_K, LOG2,
-    LOG2_LOW, row, D: tl.constexpr, BD: tl.constexpr, CENTRED: tl.constexpr, HAS_DBETA: tl.constexpr, LOW: tl.constexpr, EVEN: tl.constexpr,
-    WIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    dk, dv, k, v, k32, visible, beta, factor, low, ask_v, ask_v_low, ask_k, ask_k_low,
+    KEY, ASK_H, PULL, PULL_K, LOG2, LOG2_LOW, row, D: tl.constexpr, BD: tl.constexpr, CENTRED: tl.constexpr,
+    HAS_DBETA: tl.constexpr, LOW: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(dk and dv with the part of one set of channels, sum over keys of dx k). Vectors that a loop keeps in registers crowd out what it
-    works on: they are read in each turn."""
+    """(dk and dv with the part of one set of channels, sum over keys of dx k). Vectors that a loop keeps in registers
+    crowd out what it works on: they are read in each turn."""
     at = row + tl.arange(0, BD)
     there = tl.arange(0, BD) < D
     x = scale_rows(k32, factor, low, -tl.load(LOG2 + at, mask=there, other=0.0), WIDE)
     if WIDE:
-        x = x - tl.load(LOG2_LOW + at, mask=there, other=0.0)[None, :]
+        x = tl.maximum(x - tl.load(LOG2_LOW + at, mask=there, other=0.0)[None, :], FAINT)
     b = tl.exp2(hide_keys(tl.minimum(x, 1.0), visible, EVEN))  # > 0 only where x is rounded away
     weights = b.to(DOT)
     dv = tl.dot(weights, ask_v, dv, input_precision=PRECISION)
@@ -315,6 +325,8 @@ def ask_keys(
         dk = tl.dot(weights, ask_k_low, dk, input_precision=PRECISION)
         db = tl.dot(v.to(DOT), tl.trans(ask_v_low), db, input_precision=PRECISION)
         db = tl.dot(k.to(DOT), tl.trans(ask_k_low), db, input_precision=PRECISION)
+    if WIDE:
+        db -= tl.load(ASK_H + at, mask=there, other=0.0)[None, :] * tl.minimum(x, 1.0)
     dk += b * (db * beta - tl.load(PULL_K + at, mask=there, other=0.0)[None, :] * beta)
     dbeta = tl.zeros([BD], tl.float32)
     if HAS_DBETA:
@@ -326,8 +338,8 @@ def ask_keys(
 
 @triton.jit(do_not_specialize=LENGTHS)
 def evidence_fold_backward_kernel(
-    Q, K, V, GRAD, BETA, ASK_V, ASK_V_LOW, ASK_K, ASK_K_LOW, KEY, PULL, PULL_K, LOG2, LOG2_LOW, BLOCK_WEIGHT, MASK,
-    CU, OWNER, BEGIN, START, SEED, DK, DV, DBETA,
+    Q, K, V, GRAD, BETA, ASK_V, ASK_V_LOW, ASK_K, ASK_K_LOW, KEY, ASK_H, PULL, PULL_K, LOG2, LOG2_LOW,
+    BLOCK_WEIGHT, MASK, CU, OWNER, BEGIN, START, SEED, DK, DV, DBETA,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, g_b, g_h, g_n, g_d,
     dk_b, dk_h, dk_n, dk_d, dv_b, dv_h, dv_n, dv_d,
     beta_b, beta_h, beta_d, block_b, block_h, block_e, mask_b, mask_n,
@@ -335,8 +347,8 @@ def evidence_fold_backward_kernel(
     SIGNS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BM: tl.constexpr, USED: tl.constexpr, BS: tl.constexpr, PACKED: tl.constexpr, SHIFT: tl.constexpr,
     MASKED: tl.constexpr, EVEN: tl.constexpr, UNIFORM: tl.constexpr, CENTRED: tl.constexpr,
-    HAS_DBETA: tl.constexpr, LOW: tl.constexpr, DROPOUT: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    HAS_DBETA: tl.constexpr, LOW: tl.constexpr, DROPOUT: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Per split and key head: dk, dv and dbeta. LOW: dS and dK in two words of the narrow type, since their rounding
     would be an error of every key and value alike."""
@@ -390,12 +402,14 @@ def evidence_fold_backward_kernel(
         k32 = widen(k, eye, BD, DOT)
         dk, dv, more = ask_keys(
             dk, dv, k, v, k32, visible, beta, factor, low, ask_v, ask_v_low, ask_k, ask_k_low,
-            KEY, PULL, PULL_K, LOG2, LOG2_LOW, sets * D, D, BD, CENTRED, HAS_DBETA, LOW, EVEN, WIDE, DOT, PRECISION,
+            KEY, ASK_H, PULL, PULL_K, LOG2, LOG2_LOW, sets * D, D, BD, CENTRED,
+            HAS_DBETA, LOW, EVEN, WIDE, DOT, PRECISION,
         )  # fmt: skip
         if SIGNS == 2:
             dk, dv, less = ask_keys(
                 dk, dv, k, v, k32, visible, -beta, -factor, -low, ask_v2, ask_v_low2, ask_k2, ask_k_low2,
-                KEY, PULL, PULL_K, LOG2, LOG2_LOW, (sets + 1) * D, D, BD, CENTRED, HAS_DBETA, LOW, EVEN, WIDE, DOT, PRECISION,
+                KEY, ASK_H, PULL, PULL_K, LOG2, LOG2_LOW, (sets + 1) * D, D, BD, CENTRED,
+                HAS_DBETA, LOW, EVEN, WIDE, DOT, PRECISION,
             )  # fmt: skip
             more -= less
         dbeta += more

@@ -180,7 +180,7 @@ class EvidenceBackward(Channels, Backward):
             self.add_up("block_weight", dweight, w)
         at = self.batch, self.heads, self.channels
         narrow = torch.bfloat16 if self.values["DOT"] is tl.bfloat16 else torch.float32
-        self.values |= {name: self.allocate(*at) for name in ("PULL", "PULL_K", "LOG2", "LOG2_LOW")}
+        self.values |= {name: self.allocate(*at) for name in ("ASK_H", "PULL", "PULL_K", "LOG2", "LOG2_LOW")}
         for name, width in (("ASK_V", self.width), ("ASK_K", self.dim)):
             self.values[name] = self.allocate(*at, width, dtype=narrow)
             low = self.values["LOW"]
