@@ -34,7 +34,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from lln.files import write_json
-from lln.kernels.triton import fit, moments, passes, plan, survey
+from lln.kernels.triton import fit, moments, plan, survey
 from lln.kernels.triton.fit import DoesNotFit, Needs
 from lln.kernels.triton.forward import Launch
 from lln.kernels.triton.plan import Card, Settings
@@ -149,16 +149,14 @@ def compile_call(found: list[dict[str, Any]], dtype: str, dim: int, mode: str, h
     call = survey.build_call(getattr(torch, dtype), dim, mode, torch.device("cpu"), hard=hard)
     wanted = {"query"}
     if hard:
-        wanted |= {"alpha", "beta"} | ({"lln_weight", "block_weight"} if call.block_size else set())
+        wanted |= {"beta"} | ({"alpha"} if call.read == "paper" else set())
+        wanted |= {"lln_weight", "block_weight"} if call.block_size else set()
     row: dict[str, Any] = {}
     for name in ("forward", "backward"):
         found.clear()
         begun = time.perf_counter()
         try:
-            if name == "forward":
-                fitted = passes.fit_forward(call)
-            else:
-                fitted = passes.fit_backward(call, None, (call.query, None, None), frozenset(wanted))
+            fitted = survey.fit_pass(name, call, frozenset(wanted))
             narrow = min(fitted.part, dim)
             row[name] = {"runs": "kernels", "value channels at once": narrow, "kernels": list(found)}
         except DoesNotFit as lack:
@@ -196,9 +194,11 @@ def compile_statistics(card: Card, dtype: str, dim: int) -> dict[str, Any]:
     return {"forward": row | {"seconds": round(time.perf_counter() - begun, 1)}}
 
 
-def name_sources() -> str:
-    """Of the kernels."""
-    names = ("parts", "fold", "read", "causal", "causal_backward")
+def name_sources(mode: str) -> str:
+    """Of the kernels of a mode."""
+    names = ["parts", "fold", "read", "causal", "causal_backward"]
+    if mode in survey.EVIDENCE:
+        names += ["evidence_fold", "evidence_read", "evidence_launch"]
     text = b"".join((SOURCES / f"{name}.py").read_bytes() for name in names)
     return hashlib.sha256(text).hexdigest()[:12]
 
@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--targets", default=",".join(CARDS))
     parser.add_argument("--dtypes", default="bfloat16,float16,float32")
     parser.add_argument("--dims", default="64,128")
-    parser.add_argument("--modes", default="/".join((*survey.MODES, STATISTICS)), help="divided by /")
+    parser.add_argument("--modes", default="/".join((*survey.MODES, *survey.EVIDENCE, STATISTICS)), help="divided by /")
     parser.add_argument("--hard", action="store_true", help="with a mask, dropout, grouped heads and every gradient")
     parser.add_argument("--registers", action="store_true", help="count them, which takes NVIDIA's assembler")
     parser.add_argument("--out", type=Path)
@@ -222,13 +222,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             subprocess.run([sys.executable, __file__, "--targets", t, *rest], check=False).returncode for t in targets
         )
     (target,) = targets
-    found, sources = pretend(target, asked.registers), name_sources()
+    found = pretend(target, asked.registers)
     held: dict[str, Any] = {"rows": []}
     if asked.out and asked.out.exists():
         held = json.loads(asked.out.read_text())
     card, failed = CARDS[target], False
     kinds = asked.dtypes.split(","), map(int, asked.dims.split(",")), asked.modes.split("/")
     for dtype, dim, mode in itertools.product(*kinds):
+        sources = name_sources(mode)
         kind = {"target": target, "card": card.name, "shared": card.shared, "dtype": dtype, "dim": dim, "mode": mode,
                 "hard": asked.hard}  # fmt: skip
         if any(row | kind == row and row["sources"] == sources for row in held["rows"]):

@@ -10,14 +10,14 @@ from torch import Tensor
 from lln.kernels import carry, eager
 from lln.kernels.call import Call
 from lln.kernels.triton import attend as triton
-from lln.kernels.triton.support import explain_refusal, has_kernels
+from lln.kernels.triton.support import explain_evidence, explain_refusal, has_kernels
 
 
 def choose(backend: str, call: Call) -> Callable[[Call], tuple[Tensor, ...]]:
     """backend: "eager", "triton", or "auto" for the fastest that can run the call. ValueError where "triton" cannot."""
     if backend == "eager" or (backend == "auto" and not call.query.is_cuda):
         return eager.attend
-    reason = explain_refusal(call.query) if call.read == "paper" else "the evidence read has no kernels"
+    reason = explain_refusal(call.query) if call.read == "paper" else explain_evidence(call)
     if reason is None:
         return triton.attend
     if backend == "auto":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lln.kernels.triton.survey import MODES
+from lln.kernels.triton.survey import EVIDENCE, MODES
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "compile_cards.py"
@@ -35,6 +35,10 @@ def run(script: Path, *arguments: str, cache: Path) -> str:
         ("120", "bfloat16", "64", "LLN, causal", False),
         ("gfx942", "bfloat16", "128", "LLN+Diag", False),
         pytest.param("gfx942", "float16", "64", "LLN, causal", False, marks=pytest.mark.long),
+        ("90", "bfloat16", "64", "evidence, signed", False),
+        pytest.param("80", "float16", "64", "evidence+Diag", True, marks=pytest.mark.long),
+        pytest.param("120", "bfloat16", "128", "evidence", False, marks=pytest.mark.long),
+        pytest.param("gfx942", "bfloat16", "64", "evidence", False, marks=pytest.mark.long),
     ],
 )
 def test_kernels_compile_and_fit_into_a_card(
@@ -45,9 +49,11 @@ def test_kernels_compile_and_fit_into_a_card(
     options = ["--targets", target, "--dtypes", dtype, "--dims", dim, "--modes", mode, "--out", str(stored)]
     run(TOOL, *options, *(["--hard"] if hard else []), cache=tmp_path)
     (row,) = json.loads(stored.read_text())["rows"]
-    is_causal = MODES[mode][0]
-    expected = {"forward": "causal_rows_kernel" if is_causal else "read_kernel"}
-    expected["backward"] = "causal_keys_kernel" if is_causal else "fold_backward_kernel"
+    expected = {"forward": "read_kernel", "backward": "fold_backward_kernel"}
+    if mode in EVIDENCE:
+        expected = {name: f"evidence_{kernel}" for name, kernel in expected.items()}
+    elif MODES[mode][0]:
+        expected = {"forward": "causal_rows_kernel", "backward": "causal_keys_kernel"}
     for name, kernel in expected.items():
         made = row[name]
         assert made["runs"] == "kernels"

@@ -17,7 +17,10 @@ from lln.kernels.triton.support import OLDEST_TRITON, TRITON
 
 
 def attend(call: Call) -> tuple[Tensor, ...]:
-    """(out [B, Hq, N, E], log_sum [B, Hk, D], mean_value [B, Hk, D, E]) of a checked call."""
+    """(out [B, Hq, N, E], log_sum [B, Hk, D], mean_value [B, Hk, D, E]) of a checked call; with the evidence read also
+    (mean_key, entropy)."""
+    if call.read == "evidence":
+        return attend_by_evidence(call)
     dim, width, dtype = call.query.shape[-1], call.value.shape[-1], call.query.dtype
     size = call.block_size
     if call.is_causal and call.key_mask is not None and not plan.masks_fit(dim, dtype):
@@ -34,6 +37,19 @@ def attend(call: Call) -> tuple[Tensor, ...]:
         return apply(*call.arguments())
     except DoesNotFit:  # only before anything was computed
         return eager.attend(call) if size is None else attend_with_eager_blocks(call)
+
+
+def attend_by_evidence(call: Call) -> tuple[Tensor, ...]:
+    from lln.kernels.triton.evidence_op import apply
+    from lln.kernels.triton.fit import DoesNotFit
+    from lln.kernels.triton.tape import draw_seed
+
+    if call.dropout_p:
+        call = call.change(seed=draw_seed(call.query.device))
+    try:
+        return apply(call)
+    except DoesNotFit:
+        return eager.attend(call)
 
 
 def attend_known(

@@ -11,11 +11,13 @@ import re
 import torch
 from torch import Tensor
 
-from lln.kernels.common import is_plain
+from lln.kernels.call import Call
+from lln.kernels.common import is_plain, is_watched
 from lln.kernels.triton import plan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_DIM = 256
+EVIDENCE_DIM = 128  # with the evidence read, whose programs hold twice as much
 OLDEST_TRITON = (3, 6)  # 3.2 aborts on some of the kernels
 
 
@@ -53,6 +55,24 @@ def explain_refusal(query: Tensor) -> str | None:
     if device.type != "cuda" or torch.compiler.is_compiling():
         return None
     return find_lack(device)
+
+
+def explain_evidence(call: Call) -> str | None:
+    """The same of a call with the evidence read."""
+    where, dim, width, size = "", call.query.shape[-1], call.value.shape[-1], call.block_size
+    if call.is_causal:
+        where = "without is_causal"
+    elif call.joint:
+        where = "with numbers or tensors for mix"
+    elif isinstance(call.directions, Tensor):
+        where = "with directions=None or 'signed'"
+    elif torch.compiler.is_compiling() or is_watched():
+        where = "outside torch.compile and torch.func"
+    elif max(dim, width) > EVIDENCE_DIM:
+        where = f"with head dims up to {EVIDENCE_DIM}, and these are {dim} and {width}"
+    elif size is not None and (call.scale < 1e-30 or not plan.blocks_fit(size, dim, width, call.query.dtype)):
+        where = f"with blocks that fit into a program, and block_size is {size}"
+    return f"the evidence read has kernels {where}" if where else explain_refusal(call.query)
 
 
 @functools.cache

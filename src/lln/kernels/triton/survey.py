@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,8 +13,14 @@ from lln.kernels.call import FIELDS, Call
 from lln.kernels.triton import plan
 from lln.kernels.triton.support import DTYPES, explain_refusal
 
+if TYPE_CHECKING:
+    from lln.kernels.triton.fit import Fit
+
 DIMS = (64, 128)
 MODES = {"LLN": (False, None), "LLN+Diag": (False, 64), "LLN, causal": (True, None), "LLN+Diag, causal": (True, 64)}
+EVIDENCE: dict[str, tuple[str | None, int | None]] = {
+    "evidence": (None, None), "evidence, signed": ("signed", None), "evidence+Diag": (None, 64)
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +40,8 @@ def build_call(
 ) -> Call:
     """A call of this kind. hard: with all that asks for room, which is a key mask, dropout, two query heads a key head,
     factors of every channel, and lengths that leave tiles half full."""
-    is_causal, block_size = MODES[mode]
+    is_causal, block_size = MODES.get(mode, (False, None))
+    directions, block_size = EVIDENCE.get(mode, (None, block_size))
     heads, length = (4, length - 12) if hard else (2, length)
 
     def rows(number: int) -> torch.Tensor:
@@ -53,7 +60,19 @@ def build_call(
         given["seed"] = torch.zeros((), dtype=torch.int64, device=device)
         if block_size is not None:
             given["start"] = torch.zeros(2, dtype=torch.int64, device=device)
-    return Call(**given)
+    return Call(**given, read="evidence" if mode in EVIDENCE else "paper", directions=directions)
+
+
+def fit_pass(name: str, call: Call, wanted: frozenset[str]) -> Fit:
+    """What the "forward" or "backward" pass of a call runs with; raises DoesNotFit."""
+    from lln.kernels.triton import evidence_op, passes
+
+    if call.read == "evidence":
+        outer = call.query, None, None, None, None
+        return evidence_op.fit_forward(call) if name == "forward" else evidence_op.fit_backward(call, outer, wanted)
+    if name == "forward":
+        return passes.fit_forward(call)
+    return passes.fit_backward(call, None, (call.query, None, None), wanted)
 
 
 def ask(dtype: torch.dtype, dim: int, mode: str, device: torch.device) -> Answer:
@@ -65,18 +84,17 @@ def ask(dtype: torch.dtype, dim: int, mode: str, device: torch.device) -> Answer
     if reason is not None:
         return Answer(*kind, "eager", reason)
     from lln.kernels.triton.fit import DoesNotFit
-    from lln.kernels.triton.passes import fit_backward, fit_forward
 
     call = build_call(dtype, dim, mode, device)
     try:
-        passes = fit_forward(call), fit_backward(call, None, (call.query, None, None), frozenset({"query"}))
+        passes = [fit_pass(name, call, frozenset({"query"})) for name in ("forward", "backward")]
     except DoesNotFit as lack:
-        if "Diag" in mode and ask(dtype, dim, mode.replace("+Diag", ""), device).runs == "kernels":
+        if "LLN+Diag" in mode and ask(dtype, dim, mode.replace("+Diag", ""), device).runs == "kernels":
             return Answer(*kind, "kernels, blocks eager", str(lack))
         return Answer(*kind, "eager", str(lack))
     return Answer(*kind, "kernels", parts=tuple(fit.part for fit in passes))
 
 
 def survey(device: torch.device) -> Iterator[Answer]:
-    for dtype, dim, mode in itertools.product(DTYPES, DIMS, MODES):
+    for dtype, dim, mode in itertools.product(DTYPES, DIMS, (*MODES, *EVIDENCE)):
         yield ask(dtype, dim, mode, device)

@@ -1,0 +1,142 @@
+"""The evidence read's kernels as one differentiable operation, and which calls they take: bidirectional ones, with the
+keys' own channels or these and their negatives."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from lln.kernels.call import FIELDS, TENSORS, Call
+from lln.kernels.triton import plan
+from lln.kernels.triton.evidence_launch import HELD, EvidenceBackward, EvidenceForward, Outer
+from lln.kernels.triton.fit import DoesNotFit, Fit, find
+from lln.kernels.triton.forward import make_like
+from lln.kernels.triton.op import ONCE, ROWS, keeps_state
+from lln.kernels.triton.tape import Recording, replay, signature
+
+NAMES = (*FIELDS[:TENSORS], "mean_key", "entropy")  # the tensors of a call
+REST = (*FIELDS[TENSORS:], "directions")
+Tensors = Sequence[Any]
+
+
+def rebuild(tensors: Tensors, rest: Sequence[Any]) -> Call:
+    return Call(**dict(zip(NAMES, tensors, strict=True)), **dict(zip(REST, rest, strict=True)), read="evidence")
+
+
+def take_whole(call: Call, part: Call) -> None:
+    """The values' channels are not divided: too wide ones are for the eager back end."""
+    if part.value.shape[-1] < call.value.shape[-1]:
+        raise DoesNotFit(f"values of {call.value.shape[-1]} channels take more than a program has")
+
+
+def fit_forward(call: Call) -> Fit:
+    """Raises DoesNotFit where a kernel fits into the device with no settings; so do the other functions."""
+
+    def rehearse(part: Call, fit: Fit) -> None:
+        take_whole(call, part)
+        EvidenceForward(part, None, fit).attend()
+
+    return find(call, ("evidence", call.directions), rehearse)
+
+
+def fit_backward(call: Call, outer: Outer, wanted: frozenset[str]) -> Fit:
+    """The state may have to be folded again."""
+
+    def rehearse(part: Call, fit: Fit) -> None:
+        take_whole(call, part)
+        EvidenceBackward(part, None, outer, wanted, None, fit).run()
+
+    grad, *of_state = outer
+    assert grad is not None
+    missing = tuple(g is None for g in of_state)
+    aligned = tuple(step % 16 == 0 for step in grad.stride())
+    return find(call, ("evidence", call.directions, missing, wanted, aligned), rehearse)
+
+
+def fit_training(call: Call, tensors: Tensors, fit: Fit) -> None:
+    """As `fit_backward`, before there are gradients: of a call some of whose tensors may need one."""
+    wanted = frozenset(name for name, t in zip(NAMES, tensors, strict=True) if t is not None and t.requires_grad)
+    if wanted and wanted not in fit.trained:
+        fit_backward(call, (make_like(call.query, call.value.shape[-1]), None, None, None, None), wanted)
+        fit.trained.add(wanted)
+
+
+def make_key(name: str, tensors: Tensors, rest: Sequence[Any]) -> Hashable:
+    """Calls with the same key do the same launches."""
+    tf32 = tensors[0].dtype == torch.float32 and plan.is_tf32_allowed()
+    return name, tensors[0].device, tf32, tuple(rest), signature(tensors)
+
+
+def forward(tensors: Tensors, rest: Sequence[Any]) -> Sequence[Tensor]:
+    """(out, log_sum, mean_value, mean_key, entropy)"""
+
+    def launches(recording: Recording | None) -> Sequence[Tensor]:
+        call = rebuild(tensors, rest)
+        fit = fit_forward(call)
+        fit_training(call, tensors, fit)
+        return EvidenceForward(call, recording, fit).attend()
+
+    return replay(make_key("evidence", tensors, rest), tensors, launches)
+
+
+def backward(
+    tensors: Tensors, held: Tensors, rest: Sequence[Any], outer: Sequence[Tensor | None], needs: Sequence[bool]
+) -> Mapping[str, Tensor]:
+    """Gradients by the names of a call's fields, of those that it `needs` and that have one. held: the final state
+    where it is kept; outer: gradients of what `forward` gave."""
+
+    def launches(recording: Recording | None) -> Mapping[str, Tensor]:
+        call = rebuild(tensors, rest)
+        grad, *of_state = outer
+        if grad is None:
+            grad = call.value.new_zeros(()).expand(*call.query.shape[:-1], call.value.shape[-1])
+        wanted = frozenset(name for name, need in zip(NAMES, needs, strict=True) if need)
+        given = (grad, *of_state)
+        fit = fit_backward(call, given, wanted)
+        return EvidenceBackward(call, None if held[0] is None else held, given, wanted, recording, fit).run()
+
+    # The gradients of beta and the like are sums that torch does.
+    grad = outer[0]
+    simple = grad is not None and all(g is None for g in outer[1:]) and not any(needs[len(ROWS) :])
+    if grad is None or not simple or any(grad is t for t in tensors):
+        return launches(None)
+
+    def rows(recording: Recording | None) -> list[Tensor]:
+        found = launches(recording)
+        return [found[name] for name in ROWS]
+
+    # Not the forward's key: what comes back through hooks for saved tensors may have other strides.
+    given = (*tensors, *held, grad)
+    return dict(zip(ROWS, replay(make_key("evidence backward", given, rest), given, rows), strict=True))
+
+
+class AttendByEvidence(Function):
+    @staticmethod
+    def forward(ctx: Any, rest: Sequence[Any], *tensors: Any) -> tuple[Tensor, ...]:
+        out, *held = forward(tensors, rest)
+        kept: Sequence[Tensor | None] = held
+        if not keeps_state(False, tensors[0], sum(t.numel() for t in held)):
+            kept = [None] * len(HELD)
+        ctx.save_for_backward(*tensors, *kept)
+        ctx.rest = rest
+        ctx.set_materialize_grads(False)
+        return out, *held
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph: gradients without a graph would count for nothing, silently
+            raise RuntimeError(ONCE)
+        saved, needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        found = backward(saved[: len(NAMES)], saved[len(NAMES) :], ctx.rest, grads, needs)
+        return None, *(found.get(name) if need else None for name, need in zip(NAMES, needs, strict=True))
+
+
+def apply(call: Call) -> tuple[Tensor, ...]:
+    """(out, log_sum, mean_value, mean_key, entropy), differentiable."""
+    rest = tuple(getattr(call, name) for name in REST)
+    found: tuple[Tensor, ...] = AttendByEvidence.apply(rest, *(getattr(call, name) for name in NAMES))
+    return found

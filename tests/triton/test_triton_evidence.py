@@ -1,0 +1,254 @@
+"""The evidence read in the kernels: outputs, states and every gradient equal the eager back end's in float64, which its
+own tests hold to the dense definition."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.call_options import cover_pairs, draw_coefficient, draw_mix, make_offsets, mask_keys
+from helpers.tensors import normal, relative_error
+from helpers.triton_cases import BACKEND, DEVICE, GPU, MARKS, errors, find_tolerance, only_triton
+from helpers.untyped import lln_attention
+from lln import LLNState
+from lln.kernels import eager
+from lln.naive import naive_evidence
+
+pytestmark = MARKS
+STATE = ("log_sum", "mean_value", "mean_key", "entropy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call in words."""
+
+    lengths: tuple[int, ...] = (70, 70)
+    key_lengths: tuple[int, ...] | None = None
+    packed: bool = False
+    directions: str | None = None
+    heads: int = 2  # of keys
+    group: int = 1
+    dim: int = 16
+    value_dim: int = 16
+    beta: str = "number"
+    block_size: int | None = None
+    mix: str = "number"
+    mask: str = "none"
+    state: bool = False
+    return_state: bool = False
+    scale: float | None = None
+    dtype: torch.dtype = torch.float32
+    shift: float = 0.0  # of all keys
+    size: float = 1.0  # of the exponents
+
+    def __str__(self) -> str:
+        given = ((f.name, f.default, getattr(self, f.name)) for f in dataclasses.fields(self))
+        return " ".join(f"{name}={x}" for name, usual, x in given if x != usual).replace(", ", ",")
+
+
+def build(case: Case) -> dict[str, Any]:
+    batch, key_lengths = len(case.lengths), case.key_lengths or case.lengths
+    rows, n, m = (1, sum(case.lengths), sum(key_lengths)) if case.packed else (batch, case.lengths[0], key_lengths[0])
+    given: dict[str, Any] = {
+        "query": normal(0, rows, case.heads * case.group, n, case.dim).to(case.dtype),
+        "key": (normal(1, rows, case.heads, m, case.dim) + case.shift).to(case.dtype),
+        "value": normal(2, rows, case.heads, m, case.value_dim).to(case.dtype),
+        "beta": draw_coefficient(case.beta, 4, batch, case.heads, case.dim, torch.float32),
+    }
+    if isinstance(given["beta"], Tensor):
+        given["beta"] = given["beta"] * case.size
+    if case.block_size is not None:
+        mix = draw_mix(case.mix, batch, case.heads * case.group, case.value_dim, torch.float32)
+        given |= {f"mix {i}": x for i, x in enumerate(mix if isinstance(mix, tuple) else (mix,))}
+    if case.state:
+        widths = case.dim, case.value_dim
+        keys, values = (normal(20 + i, batch, case.heads, 30, width).float() for i, width in enumerate(widths))
+        held = lln_attention(
+            keys[:, :, :0], keys, values, beta=given["beta"], read="evidence", directions=case.directions,
+            return_state=True, backend="eager",
+        )[1]  # fmt: skip
+        given |= {f"state {name}": getattr(held, name) for name in STATE}
+    return given
+
+
+def evaluate(case: Case, backend: str = BACKEND, wide: bool = False) -> dict[str, Tensor]:
+    """Output, returned state, and as "d name" the gradients of a random sum of all of them."""
+    device = "cpu" if wide else DEVICE
+    leaves, given = {}, build(case)
+    for name, x in given.items():
+        if isinstance(x, Tensor):
+            given[name] = leaves[name] = x.to(device, torch.float64 if wide else x.dtype).requires_grad_()
+    options: dict[str, Any] = {n: x for n, x in given.items() if " " not in n}
+    options |= {"directions": case.directions, "scale": case.scale, "return_state": case.return_state}
+    mix = tuple(x for n, x in given.items() if n.startswith("mix"))
+    if case.block_size is not None:
+        options |= {"block_size": case.block_size, "mix": mix[0] if len(mix) == 1 else mix}
+    if case.state:
+        held = {name: given[f"state {name}"] for name in STATE}
+        options["state"] = LLNState(**held)
+    if case.mask != "none":
+        lengths = case.key_lengths or case.lengths
+        options["key_mask"] = mask_keys(case.mask, lengths).reshape(given["key"].shape[0], -1).to(device)
+    if case.packed:
+        offsets = make_offsets(case.lengths, device)
+        options["cu_seqlens"] = (offsets, make_offsets(case.key_lengths, device)) if case.key_lengths else offsets
+    result = lln_attention(**options, read="evidence", backend=backend)
+    out, state = result if case.return_state else (result, None)
+    assert wide or out.dtype == case.dtype
+    found = {"out": out} | ({} if state is None else {name: getattr(state, name) for name in STATE})
+    weights = [normal(30 + i, *x.shape).to(x).masked_fill(x == -torch.inf, 0) for i, x in enumerate(found.values())]
+    graph = [(x, g) for x, g in zip(found.values(), weights, strict=True) if x.requires_grad]
+    outputs, weights = zip(*graph, strict=True)
+    grads = torch.autograd.grad(outputs, list(leaves.values()), weights, allow_unused=True)
+    found |= {
+        f"d {n}": torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), grads, strict=True)
+    }
+    return {n: x.detach().cpu().double() for n, x in found.items()}
+
+
+def check(case: Case, tolerance: float = 2e-5) -> None:
+    """Float32 is right to `tolerance`; a narrower type to twice what the eager back end makes of it, as are large
+    numbers."""
+    expected = evaluate(case, "eager", wide=True)
+    found = errors(evaluate(case), expected)
+    limits = dict.fromkeys(found, tolerance)
+    if case.dtype != torch.float32 or case.shift or case.size != 1.0:
+        eager_errors = errors(evaluate(case, "eager"), expected)
+        limits = {n: find_tolerance(n, case.dtype, e, tolerance) for n, e in eager_errors.items()}
+    assert all(e <= limits[n] for n, e in found.items()), {n: (e, limits[n]) for n, e in found.items()}
+
+
+OPTIONS: dict[str, list[Any]] = {
+    "directions": [None, "signed"],
+    "packed": [False, True],
+    "group": [1, 2],
+    "block_size": [None, 16, 48],
+    "mask": ["none", "holes", "left", "dead sample"],
+    "beta": ["number", "[B, H]", "[H, D]"],
+    "mix": ["number", "[H]", "wide pair"],
+    "value_dim": [16, 24],
+    "scale": [None, 0.8],
+}
+LENGTHS = {False: (40, 40), True: (65, 0, 7)}
+COUNTED = list(itertools.combinations(OPTIONS, 2))
+FIXED: dict[str, list[Any]] = {"is_causal": [False], "state": [False], "return_state": [False]}
+CASES = [
+    Case(LENGTHS[options["packed"]], heads=3 - options["group"], **{name: options[name] for name in OPTIONS})
+    for options in cover_pairs(OPTIONS | FIXED, COUNTED)
+]
+if GPU:
+    CASES += [dataclasses.replace(c, lengths=(700, 0, 500) if c.packed else (1100, 1100), dim=64) for c in CASES]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_pair_of_options(case: Case) -> None:
+    check(case)
+
+
+MORE = {
+    "cross": Case((33, 33), key_lengths=(80, 80), directions="signed", group=2, scale=0.8),
+    "cross packed": Case((20, 30), key_lengths=(0, 70), packed=True),
+    "state": Case((40, 40), state=True, return_state=True, beta="[H, D]", value_dim=24),
+    "state signed": Case((20, 20), state=True, return_state=True, directions="signed", mask="left"),
+    "returned": Case((40, 40), return_state=True, beta="[B, H]", mask="dead sample"),
+    "no queries": Case((0, 0), key_lengths=(40, 40), return_state=True),
+    "no keys": Case((40, 40), key_lengths=(0, 0), state=True),
+    "nothing": Case((20, 20), key_lengths=(0, 0)),
+    "narrow": Case(dim=5, value_dim=3, directions="signed"),
+    "large": Case(beta="[H, D]", size=30.0),
+    "far": Case(shift=50.0, directions="signed", beta="[H, D]"),
+    "far, blocks": Case((100, 100), shift=50.0, block_size=32),
+    "bfloat16": Case(dtype=torch.bfloat16, dim=32),
+    "bfloat16 far": Case(dtype=torch.bfloat16, dim=32, shift=50.0, directions="signed", beta="[H, D]"),
+    "float16": Case(dtype=torch.float16, dim=32, directions="signed", group=2, block_size=16),
+    "float16 far": Case(dtype=torch.float16, dim=32, shift=50.0, beta="[H, D]"),
+}
+
+
+@pytest.mark.parametrize("case", MORE.values(), ids=MORE)
+def test_other_calls(case: Case) -> None:
+    check(case)
+
+
+def test_outputs_and_gradients_equal_the_dense_definition() -> None:
+    given = build(Case((37, 37), directions="signed", beta="[H, D]", group=2))
+    ways = []
+    for attention, place in ((naive_evidence, ("cpu", torch.float64)), (attend, (DEVICE, torch.float32))):
+        q, k, v, beta = (given[n].to(*place).requires_grad_() for n in ("query", "key", "value", "beta"))
+        out = attention(q, k, v, beta=beta, directions="signed")
+        grads = torch.autograd.grad(out, (q, k, v, beta), normal(3, *out.shape).to(out))
+        ways.append([t.detach().cpu().double() for t in (out, *grads)])
+    for theirs, ours in zip(*ways, strict=True):
+        assert relative_error(ours, theirs) <= 2e-5
+
+
+def attend(*qkv: Tensor, **options: Any) -> Any:
+    return lln_attention(*qkv, read="evidence", backend=BACKEND, **options)
+
+
+def test_a_sample_without_a_key_gives_zeros_and_no_nan() -> None:
+    q, k, v = (normal(i, 2, 1, 40, 16).float().to(DEVICE).requires_grad_() for i in range(3))
+    mask = torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
+    mask[0] = False
+    out = attend(q, k, v, beta=1.3, directions="signed", key_mask=mask)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert not out[0].any()
+    assert all(not g[0].any() and bool(g.isfinite().all()) for g in grads)
+    assert out[1].any()
+
+
+def test_dropout_leaves_what_it_keeps_unbiased_and_its_gradients_are_those_of_one_mask() -> None:
+    q, k, v = (normal(i, 1, 1, 64, 16).float().to(DEVICE).requires_grad_() for i in range(3))
+    dense = attend(q, k, v, beta=1.3)
+    torch.manual_seed(0)
+    several = torch.stack([attend(q, k, v, beta=1.3, dropout_p=0.3) for _ in range(24)])
+    assert not torch.equal(several[0], several[1])
+    assert relative_error(several.mean(0).double(), dense.double()) < 0.25
+    torch.manual_seed(1)
+    out = attend(q, k, v, beta=1.3, dropout_p=0.3)
+    g = normal(5, *out.shape).to(out)
+    (dv,) = torch.autograd.grad(out, v, g)
+    torch.manual_seed(1)
+    # The output is linear in the values.
+    again = attend(q, k, normal(6, *v.shape).to(v), beta=1.3, dropout_p=0.3)
+    assert torch.allclose((again * g).sum(), (normal(6, *v.shape).to(v) * dv).sum(), rtol=1e-4)
+    torch.manual_seed(1)
+    (dq,) = torch.autograd.grad(attend(q, k, v, beta=1.3, dropout_p=0.3), q, g)
+    step = 1e-2 * normal(7, *q.shape).to(q)
+    ends = []
+    for sign in (1.0, -1.0):
+        torch.manual_seed(1)
+        ends.append((attend(q + sign * step, k, v, beta=1.3, dropout_p=0.3) * g).sum())
+    assert torch.allclose((ends[0] - ends[1]) / 2, (dq * step).sum(), rtol=1e-2)
+
+
+@only_triton
+def test_what_has_no_kernels_is_refused_in_a_sentence_and_auto_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (normal(i, 1, 1, 8, 16).float().to(DEVICE) for i in range(3))
+    wide = torch.cat([v] * 9, -1)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"is_causal": True}, "the evidence read has kernels without is_causal"),
+        ({"mix": "evidence", "block_size": 4}, "with numbers or tensors for mix"),
+        ({"directions": normal(4, 3, 16).float().to(DEVICE)}, "with directions=None or 'signed'"),
+        ({"value": wide}, "with head dims up to 128, and these are 16 and 144"),
+        ({"block_size": 4, "scale": -1.0}, "with blocks that fit into a program"),
+    ]
+    for options, message in cases:
+        given = {"value": v, "beta": 1.3} | options
+        with pytest.raises(ValueError, match=message):
+            attend(q, k, **given)
+        assert lln_attention(q, k, **given, read="evidence", backend="auto").isfinite().all()
+    ran: list[str] = []
+    monkeypatch.setattr(eager, "attend", lambda call: ran.append("eager"))
+    assert attend(q, k, v, beta=1.3).isfinite().all()
+    assert ran == []
+
+
+@only_triton
+def test_there_is_no_second_derivative() -> None:
+    q, k, v = (normal(i, 1, 1, 8, 16).float().to(DEVICE).requires_grad_() for i in range(3))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(attend(q, k, v, beta=1.3).sum(), q, create_graph=True)
