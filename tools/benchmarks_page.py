@@ -84,6 +84,10 @@ PARTS = {
         "With dropout",
         "12 heads of 64, bidirectional, 16,384 tokens a batch; a tenth of the weights dropped, as in training RoBERTa.",
     ),
+    "evidence": (
+        "The evidence read",
+        "12 heads of 64. `evidence` has as many channels as a key, `evidence-signed` twice as many.",
+    ),
     "million": ("To a million tokens", "12 heads of 64, bidirectional, one sequence."),
     "fla": ("Beside flash-linear-attention, causal", "12 heads of 64."),
     "floors": (
@@ -104,7 +108,9 @@ def gpu() -> list[str]:
         "",
     ]
     for part, (title, words) in PARTS.items():
-        folder = sorted(RESULTS.glob(f"*-h200/{part}"))[-1]
+        if not (found := sorted(RESULTS.glob(f"*-h200/{part}"))):
+            continue
+        folder = found[-1]
         result = load_stored(folder / "bench.json")
         lines += [f"### {title}", "", f"{words} {describe_origin(result)}. `{result['provenance']['command']}`", ""]
         for path in sorted(folder.glob("time-*.svg")):

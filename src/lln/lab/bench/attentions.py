@@ -139,6 +139,17 @@ def lln_variant(block_size: int | None = None, *, sample: bool = False, backend:
     )
 
 
+def evidence_variant(block_size: int | None = None, directions: str | None = None) -> Attention:
+    """With the evidence read, for weights that were trained with softmax."""
+
+    def build(case: Case, backend: Backend = "auto") -> Attend:
+        given: dict[str, Any] = {"read": "evidence", "beta": BETA, "directions": directions, "block_size": block_size}
+        given |= {"is_causal": case.causal, "dropout_p": case.dropout, "backend": backend}
+        return functools.partial(lln_attention, **given)
+
+    return Attention(build, reference=functools.partial(build, backend="eager"))
+
+
 def torch_backend(which: SDPBackend, *devices: str) -> Attention:
     return Attention(sdpa, softmax=True, devices=devices, context=lambda: sdpa_kernel(which))
 
@@ -171,6 +182,9 @@ ATTENTIONS: dict[str, Attention] = {
     "LLN+Diag": lln_variant(BLOCK_SIZE),
     "LLN+Diag-sample": lln_variant(BLOCK_SIZE, sample=True),
     "LLN+Diag-eager": lln_variant(BLOCK_SIZE, backend="eager"),
+    "evidence": evidence_variant(),
+    "evidence-signed": evidence_variant(directions="signed"),
+    "evidence+Diag": evidence_variant(BLOCK_SIZE),
     "fla-linear": fla(fla_linear),
     "fla-gla": fla(fla_gated),
 }
