@@ -147,7 +147,8 @@ def evidence_variant(block_size: int | None = None, directions: str | None = Non
         given |= {"is_causal": case.causal, "dropout_p": case.dropout, "backend": backend}
         return functools.partial(lln_attention, **given)
 
-    return Attention(build, reference=functools.partial(build, backend="eager"))
+    # Elsewhere it runs in plain PyTorch, which takes seconds at the lengths that are measured by default.
+    return Attention(build, reference=functools.partial(build, backend="eager"), causality=(False,), devices=("cuda",))
 
 
 def torch_backend(which: SDPBackend, *devices: str) -> Attention:
