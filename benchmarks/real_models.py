@@ -99,7 +99,7 @@ class Task:
     def rows(self, args: argparse.Namespace) -> Iterator[tuple[str, float, float]]:
         """(name of a row, its figure, seconds that the conversion took so far)"""
         for name, (_, options, stages) in KINDS.items():
-            if name == "windows" and not self.causal:
+            if (name == "windows" and not self.causal) or name not in args.kinds.split(","):
                 continue
             began = time.monotonic()
             model, spent = self.convert(options), 0.0
@@ -257,6 +257,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=Path, metavar="DIR")
     for name in ("stsb", "text", "sequences"):
         parser.add_argument(f"--{name}", type=Path, metavar="FILE")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="what is compared, with commas between")
     parser.add_argument("--out", type=Path, help="where to store the result")
     counts = {"distill": 200, "fine-tune": 0, "batch": 2, "learned": 128, "judged": 32, "pairs": 1500, "threads": 1}
     for name, usual in counts.items():
