@@ -15,12 +15,8 @@ from lln.kernels.call import Call
 from lln.kernels.evidence import SIGNED
 from lln.kernels.triton import plan
 from lln.kernels.triton.backward import Backward
-from lln.kernels.triton.evidence_fold import (
-    evidence_fold_backward_kernel,
-    evidence_fold_kernel,
-    evidence_merge_kernel,
-    evidence_sum_kernel,
-)
+from lln.kernels.triton.evidence_fold import evidence_fold_kernel, evidence_merge_kernel, evidence_sum_kernel
+from lln.kernels.triton.evidence_keys import evidence_fold_backward_kernel
 from lln.kernels.triton.evidence_read import evidence_read_backward_kernel, evidence_read_kernel
 from lln.kernels.triton.fit import Fit
 from lln.kernels.triton.forward import SPLITS, Launch, name_strides
