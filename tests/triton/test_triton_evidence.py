@@ -102,8 +102,8 @@ def evaluate(case: Case, backend: str = BACKEND, wide: bool = False) -> dict[str
     found = {"out": out} | ({} if state is None else {name: getattr(state, name) for name in STATE})
     weights = [normal(30 + i, *x.shape).to(x).masked_fill(x == -torch.inf, 0) for i, x in enumerate(found.values())]
     graph = [(x, g) for x, g in zip(found.values(), weights, strict=True) if x.requires_grad]
-    outputs, weights = zip(*graph, strict=True)
-    grads = torch.autograd.grad(outputs, list(leaves.values()), weights, allow_unused=True)
+    outputs, factors = zip(*graph, strict=True)
+    grads = torch.autograd.grad(outputs, list(leaves.values()), factors, allow_unused=True)
     found |= {
         f"d {n}": torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), grads, strict=True)
     }

@@ -87,8 +87,8 @@ def evidence_fold_backward_kernel(
     SIGNS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BM: tl.constexpr, USED: tl.constexpr, BS: tl.constexpr, PACKED: tl.constexpr, SHIFT: tl.constexpr,
     MASKED: tl.constexpr, EVEN: tl.constexpr, UNIFORM: tl.constexpr, CENTRED: tl.constexpr,
-    HAS_DBETA: tl.constexpr, LOW: tl.constexpr, DROPOUT: tl.constexpr, FLAT: tl.constexpr, WIDE: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DBETA: tl.constexpr, LEAN: tl.constexpr, LOW: tl.constexpr, DROPOUT: tl.constexpr, FLAT: tl.constexpr,
+    WIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Per split and key head: dk, dv and dbeta. LOW: dS and dK in two words of the narrow type, since their rounding
     would be an error of every key and value alike."""
@@ -115,7 +115,7 @@ def evidence_fold_backward_kernel(
         )  # fmt: skip
     dbeta = tl.zeros([BD], tl.float32)
     eye = make_identity(BD, DOT)
-    for t in tl.range(begin, end, disable_licm=BS > 0 or SIGNS == 2):
+    for t in tl.range(begin, end, disable_licm=LEAN):
         rows = (origin + t * USED + r).to(tl.int64)
         ok = (rows >= 0) & (rows < n) & (r < USED)
         k = load_rows(K, k_base, rows, ok, k_n, k_d, D, BD, EVEN)

@@ -24,6 +24,7 @@ from lln.kernels.triton.plan import Settings
 from lln.kernels.triton.tape import Recording
 
 KERNELS = ("LOG", "MEAN", "KEY", "ENTROPY")  # how kernels call the fields of a state
+ROOM = 160 * 1024  # bytes of shared memory for all matrices of the keys' backward
 HELD = ("log_sum", "mean_value", "mean_key", "entropy")
 Outer = tuple[Tensor | None, ...]  # gradients of the output and of the four fields of the state
 
@@ -58,6 +59,11 @@ class Channels(Launch):
         self.channels = self.signs * self.dim
         low = self.dtype == torch.bfloat16 and self.size <= 64
         self.values |= {"SIGNS": self.signs, "LOW": low, "HAS_STATE": self.call.log_sum is not None}
+        # What is read again in each turn of a loop takes no registers: on the card that this was tried for vectors
+        # alone; on others also matrices, which is worth it only where shared memory could not keep them.
+        card = plan.find_card(self.device)
+        lean = self.blocks or self.signs == 2
+        self.values["LEAN"] = lean and (card is None or card.measured or card.shared < ROOM)
 
     def settings(self, kernel: str) -> Settings:
         found = self.fit.settings.get(kernel)
