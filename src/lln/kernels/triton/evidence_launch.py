@@ -28,23 +28,23 @@ ROOM = 160 * 1024  # bytes of shared memory for all matrices of the keys' backwa
 HELD = ("log_sum", "mean_value", "mean_key", "entropy")
 Outer = tuple[Tensor | None, ...]  # gradients of the output and of the four fields of the state
 
-# Warps, stages, programs a multiprocessor, by kernel and sets of channels, in bfloat16 at head dim 64: guessed from
-# what the compiler says of them, not tuned.
+# Warps, stages, programs a multiprocessor to aim at, by kernel and sets of channels, in bfloat16 at head dim 64: from
+# what the compiler says of registers, and programs for three waves rather than one and a half. Not measured.
 SETTINGS = {
     ("fold", 1): Settings(4, 3, 3),
     ("fold", 2): Settings(4, 3, 3),
     ("read", 1): Settings(4, 3, 4),
-    ("read", 2): Settings(4, 3, 2),
-    ("read_backward", 1): Settings(4, 2, 2),
-    ("read_backward", 2): Settings(8, 1, 1),
-    ("fold_backward", 1): Settings(4, 2, 2),
-    ("fold_backward", 2): Settings(4, 2, 2),
+    ("read", 2): Settings(4, 3, 6),
+    ("read_backward", 1): Settings(4, 2, 6),
+    ("read_backward", 2): Settings(8, 1, 3),
+    ("fold_backward", 1): Settings(4, 2, 6),
+    ("fold_backward", 2): Settings(4, 2, 6),
     ("read+blocks", 1): Settings(4, 2, 3),
     ("read+blocks", 2): Settings(8, 2, 2),
-    ("read_backward+blocks", 1): Settings(4, 1, 2),
-    ("read_backward+blocks", 2): Settings(8, 1, 1),
-    ("fold_backward+blocks", 1): Settings(4, 2, 2),
-    ("fold_backward+blocks", 2): Settings(4, 1, 2),
+    ("read_backward+blocks", 1): Settings(4, 1, 6),
+    ("read_backward+blocks", 2): Settings(8, 1, 3),
+    ("fold_backward+blocks", 1): Settings(4, 2, 6),
+    ("fold_backward+blocks", 2): Settings(4, 1, 6),
 }
 
 
