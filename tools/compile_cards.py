@@ -198,7 +198,7 @@ def name_sources(mode: str) -> str:
     """Of the kernels of a mode."""
     names = ["parts", "fold", "read", "causal", "causal_backward"]
     if mode in survey.EVIDENCE:
-        names += ["evidence_fold", "evidence_read", "evidence_launch"]
+        names += ["evidence_fold", "evidence_read", "evidence_keys", "evidence_launch"]
     text = b"".join((SOURCES / f"{name}.py").read_bytes() for name in names)
     return hashlib.sha256(text).hexdigest()[:12]
 

@@ -36,7 +36,7 @@ def run(script: Path, *arguments: str, cache: Path) -> str:
         ("gfx942", "bfloat16", "128", "LLN+Diag", False),
         pytest.param("gfx942", "float16", "64", "LLN, causal", False, marks=pytest.mark.long),
         ("90", "bfloat16", "64", "evidence, signed", False),
-        pytest.param("80", "float16", "64", "evidence+Diag", True, marks=pytest.mark.long),
+        pytest.param("80", "float16", "64", "evidence, Diag", True, marks=pytest.mark.long),
         pytest.param("120", "bfloat16", "128", "evidence", False, marks=pytest.mark.long),
         pytest.param("gfx942", "bfloat16", "64", "evidence", False, marks=pytest.mark.long),
     ],

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from helpers.call_options import cover_pairs, draw_coefficient, draw_mix, make_offsets, mask_keys
+from helpers.replaying import count_played, forget_played
 from helpers.tensors import normal, relative_error
 from helpers.triton_cases import BACKEND, DEVICE, GPU, MARKS, errors, find_tolerance, only_triton
 from helpers.untyped import lln_attention
@@ -101,17 +102,19 @@ def evaluate(case: Case, backend: str = BACKEND, wide: bool = False) -> dict[str
     found = {"out": out} | ({} if state is None else {name: getattr(state, name) for name in STATE})
     weights = [normal(30 + i, *x.shape).to(x).masked_fill(x == -torch.inf, 0) for i, x in enumerate(found.values())]
     graph = [(x, g) for x, g in zip(found.values(), weights, strict=True) if x.requires_grad]
-    outputs, weights = zip(*graph, strict=True)
-    grads = torch.autograd.grad(outputs, list(leaves.values()), weights, allow_unused=True)
+    outputs, factors = zip(*graph, strict=True)
+    grads = torch.autograd.grad(outputs, list(leaves.values()), factors, allow_unused=True)
     found |= {
         f"d {n}": torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), grads, strict=True)
     }
     return {n: x.detach().cpu().double() for n, x in found.items()}
 
 
-def check(case: Case, tolerance: float = 2e-5) -> None:
-    """Float32 is right to `tolerance`; a narrower type to twice what the eager back end makes of it, as are large
+def check(case: Case) -> None:
+    """Float32 is right to 2e-5; a narrower type to twice what the eager back end makes of it, as are large
     numbers."""
+    cut_off = case.dtype == torch.bfloat16 and not GPU  # where a GPU rounds, the interpreter does that
+    tolerance = 4e-3 if cut_off else 2e-5
     expected = evaluate(case, "eager", wide=True)
     found = errors(evaluate(case), expected)
     limits = dict.fromkeys(found, tolerance)
@@ -133,7 +136,9 @@ OPTIONS: dict[str, list[Any]] = {
     "scale": [None, 0.8],
 }
 LENGTHS = {False: (40, 40), True: (65, 0, 7)}
-COUNTED = list(itertools.combinations(OPTIONS, 2))
+# What reaches the kernels' programs in the same way as with the paper's read need not meet everything again.
+MEETING = {"directions", "packed", "group", "block_size"}
+COUNTED = [pair for pair in itertools.combinations(OPTIONS, 2) if set(pair) & MEETING]
 FIXED: dict[str, list[Any]] = {"is_causal": [False], "state": [False], "return_state": [False]}
 CASES = [
     Case(LENGTHS[options["packed"]], heads=3 - options["group"], **{name: options[name] for name in OPTIONS})
@@ -245,6 +250,23 @@ def test_what_has_no_kernels_is_refused_in_a_sentence_and_auto_runs_it(monkeypat
     monkeypatch.setattr(eager, "attend", lambda call: ran.append("eager"))
     assert attend(q, k, v, beta=1.3).isfinite().all()
     assert ran == []
+
+
+@only_triton
+@pytest.mark.usefixtures("playable")
+@pytest.mark.parametrize("directions", [None, "signed"])
+def test_a_call_that_comes_again_is_played_and_gives_the_same_bits(directions: str | None) -> None:
+    for seed in range(2):
+        q, k, v = (normal(3 * seed + i, 1, 2, 40, 16).float().to(DEVICE).requires_grad_() for i in range(3))
+
+        def call(*given: Tensor) -> list[Tensor]:
+            out = attend(*given, beta=1.3, directions=directions)
+            return [out, *torch.autograd.grad(out, given, normal(7, *out.shape).to(out))]
+
+        found = call(q, k, v)
+        with forget_played():
+            assert all(torch.equal(a, b) for a, b in zip(found, call(q, k, v), strict=True))
+    assert count_played() == 2
 
 
 @only_triton

@@ -15,12 +15,8 @@ from lln.kernels.call import Call
 from lln.kernels.evidence import SIGNED
 from lln.kernels.triton import plan
 from lln.kernels.triton.backward import Backward
-from lln.kernels.triton.evidence_fold import (
-    evidence_fold_backward_kernel,
-    evidence_fold_kernel,
-    evidence_merge_kernel,
-    evidence_sum_kernel,
-)
+from lln.kernels.triton.evidence_fold import evidence_fold_kernel, evidence_merge_kernel, evidence_sum_kernel
+from lln.kernels.triton.evidence_keys import evidence_fold_backward_kernel
 from lln.kernels.triton.evidence_read import evidence_read_backward_kernel, evidence_read_kernel
 from lln.kernels.triton.fit import Fit
 from lln.kernels.triton.forward import SPLITS, Launch, name_strides
@@ -28,26 +24,27 @@ from lln.kernels.triton.plan import Settings
 from lln.kernels.triton.tape import Recording
 
 KERNELS = ("LOG", "MEAN", "KEY", "ENTROPY")  # how kernels call the fields of a state
+ROOM = 160 * 1024  # bytes of shared memory for all matrices of the keys' backward
 HELD = ("log_sum", "mean_value", "mean_key", "entropy")
 Outer = tuple[Tensor | None, ...]  # gradients of the output and of the four fields of the state
 
-# Warps, stages, programs a multiprocessor, by kernel and sets of channels, in bfloat16 at head dim 64: guessed from
-# what the compiler says of them, not tuned.
+# Warps, stages, programs a multiprocessor to aim at, by kernel and sets of channels, in bfloat16 at head dim 64: from
+# what the compiler says of registers, and programs for three waves rather than one and a half. Not measured.
 SETTINGS = {
     ("fold", 1): Settings(4, 3, 3),
     ("fold", 2): Settings(4, 3, 3),
     ("read", 1): Settings(4, 3, 4),
-    ("read", 2): Settings(4, 3, 2),
-    ("read_backward", 1): Settings(4, 2, 2),
-    ("read_backward", 2): Settings(8, 1, 1),
-    ("fold_backward", 1): Settings(4, 2, 2),
-    ("fold_backward", 2): Settings(4, 2, 2),
+    ("read", 2): Settings(4, 3, 6),
+    ("read_backward", 1): Settings(4, 2, 6),
+    ("read_backward", 2): Settings(8, 1, 3),
+    ("fold_backward", 1): Settings(4, 2, 6),
+    ("fold_backward", 2): Settings(4, 2, 6),
     ("read+blocks", 1): Settings(4, 2, 3),
     ("read+blocks", 2): Settings(8, 2, 2),
-    ("read_backward+blocks", 1): Settings(4, 1, 2),
-    ("read_backward+blocks", 2): Settings(8, 1, 1),
-    ("fold_backward+blocks", 1): Settings(4, 2, 2),
-    ("fold_backward+blocks", 2): Settings(4, 1, 2),
+    ("read_backward+blocks", 1): Settings(4, 1, 6),
+    ("read_backward+blocks", 2): Settings(8, 1, 3),
+    ("fold_backward+blocks", 1): Settings(4, 2, 6),
+    ("fold_backward+blocks", 2): Settings(4, 1, 6),
 }
 
 
@@ -62,6 +59,11 @@ class Channels(Launch):
         self.channels = self.signs * self.dim
         low = self.dtype == torch.bfloat16 and self.size <= 64
         self.values |= {"SIGNS": self.signs, "LOW": low, "HAS_STATE": self.call.log_sum is not None}
+        # What is read again in each turn of a loop takes no registers: on the card that this was tried for vectors
+        # alone; on others also matrices, which is worth it only where shared memory could not keep them.
+        card = plan.find_card(self.device)
+        lean = self.blocks or self.signs == 2
+        self.values["LEAN"] = lean and (card is None or card.measured or card.shared < ROOM)
 
     def settings(self, kernel: str) -> Settings:
         found = self.fit.settings.get(kernel)

@@ -132,7 +132,7 @@ def evidence_read_backward_kernel(
     SIGNS: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
     BM: tl.constexpr, USED: tl.constexpr, BS: tl.constexpr, PACKED: tl.constexpr, SHIFT: tl.constexpr,
     MASKED: tl.constexpr, EVEN: tl.constexpr, UNIFORM: tl.constexpr, HAS_DWEIGHT: tl.constexpr,
-    DROPOUT: tl.constexpr, LOW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    DROPOUT: tl.constexpr, LEAN: tl.constexpr, LOW: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Per split and query head: dq, and what it asks of the state: A^T dO, dK and dH; of the block weight's gradient.
 
@@ -166,7 +166,7 @@ def evidence_read_backward_kernel(
     dentropy = tl.zeros([SIGNS * BD, 16], tl.float32)
     dweight = tl.zeros([BE], tl.float32)
     stream = (b * H * G + h) * 2
-    for t in tl.range(begin, end, disable_licm=BS > 0 or SIGNS == 2):
+    for t in tl.range(begin, end, disable_licm=LEAN):
         rows = (origin + t * USED + r).to(tl.int64)
         ok = (rows >= 0) & (rows < n) & (r < USED)
         q = load_rows(Q, q_base, rows, ok, q_n, q_d, D, BD, EVEN)

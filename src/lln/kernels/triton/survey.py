@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DIMS = (64, 128)
 MODES = {"LLN": (False, None), "LLN+Diag": (False, 64), "LLN, causal": (True, None), "LLN+Diag, causal": (True, 64)}
 EVIDENCE: dict[str, tuple[str | None, int | None]] = {
-    "evidence": (None, None), "evidence, signed": ("signed", None), "evidence+Diag": (None, 64)
+    "evidence": (None, None), "evidence, signed": ("signed", None), "evidence, Diag": (None, 64)
 }  # fmt: skip
 
 
