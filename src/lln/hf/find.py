@@ -8,14 +8,36 @@ import math
 import sys
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lln.nn.attention import LLNAttention
 
+Model = TypeVar("Model", bound=nn.Module)
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name under which transformers' modules look their function up
+
+
+def find_model(model: Any) -> PreTrainedModel:
+    """The transformers model that is meant: itself, or the one inside a SentenceTransformer, a PeftModel or another
+    module around it. TypeError where there is none, or more than one."""
+    found = list_outermost(model) if isinstance(model, nn.Module) else []
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise TypeError(
+            f"model must be one transformers model, or hold one; {type(model).__name__} holds {len(found)} "
+            f"({', '.join(type(one).__name__ for one in found)}): give them one by one."
+        )
+    raise TypeError(f"model must be a transformers model, or hold one; got {type(model).__name__}.")
+
+
+def list_outermost(module: nn.Module) -> list[PreTrainedModel]:
+    """Models in a module that are in no other model; a shared one once."""
+    if isinstance(module, PreTrainedModel):
+        return [module]
+    return list({id(one): one for child in module.children() for one in list_outermost(child)}.values())
 
 
 def uses_interface(module: nn.Module) -> bool:
@@ -64,6 +86,25 @@ def check_model(model: PreTrainedModel, implementation: str) -> None:
         if inner == [module] and not uses_interface(module) and any(True for _ in module.parameters()):
             what = f"{type(module).__name__} of {type(model).__name__} does not use"
             raise ValueError(say_ignored(what, implementation))
+
+
+def find_attached(module: Any, name: str) -> Any:
+    """What an attention module has as `lln` or `lln_peer`, None where it has no such."""
+    held = module._modules.get(name)
+    return held if held is None or type(held).__module__.startswith("lln.") else find_active(held)
+
+
+def find_active(held: Any) -> Any:
+    """What runs of a module that peft has put a wrapper around (modules_to_save): its copy for the active adapter. Else
+    the module itself."""
+    if not isinstance(copies := getattr(held, "modules_to_save", None), nn.ModuleDict):
+        return held
+    active = None if held.disable_adapters else next(iter(held.active_adapters), None)
+    original = held.original_module
+    found = copies[active] if active in copies else original
+    if hasattr(original, "patches"):  # the model's own notes, which a copy of them does not follow
+        found.patches = original.patches
+    return found
 
 
 def own_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from lln.hf.cache import LLNCache, StateLayer
-from lln.hf.find import attention_modules, find_first, own_attention
+from lln.hf.find import attention_modules, find_attached, find_first, own_attention
 from lln.hf.options import IMPLEMENTATIONS, LLN, Layers, read
 
 Predicate = Callable[[int, nn.Module], bool]
@@ -211,7 +211,7 @@ def find_running(model: nn.Module) -> dict[str, Any]:
     for name, module in attention_modules(model):
         runs = getattr(module, RUNS, None) or module.config._attn_implementation
         if runs in IMPLEMENTATIONS:
-            found[name] = module.lln if runs in LLN else module.lln_peer
+            found[name] = find_attached(module, "lln" if runs in LLN else "lln_peer")
     return found
 
 
