@@ -19,7 +19,9 @@ from lln.hf.find import (
     check_model,
     configs,
     find_attached,
+    is_causal,
     is_cross,
+    list_attending,
     list_parts,
     own_attention,
     read_sizes,
@@ -28,11 +30,15 @@ from lln.hf.layers import RUNS, check_global, find_index
 from lln.hf.options import LLN, Options, read, runs_lln, runs_ours, write
 from lln.hf.packing import watch_positions
 from lln.hf.tiles import Patches, Tiles, find_patches, require_patches, tiled_attention
+from lln.hf.towers import check_masks
 from lln.matching.moments import match_moments
 from lln.nn.attention import LLNAttention
 from lln.nn.weights import check_size, check_weights, dense_weights
 from lln.peers import attention, mechanism, mechanisms
 from lln.peers.registry import Mechanism
+
+
+CAUSAL = "lln_causal"  # the attribute of an attention module that says whether it attends causally
 
 
 class Attached(nn.Module):
@@ -81,7 +87,7 @@ class ModelAttention(Attached, LLNAttention):
     def __init__(self, host: Any, name: str, options: Options) -> None:
         """Of `host`, the model's own attention module, on its device and in its dtype."""
         self.cross = is_cross(host, name)
-        decodes = self.cross or getattr(host, "is_causal", False) or getattr(host, "is_decoder", False)
+        decodes = self.cross or getattr(host, CAUSAL, False)
         self.kind = "decoder" if decodes else "encoder"
         self.options, self.implementation = options, options.implementation
         self.tile = options.tile if self.implementation == "lln_diag" else None
@@ -275,11 +281,12 @@ def attach(model: PreTrainedModel, *, fresh: bool) -> None:
     fresh: the model is just being made or converted, so values among the weights are still to come. Otherwise
     ValueError where the config says that there are some and they are not there."""
     guessed = False
-    for part in list_parts(model):
+    for part in list_attending(model):
         options, implementation = read(part.config), part.config._attn_implementation
         ours = runs_ours(part.config)
         if ours:
             check_model(part, implementation)
+            check_masks(part, implementation)
         elif options is None:
             continue
         options = options or Options()
@@ -295,6 +302,7 @@ def attach(model: PreTrainedModel, *, fresh: bool) -> None:
             watch_positions(part)
         for name, module in hosts:
             follow(part, module)
+            setattr(module, CAUSAL, is_causal(module, name, part))
             own = options.of_layer(find_index(name, module))
             if options.layers is None:
                 vars(module).pop(RUNS, None)

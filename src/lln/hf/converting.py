@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from lln.checks import check_no_alpha
 from lln.hf.attach import ModelAttention, attach, check_tiles, undo_refused
 from lln.hf.claims import check_values
-from lln.hf.find import Model, attention_modules, check_model, find_attached, find_model, list_parts
+from lln.hf.find import Model, attention_modules, find_attached, find_model, list_parts
 from lln.hf.layers import Plan, Wanted, find_running, name_implementation, plan_layers, read_plan
 from lln.hf.options import IMPLEMENTATIONS, KINDS, LLN, OF_BLOCKS, Options, write
 from lln.hf.options import read as read_config
+from lln.hf.towers import list_able
 from lln.hf.watch import NO_BATCHES, SoftmaxCall, show_softmax
 from lln.matching.data import match_data
 from lln.matching.moments import both_moments
@@ -110,8 +111,7 @@ def convert(
     """
     body = find_model(model)
     check_values(body)
-    parts = list_parts(body)
-    held = next((one for part in parts if (one := read_config(part.config)) is not None), None)
+    held = next((one for part in list_parts(body) if (one := read_config(part.config)) is not None), None)
     if isinstance(layers, Mapping):
         implementation = name_implementation(layers, implementation)
     if implementation is None:
@@ -135,14 +135,15 @@ def convert(
                 raise ValueError(f"{name} goes with 'lln' and 'lln_diag'; got implementation={implementation!r}.")
         mechanisms = (held or Options()).mechanisms
         changes = {"mechanisms": mechanisms | {implementation: mechanisms.get(implementation, {}) | options | changes}}
-    for part in parts:
-        check_model(part, implementation)
+    parts = list_able(body, implementation)
     changes["implementation"] = implementation
     plan = Plan() if layers is None else plan_layers(body, layers, parts)
     changed = [(part, new) for part in parts if (new := plan.change(part.config)) is not None]
     chosen = [dataclasses.replace(read_config(part.config) or Options(), **changes, **new) for part, new in changed]
     if layers is None:
         plan = read_plan(body)
+    able = {id(module) for part in parts for module in part.modules()}
+    plan.kept |= {name for name, module in attention_modules(body) if id(module) not in able}
     data = matching == "data" and beta is None
     if batches is not None and not data and not any("running" in map(o.statistics_of, KINDS) for o in chosen):
         raise ValueError("batches: there is nothing to measure; it goes with statistics='running' or matching='data'.")

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 
 from lln.hf.attach import ModelAttention
 from lln.hf.find import Model, find_model
-from lln.hf.layers import find_running
-from lln.hf.options import IMPLEMENTATIONS, check_runs
+from lln.hf.layers import check_runs, find_running
+from lln.hf.options import IMPLEMENTATIONS
 from lln.hf.watch import SoftmaxCall, check_batches, check_pattern, find_rows, move_batch, show_softmax, switch_to_eval
 from lln.values import check_count, derive_seed
 
@@ -162,7 +162,7 @@ def distill(
         True
     """
     body = find_model(model)
-    check_runs("distill", body.config, IMPLEMENTATIONS)
+    check_runs("distill", body, IMPLEMENTATIONS)
     running = find_running(body)
     learner = distillation(body, steps, rate) if learner is None else learner
     losses: list[float] = []

@@ -7,7 +7,7 @@ import inspect
 import math
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from lln.nn.attention import LLNAttention
 
 Model = TypeVar("Model", bound=nn.Module)
+CAUSAL_MASK = "create_causal_mask"  # the function of transformers
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name under which transformers' modules look their function up
 
 
@@ -77,12 +78,44 @@ def say_ignored(what: str, implementation: str) -> str:
     )
 
 
+def list_attending(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The model and the models inside it, without those that have no attention (DETR's ResNet)."""
+    return [part for part in list_parts(model) if any(is_attention(module) for module in part.modules())]
+
+
+def check_models(model: PreTrainedModel, implementation: str) -> None:
+    """`check_model` of a model and those inside it."""
+    parts = list_attending(model)
+    if not parts:
+        raise ValueError(
+            f"attn_implementation={implementation!r}: {type(model).__name__} has no attention; use it as it is."
+        )
+    for part in parts:
+        check_model(part, implementation)
+
+
+def is_attention(module: nn.Module) -> bool:
+    """By its name, which nearly always says so."""
+    kind = type(module).__name__
+    return "Attention" in kind or "Attn" in kind or uses_interface(module)
+
+
+def is_linear(name: str, module: nn.Module, holders: Mapping[str, nn.Module]) -> bool:
+    """Whether the cost of an attention is linear as it is, so that it may stay: from a few places that it chooses
+    (deformable attention), or from one query that pools all keys (SigLIP's head). holders: modules by their names."""
+    around = holders.get(name.rpartition(".")[0])
+    return "Deformable" in type(module).__name__ or "Pool" in type(around).__name__
+
+
 def check_model(model: PreTrainedModel, implementation: str) -> None:
     """ValueError where some attention of the model would go on to run softmax whatever it is told."""
     if not any(True for _ in attention_modules(model)):
         raise ValueError(say_ignored(f"no attention of {type(model).__name__} uses", implementation))
-    for _, module in own_modules(model):
+    holders = dict(own_modules(model))
+    for name, module in holders.items():
         inner = [m for m in module.modules() if "Attention" in type(m).__name__ and not isinstance(m, LLNAttention)]
+        if is_linear(name, module, holders):
+            continue
         if inner == [module] and not uses_interface(module) and any(True for _ in module.parameters()):
             what = f"{type(module).__name__} of {type(model).__name__} does not use"
             raise ValueError(say_ignored(what, implementation))
@@ -144,7 +177,8 @@ def read_sizes(module: Any) -> dict[str, Any]:
     heads = find_first((module, config), "num_attention_heads", "num_heads", "n_heads", "n_head")
     dim = find_first((module,), "qk_head_dim", "head_dim", "attention_head_size", "head_size")
     if dim is None and heads is not None:
-        dim = find_first((config,), "head_dim") or find_first((config,), "hidden_size", "d_model") // heads
+        width = find_first((config,), "hidden_size", "d_model")
+        dim = find_first((config,), "head_dim") or (width // heads if isinstance(heads, int) and width else None)
     if not isinstance(heads, int) or not isinstance(dim, int):
         raise ValueError(f"lln: cannot tell how many heads of what size {type(module).__name__} has.")
     groups = find_first((module,), "num_key_value_groups", "n_rep")
@@ -152,10 +186,11 @@ def read_sizes(module: Any) -> dict[str, Any]:
     if groups is not None:
         key_heads = heads // int(groups)  # some (VideoPrism) say 1.0
     scale = find_first((module,), "scaling", "scale")
+    beside = hasattr(module, "q_pos_sine_proj")  # positions, as wide as the rest of queries and keys (Conditional DETR)
     return {
         "num_heads": heads,
         "num_key_heads": key_heads or heads,
-        "head_dim": dim,
+        "head_dim": 2 * dim if beside else dim,
         "value_dim": find_first((module,), "v_head_dim") or dim,
         "scale": float(scale) if isinstance(scale, (int, float)) else None,
     }
@@ -168,6 +203,24 @@ def rescale_query(query: Tensor, scale: float | None, scaling: float | None) -> 
     if scaling is None or math.isclose(scaling, usual, rel_tol=1e-6):
         return query
     return query * (scaling / usual)
+
+
+def is_causal(module: Any, name: str, part: nn.Module) -> bool:
+    """Whether a module attends causally: it says so itself, or (CLIP's text) the module of the model `part` that makes
+    its masks knows causal ones alone."""
+    if getattr(module, "is_causal", False) or getattr(module, "is_decoder", False):
+        return True
+    pieces = name.split(".")
+    around = [part] + [part.get_submodule(".".join(pieces[:at])) for at in range(1, len(pieces))]
+    made = {name for holder in around for name in names_masks(type(holder))}
+    return made == {CAUSAL_MASK}
+
+
+@functools.cache
+def names_masks(kind: Any) -> frozenset[str]:
+    """The functions for masks that the forward of a class calls."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return frozenset(() if code is None else {CAUSAL_MASK, "create_bidirectional_mask"} & set(code.co_names))
 
 
 def is_cross(module: Any, name: str) -> bool:

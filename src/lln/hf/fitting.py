@@ -20,8 +20,8 @@ from torch import Tensor
 from lln.checks import Inputs, check_call, check_inputs
 from lln.hf.attach import ModelAttention
 from lln.hf.find import Model, find_model
-from lln.hf.layers import find_running
-from lln.hf.options import LLN, check_runs
+from lln.hf.layers import check_runs, find_running
+from lln.hf.options import LLN
 from lln.hf.watch import SoftmaxCall, check_batches, check_pattern, show_softmax
 from lln.kernels.evidence_mix import attend_apart
 
@@ -67,7 +67,7 @@ def fit(
         True
     """
     body = find_model(model)
-    check_runs("fit", body.config, LLN)
+    check_runs("fit", body, LLN)
     check_batches(batches)
     fits = {name: Fit(attention, seed) for name, attention in find_running(body).items() if is_open(attention)}
     if not fits:

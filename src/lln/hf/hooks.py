@@ -18,11 +18,13 @@ from transformers.generation import GenerationMode
 from lln.hf import claims
 from lln.hf.attach import Attached, ModelAttention, attach, check_saved, check_tiles, undo_refused
 from lln.hf.cache import LLNCache
-from lln.hf.find import attention_modules, check_class, check_model, find_attached, list_parts
+from lln.hf.find import attention_modules, check_class, check_models, find_attached, list_parts
 from lln.hf.layers import RUNS, make_cache
 from lln.hf.mixed import is_mixed
 from lln.hf.options import IMPLEMENTATIONS, LLN, read, runs_lln, runs_ours, write
 from lln.hf.saving import Folder, drop_marks, explain, is_mark, mark
+
+from lln.hf.towers import check_masks
 
 
 def install() -> None:
@@ -82,8 +84,9 @@ def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *arg
     named = attn_implementation.values() if isinstance(attn_implementation, dict) else [attn_implementation]
     by_name = any(name in LLN for name in named) and all(read(part.config) is None for part in list_parts(model))
     if attn_implementation in IMPLEMENTATIONS:
+        check_models(model, attn_implementation)
         for part in list_parts(model):
-            check_model(part, attn_implementation)
+            check_masks(part, attn_implementation)
     with undo_refused(model):
         result = original(model, attn_implementation, *args, **kwargs)
         known = [id(config) for config in list_configs(model.config)]

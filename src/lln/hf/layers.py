@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -213,6 +213,14 @@ def find_running(model: nn.Module) -> dict[str, Any]:
         if runs in IMPLEMENTATIONS:
             found[name] = find_attached(module, "lln" if runs in LLN else "lln_peer")
     return found
+
+
+def check_runs(caller: str, model: PreTrainedModel, implementations: Collection[str]) -> None:
+    """ValueError where no part of the model runs one of these."""
+    runs = {attention.implementation for attention in find_running(model).values()}
+    if runs.isdisjoint(implementations):
+        held = next(iter(runs), model.config._attn_implementation)
+        raise ValueError(f"{caller}: the model runs {held!r}; first lln.hf.convert(model, 'lln_diag').")
 
 
 def make_cache(config: Any) -> LLNCache:
