@@ -116,6 +116,18 @@ def forget(model: PreTrainedModel) -> None:
     vars(model.config).pop(VALUES, None)
 
 
+def warn_of_adapter(model: nn.Module, body: PreTrainedModel) -> None:
+    """Where peft has wrapped a model before it was converted: it saves its adapter, and nothing that came afterwards."""
+    wrapped = hasattr(model, "peft_config")
+    late = [m for m in body.modules() if isinstance(m, Attached) and m.state_dict()] if wrapped else []
+    if late and not any(isinstance(getattr(m, "modules_to_save", None), nn.ModuleDict) for m in body.modules()):
+        warnings.warn(
+            f"the values that LLN attention keeps in {type(body).__name__} are no part of its adapter, and peft "
+            "would not save them; convert the model first, and wrap it with modules_to_save=['lln'].",
+            stacklevel=3,
+        )
+
+
 def tell_dropped(model: nn.Module, incompatible: Any) -> None:
     """After `load_state_dict(..., strict=False)`, as peft calls it: weights of LLN attention that found no place."""
     dropped = [key for key in incompatible.unexpected_keys if any(f".{name}." in key for name in HELD)]

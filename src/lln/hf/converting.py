@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from lln.checks import check_no_alpha
 from lln.hf.attach import ModelAttention, attach, check_tiles, undo_refused
-from lln.hf.claims import check_values
+from lln.hf.claims import check_values, warn_of_adapter
 from lln.hf.find import Model, attention_modules, find_attached, find_model, list_parts
 from lln.hf.layers import Plan, Wanted, find_running, name_implementation, plan_layers, read_plan
 from lln.hf.options import IMPLEMENTATIONS, KINDS, LLN, OF_BLOCKS, Options, write
@@ -166,6 +166,7 @@ def convert(
                 attention.set_coefficients(*(pick(*given, name) for given in (("alpha", alpha), ("beta", beta))))
             if name in found:
                 found[name].give(attention)
+    warn_of_adapter(model, body)
     return model
 
 
