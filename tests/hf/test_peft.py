@@ -18,8 +18,8 @@ TARGETS = {"bert": ["query", "value"], "llama": ["q_proj", "v_proj"], "vit": ["q
 
 
 def make_base(kind: str = "bert", **changes: Any) -> Any:
-    options = LEARNED | changes
-    return lln.hf.convert((build_model if kind in ("bert", *IMAGES) else build_writer)(kind, "sdpa"), "lln_diag", **options)
+    build = build_model if kind in ("bert", *IMAGES) else build_writer
+    return lln.hf.convert(build(kind, "sdpa"), "lln_diag", **LEARNED | changes)
 
 
 def wrap(model: Any, kind: str = "bert", name: str = "default") -> Any:

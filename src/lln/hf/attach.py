@@ -37,7 +37,6 @@ from lln.nn.weights import check_size, check_weights, dense_weights
 from lln.peers import attention, mechanism, mechanisms
 from lln.peers.registry import Mechanism
 
-
 CAUSAL = "lln_causal"  # the attribute of an attention module that says whether it attends causally
 
 

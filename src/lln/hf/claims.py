@@ -1,7 +1,7 @@
 """What config.lln says that a model keeps among its weights, and whether it is there.
 
-A process without lln.hf drops what LLN attention has measured or learned when it loads a model, and keeps config.lln. So
-whoever saves a model with such values says so in its config, and whoever finds the word without the values says that.
+A process without lln.hf drops what LLN attention has measured or learned when it loads a model, and keeps config.lln.
+So whoever saves a model with such values says so in its config, and whoever finds no values then says that.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def note_values(model: PreTrainedModel) -> None:
             # It was loaded before `import lln.hf`, and runs softmax.
             if options.keeps_values:
                 warnings.warn(
-                    f"{say_missing(*hosts[0])}, because the model was loaded before `import lln.hf`. It is saved as the "
-                    "softmax model that it is, without config.lln.",
+                    f"{say_missing(*hosts[0])}, because the model was loaded before `import lln.hf`. It is saved as "
+                    "the softmax model that it is, without config.lln.",
                     stacklevel=4,
                 )
                 config.lln = None
@@ -85,8 +85,8 @@ def initialise(model: PreTrainedModel, attached: Attached) -> None:
         return
     name = next((n for n, m in model.named_modules() if m is attached), "").rpartition(".")[0]
     what = (
-        f"{say_missing(name, model.get_submodule(name))} ({', '.join(missing)}): a process that had not imported lln.hf "
-        "saved the model without them"
+        f"{say_missing(name, model.get_submodule(name))} ({', '.join(missing)}): a process that had not imported "
+        "lln.hf saved the model without them"
     )
     if runs_ours(model.config):
         raise ValueError(
@@ -117,7 +117,7 @@ def forget(model: PreTrainedModel) -> None:
 
 
 def warn_of_adapter(model: nn.Module, body: PreTrainedModel) -> None:
-    """Where peft has wrapped a model before it was converted: it saves its adapter, and nothing that came afterwards."""
+    """Where peft has wrapped a model before it was converted: it saves its adapter, and nothing that came later."""
     wrapped = hasattr(model, "peft_config")
     late = [m for m in body.modules() if isinstance(m, Attached) and m.state_dict()] if wrapped else []
     if late and not any(isinstance(getattr(m, "modules_to_save", None), nn.ModuleDict) for m in body.modules()):

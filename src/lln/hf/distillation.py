@@ -206,8 +206,8 @@ def find_hidden(output: Any, model: str) -> dict[str, Tensor]:
     given = {name: one for name, one in named if isinstance(one, Tensor) and one.is_floating_point() and one.ndim > 1}
     if not (found := own or inner or given):
         raise ValueError(
-            f"model: {model} gives neither hidden states nor anything else that could be compared; give lln.hf.fine_tune "
-            "the part of it that does."
+            f"model: {model} gives neither hidden states nor anything else that could be compared; give "
+            "lln.hf.fine_tune the part of it that does."
         )
     return found
 
@@ -229,8 +229,8 @@ def fine_tune(
     learner: Learner | None = None,
     progress: Progress = lambda done, loss: None,
 ) -> Model:
-    """Train all weights of the model's body so that its last hidden states are the teacher's: those of each part where it
-    has several (CLIP), and its logits or whatever else it gives where it says nothing of hidden states.
+    """Train all weights of the model's body so that its last hidden states are the teacher's: those of each part where
+    it has several (CLIP), and its logits or whatever else it gives where it says nothing of hidden states.
 
     Args:
         model: what learns; without dropout, whatever mode it is in.

@@ -134,7 +134,7 @@ def find_active(held: Any) -> Any:
         return held
     active = None if held.disable_adapters else next(iter(held.active_adapters), None)
     original = held.original_module
-    found = copies[active] if active in copies else original
+    found = copies[active] if active in copies else original  # noqa: SIM401  nn.ModuleDict has no get
     if hasattr(original, "patches"):  # the model's own notes, which a copy of them does not follow
         found.patches = original.patches
     return found

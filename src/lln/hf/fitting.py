@@ -43,8 +43,8 @@ def fit(
     read, the size of alpha and beta, the mix of LLN and blocks, so that each layer's outputs come near to softmax's.
 
     Args:
-        model: runs "lln" or "lln_diag", as `lln.hf.convert` made and took it. What is found is what it keeps among its weights:
-            learned directions, alpha and beta that are kept or learned, a learned mix.
+        model: runs "lln" or "lln_diag", as `lln.hf.convert` made and took it. What is found is what it keeps among its
+            weights: learned directions, alpha and beta that are kept or learned, a learned mix.
         batches: inputs of the model, each a dict of arguments; padding does not count. A few passages do.
         seed: of where the search for centres starts.
         progress: called with the number of batches looked at and of all.

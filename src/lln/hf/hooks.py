@@ -23,7 +23,6 @@ from lln.hf.layers import RUNS, make_cache
 from lln.hf.mixed import is_mixed
 from lln.hf.options import IMPLEMENTATIONS, LLN, read, runs_lln, runs_ours, write
 from lln.hf.saving import Folder, drop_marks, explain, is_mark, mark
-
 from lln.hf.towers import check_masks
 
 

@@ -1,8 +1,8 @@
-"""Models of several parts, of which some can attend linearly and others cannot: which are converted, and why not the rest.
+"""Models of several parts, of which some can attend linearly and others cannot: which are converted, and why not all.
 
 Where tokens of an image or of a prompt see each other in the middle of a causal text (PaliGemma, Gemma 3), the model
-around the text lays a pattern of single pairs over its mask. Its other parts, as the tower that looks at the image, have
-no such pattern.
+around the text lays a pattern of single pairs over its mask. Its other parts, as the tower that looks at the image,
+have no such pattern.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from lln.hf.find import check_class, check_model, is_causal, list_attending, list_parts, own_attention, read_sizes
 
 # What a model hands to transformers' functions for masks to let single pairs see each other, or not.
-OVERLAYS = {"block_sequence_ids", "or_mask_function", "and_mask_function"}
-# What makes the mask of images that lie one after another, or of one's tiles, without those functions (Pixtral, Mllama).
+OVERLAYS = {"block_sequence_ids", "create_causal_mask_mapping", "or_mask_function", "and_mask_function"}
+# What makes the mask of images that lie in one row, or of an image's tiles, without those functions (Pixtral, Mllama).
 OWN_MASKS = {"generate_block_attention_mask", "_prepare_aspect_ratio_attention_mask"}
 
 
@@ -65,14 +65,15 @@ def check_masks(part: PreTrainedModel, implementation: str) -> None:
     """ValueError where a part would be refused in its first call, for what it does to masks."""
     if find_patterned(part) is part:
         raise ValueError(
-            f"attn_implementation={implementation!r}: {type(part).__name__} lets tokens of an image or a prompt see each "
-            "other in the middle of a causal text, and linear attention forms no pairs that could be masked one by one; "
-            "lln.hf.convert(model) leaves the text as it is."
+            f"attn_implementation={implementation!r}: {type(part).__name__} lets tokens of an image or a prompt see "
+            "each other in the middle of a causal text, and linear attention forms no pairs that could be masked one "
+            "by one; lln.hf.convert(model) leaves the text as it is."
         )
     if not OWN_MASKS.isdisjoint(list_words(type(part))):
         raise ValueError(
-            f"attn_implementation={implementation!r}: {type(part).__name__} keeps images or their tiles apart by a mask "
-            "of single pairs, which linear attention does not form; lln.hf.convert of a model around it leaves it as it is."
+            f"attn_implementation={implementation!r}: {type(part).__name__} keeps images or their tiles apart by a "
+            "mask of single pairs, which linear attention does not form; lln.hf.convert of a model around it leaves it "
+            "as it is."
         )
 
 
@@ -104,6 +105,7 @@ def list_able(model: PreTrainedModel, implementation: str) -> list[PreTrainedMod
         names, those = (", ".join(sorted({type(part).__name__ for part in some})) for some in (able, left))
         reasons = " ".join(dict.fromkeys(unable[id(part)] for part in left or parts if id(part) in unable))
         warnings.warn(
-            f"LLN attention goes into {names}; {those or 'the rest'} keeps its softmax attention. {reasons}", stacklevel=3
+            f"LLN attention goes into {names}; {those or 'the rest'} keeps its softmax attention. {reasons}",
+            stacklevel=3,
         )
     return able
