@@ -67,7 +67,7 @@ def drop_values(source: Path, target: Path) -> None:
 
 
 def test_a_process_without_lln_hf_leaves_the_claim_and_not_the_values(tmp_path: Path) -> None:
-    kinds = {"BertModel": {"mix": "ratio"}, "BertForMaskedLM": {"learnable": "head"}}
+    kinds: dict[str, dict[str, Any]] = {"BertModel": {"mix": "ratio"}, "BertForMaskedLM": {"learnable": "head"}}
     for kind, options in kinds.items():
         model = getattr(tf, kind)(make_config("bert"))
         lln.hf.convert(model, "lln_diag", **options).save_pretrained(tmp_path / kind)

@@ -13,7 +13,7 @@ import lln.hf
 from helpers.hf_models import IMAGES, build_model, build_writer, make_batch, output, sentence
 from helpers.tensors import relative_error
 
-LEARNED = {"learnable": "channel", "mix": "scales", "block_size": 4}
+LEARNED: dict[str, Any] = {"learnable": "channel", "mix": "scales", "block_size": 4}
 TARGETS = {"bert": ["query", "value"], "llama": ["q_proj", "v_proj"], "vit": ["q_proj", "v_proj"], "bart": ["q_proj"]}
 
 

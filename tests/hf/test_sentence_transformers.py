@@ -24,7 +24,7 @@ from helpers.hf_models import BERT, build_model, make_batch, make_tokenizer, sen
 
 run_convert = functools.partial(run_command, "convert", columns=160)
 TEXTS = write_words(31 * 6, seed=1).splitlines()
-OPTIONS = {"block_size": 8, "mix": "ratio", "learnable": "head"}
+OPTIONS: dict[str, Any] = {"block_size": 8, "mix": "ratio", "learnable": "head"}
 
 
 def make_sentences(folder: Path, pooling: str = "cls") -> Any:

@@ -60,7 +60,8 @@ def convert(
 
     Args:
         model: a transformers model, changed in place; or what holds one, as a SentenceTransformer or a PeftModel does.
-            Names of modules are those in the transformers model.
+            Names of modules are those in the transformers model. Parts of it that cannot attend linearly stay as they
+            are, with a warning that names them (the text of PaliGemma).
         implementation: "lln", "lln_diag" or another of `lln.hf.IMPLEMENTATIONS`; default: what runs already, else
             "lln_diag".
         matching: "paper", "variance" or "entropy"; "data": alpha and beta of each head are found on `batches`, so that

@@ -132,9 +132,9 @@ def find_active(held: Any) -> Any:
     the module itself."""
     if not isinstance(copies := getattr(held, "modules_to_save", None), nn.ModuleDict):
         return held
-    active = None if held.disable_adapters else next(iter(held.active_adapters), None)
+    active: str | None = None if held.disable_adapters else next(iter(held.active_adapters), None)
     original = held.original_module
-    found = copies[active] if active in copies else original  # noqa: SIM401  nn.ModuleDict has no get
+    found: Any = original if active is None or active not in copies else copies[active]
     if hasattr(original, "patches"):  # the model's own notes, which a copy of them does not follow
         found.patches = original.patches
     return found
@@ -212,7 +212,8 @@ def is_causal(module: Any, name: str, part: nn.Module) -> bool:
         return True
     pieces = name.split(".")
     around = [part] + [part.get_submodule(".".join(pieces[:at])) for at in range(1, len(pieces))]
-    made = {name for holder in around for name in names_masks(type(holder))}
+    kinds: list[Any] = [type(holder) for holder in around]
+    made = {name for kind in kinds for name in names_masks(kind)}
     return made == {CAUSAL_MASK}
 
 

@@ -23,9 +23,14 @@ OVERLAYS = {"block_sequence_ids", "create_causal_mask_mapping", "or_mask_functio
 OWN_MASKS = {"generate_block_attention_mask", "_prepare_aspect_ratio_attention_mask"}
 
 
+def list_words(part: PreTrainedModel) -> frozenset[str]:
+    """What the code of a model's forward names."""
+    kind: Any = type(part)
+    return words_of(kind)
+
+
 @functools.cache
-def list_words(kind: Any) -> frozenset[str]:
-    """What the code of a class's forward names."""
+def words_of(kind: Any) -> frozenset[str]:
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     if code is None:
         return frozenset()
@@ -38,7 +43,7 @@ def list_words(kind: Any) -> frozenset[str]:
 def find_patterned(model: PreTrainedModel) -> PreTrainedModel | None:
     """The model in `model` that lays a pattern over the mask of a text beside other parts. Of text alone (Gemma 3's
     text model) it depends on the config, and calls are looked at one by one."""
-    parts = (part for part in list_parts(model) if not OVERLAYS.isdisjoint(list_words(type(part))))
+    parts = (part for part in list_parts(model) if not OVERLAYS.isdisjoint(list_words(part)))
     return next((part for part in parts if len(list_parts(part)) > 1), None)
 
 
@@ -69,7 +74,7 @@ def check_masks(part: PreTrainedModel, implementation: str) -> None:
             "each other in the middle of a causal text, and linear attention forms no pairs that could be masked one "
             "by one; lln.hf.convert(model) leaves the text as it is."
         )
-    if not OWN_MASKS.isdisjoint(list_words(type(part))):
+    if not OWN_MASKS.isdisjoint(list_words(part)):
         raise ValueError(
             f"attn_implementation={implementation!r}: {type(part).__name__} keeps images or their tiles apart by a "
             "mask of single pairs, which linear attention does not form; lln.hf.convert of a model around it leaves it "

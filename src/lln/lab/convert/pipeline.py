@@ -267,21 +267,20 @@ def save(
 ) -> None:
     """The model, in the dtype that its checkpoint had, with all that lies beside it there and a card that shows the
     report. inside: where in the checkpoint's folder the model is."""
-    folder, source = work.place / MODEL, Path(name).expanduser()
-    own, known = folder / inside, True
+    folder, place = work.place / MODEL, Path(name).expanduser()
+    own = folder / inside
     shutil.rmtree(folder, ignore_errors=True)
-    held = transformers.AutoConfig.from_pretrained(source / inside if inside else name, local_files_only=True).dtype
+    held = transformers.AutoConfig.from_pretrained(place / inside if inside else name, local_files_only=True).dtype
     model.to(getattr(torch, held) if isinstance(held, str) else held or torch.float32)
     with silence(transformers, bars=False):
         model.save_pretrained(own)
         made = list_files(folder)
         material.processor.save_pretrained(own)
-        if not source.is_dir():
-            source, known = fetch_companions(name)
+        source, known = (place, True) if place.is_dir() else fetch_companions(name)
     if material.changed:
         made = list_files(folder)
-    result["files"] = {"kept": [], "left_out": []} if source is None else copy_companions(source, folder, made)
-    result["files"]["known"] = known
+    files = {"kept": [], "left_out": []} if source is None else copy_companions(source, folder, made)
+    result["files"] = {**files, "known": known}
     if material.changed and (length := material.describe_size().get("tokens")):
         allow_longer(own, length)
     card = folder / "README.md"
