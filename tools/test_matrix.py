@@ -29,7 +29,7 @@ STORED = ROOT / "results" / "test-matrix.json"
 # What the tests need beside torch and transformers: all that the project's own environment has.
 EXTRAS = "cli,report,instruments,hf,train,docs"
 TESTS = ("pytest", "pytest-xdist", "hypothesis", "playwright", "performer-pytorch", "linformer", "nystrom-attention",
-         "tensorboard", "ruff", "mypy")  # fmt: skip
+         "peft", "sentence-transformers", "tensorboard", "ruff", "mypy")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

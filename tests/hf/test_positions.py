@@ -410,5 +410,5 @@ def test_arguments_that_say_nothing() -> None:
         with pytest.raises(TypeError, match="give length for a model of text or image_size") as problem:
             extend_positions(model, **arguments)
         sentence(problem)
-    with pytest.raises(TypeError, match="model must be a transformers model; got Linear"):
+    with pytest.raises(TypeError, match="model must be a transformers model, or hold one; got Linear"):
         extend_positions(nn.Linear(2, 2), NEW)

@@ -14,14 +14,13 @@ import transformers as tf
 from filelock import FileLock
 
 from helpers.command import assert_sentence, run_command
-from helpers.hf_models import BERT, build_model, make_config, needs_t5
+from helpers.hf_models import BERT, WORDS, build_model, make_config, make_tokenizer, needs_t5, write_words
 from helpers.runs import interrupt_learning
 from lln.lab.convert import pipeline as conversion
 from lln.lab.convert.passages import cut_passages, pad_batches, special_tokens
 from lln.lab.convert.verdict import EXITS, compare, judge
 from lln.lab.convert.workplace import LEARNING
 
-WORDS = ("sun", "rain", "the", "a", "old", "river", "sings", "falls", "under", "over", "stone", "bird", "and", "then")
 SMALL = ("--block-size", "8", "--length", "48", "--batch-size", "2", "--directions", "12")
 LEARN = (*SMALL, "--distill", "7", "--fine-tune", "5")
 run_convert = functools.partial(run_command, "convert", columns=160)
@@ -31,24 +30,11 @@ assert_said = functools.partial(assert_sentence, command="lln convert", alone=Fa
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with small softmax models and a text."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
     folder = tmp_path_factory.mktemp("models")
-    vocabulary = {word: i for i, word in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS))}
-    base = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    base.pre_tokenizer = pre_tokenizers.Whitespace()
-    base.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=base, pad_token="[PAD]", unk_token="[UNK]")
     for kind, head in (("bert", tf.AutoModelForMaskedLM), ("llama", None)):
         build_model(kind, "sdpa", head).float().save_pretrained(folder / kind)
-        tokenizer.save_pretrained(folder / kind)
-    draw = torch.Generator().manual_seed(0)
-    chosen = torch.randint(len(WORDS), (1147,), generator=draw).tolist()
-    (folder / "text.txt").write_text(
-        "\n".join(" ".join(WORDS[i] for i in chosen[at : at + 31]) for at in range(0, 1147, 31))
-    )
+        make_tokenizer().save_pretrained(folder / kind)
+    (folder / "text.txt").write_text(write_words(1147))
     return folder
 
 

@@ -14,16 +14,30 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lln.checks import Inputs, coefficient
-from lln.hf.find import attention_modules, check_model, configs, is_cross, list_parts, own_attention, read_sizes
+from lln.hf.find import (
+    attention_modules,
+    check_model,
+    configs,
+    find_attached,
+    is_causal,
+    is_cross,
+    list_attending,
+    list_parts,
+    own_attention,
+    read_sizes,
+)
 from lln.hf.layers import RUNS, check_global, find_index
 from lln.hf.options import LLN, Options, read, runs_lln, runs_ours, write
 from lln.hf.packing import watch_positions
 from lln.hf.tiles import Patches, Tiles, find_patches, require_patches, tiled_attention
+from lln.hf.towers import check_masks
 from lln.matching.moments import match_moments
 from lln.nn.attention import LLNAttention
 from lln.nn.weights import check_size, check_weights, dense_weights
 from lln.peers import attention, mechanism, mechanisms
 from lln.peers.registry import Mechanism
+
+CAUSAL = "lln_causal"  # the attribute of an attention module that says whether it attends causally
 
 
 class Attached(nn.Module):
@@ -42,9 +56,12 @@ class Attached(nn.Module):
             part._is_hf_initialized = device.type != "meta"  # type: ignore[assignment]
 
     @torch.no_grad()
-    def initialise(self) -> None:
-        """Give what no checkpoint brought its first value: transformers leaves it uninitialised."""
+    def initialise(self) -> list[str]:
+        """Give what no checkpoint brought its first value: transformers leaves it uninitialised. Returns the names of
+        that which a checkpoint has as a rule."""
+        missing: list[str] = []
         if self.build is not None:
+            kept = self.state_dict()
             mine = dict(self.named_parameters()) | dict(self.named_buffers())
             with torch.device("cpu"):
                 fresh = self.build()
@@ -52,6 +69,8 @@ class Attached(nn.Module):
                 held = mine[self.prefix + name]
                 if not held.is_meta and not getattr(held, "_is_hf_initialized", False):
                     held.copy_(tensor)
+                    missing += [name] if self.prefix + name in kept else []
+        return missing
 
 
 def first_weight(host: nn.Module) -> Tensor:
@@ -67,7 +86,7 @@ class ModelAttention(Attached, LLNAttention):
     def __init__(self, host: Any, name: str, options: Options) -> None:
         """Of `host`, the model's own attention module, on its device and in its dtype."""
         self.cross = is_cross(host, name)
-        decodes = self.cross or getattr(host, "is_causal", False) or getattr(host, "is_decoder", False)
+        decodes = self.cross or getattr(host, CAUSAL, False)
         self.kind = "decoder" if decodes else "encoder"
         self.options, self.implementation = options, options.implementation
         self.tile = options.tile if self.implementation == "lln_diag" else None
@@ -261,11 +280,12 @@ def attach(model: PreTrainedModel, *, fresh: bool) -> None:
     fresh: the model is just being made or converted, so values among the weights are still to come. Otherwise
     ValueError where the config says that there are some and they are not there."""
     guessed = False
-    for part in list_parts(model):
+    for part in list_attending(model):
         options, implementation = read(part.config), part.config._attn_implementation
         ours = runs_ours(part.config)
         if ours:
             check_model(part, implementation)
+            check_masks(part, implementation)
         elif options is None:
             continue
         options = options or Options()
@@ -281,6 +301,7 @@ def attach(model: PreTrainedModel, *, fresh: bool) -> None:
             watch_positions(part)
         for name, module in hosts:
             follow(part, module)
+            setattr(module, CAUSAL, is_causal(module, name, part))
             own = options.of_layer(find_index(name, module))
             if options.layers is None:
                 vars(module).pop(RUNS, None)
@@ -293,7 +314,7 @@ def attach(model: PreTrainedModel, *, fresh: bool) -> None:
             if ours:
                 check_global(name, module, own.implementation)
             guessed |= attach_own(module, name, own, ours, fresh) and ours
-            if isinstance(lln := getattr(module, "lln", None), ModelAttention) and lln.tile is not None:
+            if isinstance(lln := find_attached(module, "lln"), ModelAttention) and lln.tile is not None:
                 lln.patches = find_patches(model, part)
     if guessed:
         warnings.warn(
@@ -346,7 +367,7 @@ def undo_refused(model: PreTrainedModel) -> Iterator[None]:
 def find_peer(host: Any, name: str, implementation: str, options: Mapping[str, Any]) -> Peer:
     """What an attention module of a model runs: a mechanism that learns stays the one that is there. ValueError where
     what another one has learned would be lost."""
-    old = getattr(host, "lln_peer", None)
+    old = find_attached(host, "lln_peer")
     if not isinstance(old, Peer) or old.attention is None:
         return Peer(host, name, implementation, options)
     if (old.implementation, old.options) == (implementation, dict(options)):
@@ -367,10 +388,15 @@ def follow(part: PreTrainedModel, module: Any) -> None:
 
 def attach_one(module: Any, name: str, options: Options, fresh: bool) -> bool:
     """Whether its coefficients have become a guess: a decoder's that nobody has chosen."""
-    old = getattr(module, "lln", None)
+    old = find_attached(module, "lln")
     if isinstance(old, ModelAttention):
         if old.options == options or not runs_lln(module.config):
             return False
+        if old is not module.lln:
+            raise ValueError(
+                f"peft keeps what {name} has learned (modules_to_save), and it would be lost; convert the model before "
+                "peft wraps it, or call merge_and_unload() of the PeftModel first."
+            )
         if isinstance(old.mix, str) and old.mix == options.mix and options.implementation == "lln":
             raise ValueError(
                 f"attn_implementation={options.implementation!r}: the learned mix={old.mix!r} of {name} would be lost; "
@@ -399,7 +425,7 @@ def check_saved(model: PreTrainedModel) -> None:
     for part in (part for part in list_parts(model) if runs_lln(part.config)):
         options = read(part.config)
         for name, module in own_attention(part):
-            held, own = getattr(module, "lln", None), options and options.of_layer(find_index(name, module))
+            held, own = find_attached(module, "lln"), options and options.of_layer(find_index(name, module))
             if isinstance(held, ModelAttention) and held.options != own:
                 raise ValueError(
                     f"config.lln was changed by hand and is not what {name} runs; use lln.hf.convert(model, ...) to "

@@ -12,10 +12,12 @@ from transformers import PreTrainedModel
 
 from lln.checks import check_no_alpha
 from lln.hf.attach import ModelAttention, attach, check_tiles, undo_refused
-from lln.hf.find import attention_modules, check_model, list_parts
+from lln.hf.claims import check_values, warn_of_adapter
+from lln.hf.find import Model, attention_modules, find_attached, find_model, list_parts
 from lln.hf.layers import Plan, Wanted, find_running, name_implementation, plan_layers, read_plan
 from lln.hf.options import IMPLEMENTATIONS, KINDS, LLN, OF_BLOCKS, Options, write
 from lln.hf.options import read as read_config
+from lln.hf.towers import list_able
 from lln.hf.watch import NO_BATCHES, SoftmaxCall, show_softmax
 from lln.matching.data import match_data
 from lln.matching.moments import both_moments
@@ -28,7 +30,7 @@ Coefficients = float | Tensor | Mapping[str, float | Tensor]
 
 
 def convert(
-    model: PreTrainedModel,
+    model: Model,
     implementation: str | None = None,
     *,
     matching: str | None = None,
@@ -49,7 +51,7 @@ def convert(
     layers: Wanted | None = None,
     batches: Iterable[Mapping[str, Any]] | None = None,
     **options: Any,
-) -> PreTrainedModel:
+) -> Model:
     """Let `model` run LLN attention, or another mechanism, with these options. What is left out stays as it is, or has
     its default.
 
@@ -57,7 +59,9 @@ def convert(
     learned mix become part of the model's weights. Both are saved and loaded with the model.
 
     Args:
-        model: a transformers model, changed in place.
+        model: a transformers model, changed in place; or what holds one, as a SentenceTransformer or a PeftModel does.
+            Names of modules are those in the transformers model. Parts of it that cannot attend linearly stay as they
+            are, with a warning that names them (the text of PaliGemma).
         implementation: "lln", "lln_diag" or another of `lln.hf.IMPLEMENTATIONS`; default: what runs already, else
             "lln_diag".
         matching: "paper", "variance" or "entropy"; "data": alpha and beta of each head are found on `batches`, so that
@@ -106,10 +110,9 @@ def convert(
         >>> model.config.lln["matching"], model(**batch).last_hidden_state.shape
         ('data', torch.Size([1, 8, 16]))
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers model; got {type(model).__name__}.")
-    parts = list_parts(model)
-    held = next((one for part in parts if (one := read_config(part.config)) is not None), None)
+    body = find_model(model)
+    check_values(body)
+    held = next((one for part in list_parts(body) if (one := read_config(part.config)) is not None), None)
     if isinstance(layers, Mapping):
         implementation = name_implementation(layers, implementation)
     if implementation is None:
@@ -133,36 +136,38 @@ def convert(
                 raise ValueError(f"{name} goes with 'lln' and 'lln_diag'; got implementation={implementation!r}.")
         mechanisms = (held or Options()).mechanisms
         changes = {"mechanisms": mechanisms | {implementation: mechanisms.get(implementation, {}) | options | changes}}
-    for part in parts:
-        check_model(part, implementation)
+    parts = list_able(body, implementation)
     changes["implementation"] = implementation
-    plan = Plan() if layers is None else plan_layers(model, layers, parts)
+    plan = Plan() if layers is None else plan_layers(body, layers, parts)
     changed = [(part, new) for part in parts if (new := plan.change(part.config)) is not None]
     chosen = [dataclasses.replace(read_config(part.config) or Options(), **changes, **new) for part, new in changed]
     if layers is None:
-        plan = read_plan(model)
+        plan = read_plan(body)
+    able = {id(module) for part in parts for module in part.modules()}
+    plan.kept |= {name for name, module in attention_modules(body) if id(module) not in able}
     data = matching == "data" and beta is None
     if batches is not None and not data and not any("running" in map(o.statistics_of, KINDS) for o in chosen):
         raise ValueError("batches: there is nothing to measure; it goes with statistics='running' or matching='data'.")
-    modules = [name for name, _ in attention_modules(model) if name not in plan.kept]
+    modules = [name for name, _ in attention_modules(body) if name not in plan.kept]
     for what, given in (("alpha", alpha), ("beta", beta)):
         if isinstance(given, Mapping) and (unknown := sorted(set(given) - set(modules))):
             raise ValueError(f"{what}: {unknown[0]!r} is no attention module in model.named_modules().")
-    found = {} if batches is None else measure(model, batches, data, plan)
+    found = {} if batches is None else measure(body, batches, data, plan)
 
-    with undo_refused(model):
+    with undo_refused(body):
         for (part, _), own in zip(changed, chosen, strict=True):
             write(part.config, own)
             part.config._attn_implementation_internal = implementation
-        attach(model, fresh=True)
-        check_tiles(model)
-        for name, attention in find_running(model).items():
+        attach(body, fresh=True)
+        check_tiles(body)
+        for name, attention in find_running(body).items():
             if not isinstance(attention, ModelAttention):
                 continue
             if beta is not None and attention.statistics == "fixed":
                 attention.set_coefficients(*(pick(*given, name) for given in (("alpha", alpha), ("beta", beta))))
             if name in found:
                 found[name].give(attention)
+    warn_of_adapter(model, body)
     return model
 
 
@@ -225,7 +230,7 @@ class Seen:
 
     def look(self, call: SoftmaxCall) -> None:
         query, key = call.query, call.key
-        learned = getattr(call.module, "lln", None)  # LLN attention that the module has from before
+        learned = find_attached(call.module, "lln")  # LLN attention that the module has from before
         if isinstance(learned, ModelAttention):  # statistics are of what it has learned to make of them
             query, key = learned.convolve(query, key, Where(**call.where))
         masks = call.where["query_mask"], call.where["key_mask"]

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lln.hf.attach import ModelAttention
-from lln.hf.layers import find_running
-from lln.hf.options import IMPLEMENTATIONS, check_runs
+from lln.hf.find import Model, find_model
+from lln.hf.layers import check_runs, find_running
+from lln.hf.options import IMPLEMENTATIONS
 from lln.hf.watch import SoftmaxCall, check_batches, check_pattern, find_rows, move_batch, show_softmax, switch_to_eval
 from lln.values import check_count, derive_seed
 
@@ -31,6 +32,7 @@ Batch = Mapping[str, Any]
 Progress = Callable[[int, float], None]  # steps done, loss
 RATE = 0.03
 FINE_RATE, FINE_LLN_RATE = 1e-4, 1e-3
+LAST = "last_hidden_state"
 WARMUP = 10  # steps over which the rate rises; then it falls in a straight line to 0
 
 
@@ -117,7 +119,7 @@ def distillation(model: PreTrainedModel, steps: int, rate: float = RATE) -> Lear
 
 
 def distill(
-    model: PreTrainedModel,
+    model: Model,
     batches: Sequence[Batch],
     *,
     steps: int = 300,
@@ -125,7 +127,7 @@ def distill(
     seed: int = 0,
     learner: Learner | None = None,
     progress: Progress = lambda done, loss: None,
-) -> PreTrainedModel:
+) -> Model:
     """Train what `lln.hf.convert` made learnable in the model's attention so that each layer gives what its softmax
     attention gives on the same inputs.
 
@@ -159,9 +161,10 @@ def distill(
         >>> losses[-1] < losses[0]
         True
     """
-    check_runs("distill", model.config, IMPLEMENTATIONS)
-    running = find_running(model)
-    learner = distillation(model, steps, rate) if learner is None else learner
+    body = find_model(model)
+    check_runs("distill", body, IMPLEMENTATIONS)
+    running = find_running(body)
+    learner = distillation(body, steps, rate) if learner is None else learner
     losses: list[float] = []
 
     def look(call: SoftmaxCall) -> None:
@@ -175,7 +178,7 @@ def distill(
             loss.backward()
         losses.append(loss.item())
 
-    with show_softmax(model, look) as run:
+    with show_softmax(body, look) as run:
 
         def teach(batch: Batch) -> float:
             losses.clear()
@@ -194,9 +197,30 @@ def fine_tuning(model: PreTrainedModel, steps: int, rate: float = FINE_RATE) -> 
     return Learner(held, rates, steps)
 
 
+def find_hidden(output: Any, model: str) -> dict[str, Tensor]:
+    """What a model is to keep of its output, by names: its last hidden states; those of each part where it has several
+    (CLIP); what it gives otherwise, as logits, where it says nothing of hidden states. model: its class."""
+    named = list(output.items()) if isinstance(output, Mapping) else []
+    own = {name: one for name, one in named if name == LAST}
+    inner = {f"{name}.{LAST}": one[LAST] for name, one in named if isinstance(one, Mapping) and LAST in one}
+    given = {name: one for name, one in named if isinstance(one, Tensor) and one.is_floating_point() and one.ndim > 1}
+    if not (found := own or inner or given):
+        raise ValueError(
+            f"model: {model} gives neither hidden states nor anything else that could be compared; give "
+            "lln.hf.fine_tune the part of it that does."
+        )
+    return found
+
+
+def choose_rows(rows: Tensor | None, name: str, hidden: Tensor) -> Tensor | None:
+    """The rows of text that are no padding, where these are hidden states of text."""
+    text = not any(word in name for word in ("vision", "image", "audio"))
+    return rows if text and rows is not None and rows.shape == hidden.shape[:2] else None
+
+
 def fine_tune(
-    model: PreTrainedModel,
-    teacher: PreTrainedModel,
+    model: Model,
+    teacher: nn.Module,
     batches: Sequence[Batch],
     *,
     steps: int = 100,
@@ -204,8 +228,9 @@ def fine_tune(
     seed: int = 0,
     learner: Learner | None = None,
     progress: Progress = lambda done, loss: None,
-) -> PreTrainedModel:
-    """Train all weights of the model's body so that its last hidden states are the teacher's.
+) -> Model:
+    """Train all weights of the model's body so that its last hidden states are the teacher's: those of each part where
+    it has several (CLIP), and its logits or whatever else it gives where it says nothing of hidden states.
 
     Args:
         model: what learns; without dropout, whatever mode it is in.
@@ -232,17 +257,23 @@ def fine_tune(
     """
     if model is teacher or any(a is b for a, b in zip(model.parameters(), teacher.parameters(), strict=False)):
         raise ValueError("teacher must be another model than the one that learns, with weights of its own.")
-    learner = fine_tuning(model, steps, rate) if learner is None else learner
+    student, master = find_model(model), find_model(teacher)
+    learner = fine_tuning(student, steps, rate) if learner is None else learner
 
     def teach(batch: Batch) -> float:
-        batch = move_batch(batch, model)
+        batch = move_batch(batch, student)
         with torch.no_grad():
-            wanted = teacher.base_model(**batch).last_hidden_state
-        found = model.base_model(**batch).last_hidden_state
-        loss = relative_error(found, wanted, find_rows(model, batch), (0, 1, 2))
+            wanted = find_hidden(master.base_model(**batch), type(master).__name__)
+        found = find_hidden(student.base_model(**batch), type(student).__name__)
+        rows = find_rows(student, batch)
+        errors = [
+            relative_error(found[name], one, choose_rows(rows, name, one), tuple(range(one.ndim)))
+            for name, one in wanted.items()
+        ]
+        loss = torch.stack(errors).mean()
         loss.backward()
         return loss.item()
 
-    with switch_to_eval(model), switch_to_eval(teacher):
+    with switch_to_eval(student), switch_to_eval(master):
         learner.learn(batches, seed, teach, progress)
     return model

@@ -7,15 +7,38 @@ import inspect
 import math
 import sys
 import types
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lln.nn.attention import LLNAttention
 
+Model = TypeVar("Model", bound=nn.Module)
+CAUSAL_MASK = "create_causal_mask"  # the function of transformers
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name under which transformers' modules look their function up
+
+
+def find_model(model: Any) -> PreTrainedModel:
+    """The transformers model that is meant: itself, or the one inside a SentenceTransformer, a PeftModel or another
+    module around it. TypeError where there is none, or more than one."""
+    found = list_outermost(model) if isinstance(model, nn.Module) else []
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise TypeError(
+            f"model must be one transformers model, or hold one; {type(model).__name__} holds {len(found)} "
+            f"({', '.join(type(one).__name__ for one in found)}): give them one by one."
+        )
+    raise TypeError(f"model must be a transformers model, or hold one; got {type(model).__name__}.")
+
+
+def list_outermost(module: nn.Module) -> list[PreTrainedModel]:
+    """Models in a module that are in no other model; a shared one once."""
+    if isinstance(module, PreTrainedModel):
+        return [module]
+    return list({id(one): one for child in module.children() for one in list_outermost(child)}.values())
 
 
 def uses_interface(module: nn.Module) -> bool:
@@ -55,15 +78,66 @@ def say_ignored(what: str, implementation: str) -> str:
     )
 
 
+def list_attending(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The model and the models inside it, without those that have no attention (DETR's ResNet)."""
+    return [part for part in list_parts(model) if any(is_attention(module) for module in part.modules())]
+
+
+def check_models(model: PreTrainedModel, implementation: str) -> None:
+    """`check_model` of a model and those inside it."""
+    parts = list_attending(model)
+    if not parts:
+        raise ValueError(
+            f"attn_implementation={implementation!r}: {type(model).__name__} has no attention; use it as it is."
+        )
+    for part in parts:
+        check_model(part, implementation)
+
+
+def is_attention(module: nn.Module) -> bool:
+    """By its name, which nearly always says so."""
+    kind = type(module).__name__
+    return "Attention" in kind or "Attn" in kind or uses_interface(module)
+
+
+def is_linear(name: str, module: nn.Module, holders: Mapping[str, nn.Module]) -> bool:
+    """Whether the cost of an attention is linear as it is, so that it may stay: from a few places that it chooses
+    (deformable attention), or from one query that pools all keys (SigLIP's head). holders: modules by their names."""
+    around = holders.get(name.rpartition(".")[0])
+    return "Deformable" in type(module).__name__ or "Pool" in type(around).__name__
+
+
 def check_model(model: PreTrainedModel, implementation: str) -> None:
     """ValueError where some attention of the model would go on to run softmax whatever it is told."""
     if not any(True for _ in attention_modules(model)):
         raise ValueError(say_ignored(f"no attention of {type(model).__name__} uses", implementation))
-    for _, module in own_modules(model):
+    holders = dict(own_modules(model))
+    for name, module in holders.items():
         inner = [m for m in module.modules() if "Attention" in type(m).__name__ and not isinstance(m, LLNAttention)]
+        if is_linear(name, module, holders):
+            continue
         if inner == [module] and not uses_interface(module) and any(True for _ in module.parameters()):
             what = f"{type(module).__name__} of {type(model).__name__} does not use"
             raise ValueError(say_ignored(what, implementation))
+
+
+def find_attached(module: Any, name: str) -> Any:
+    """What an attention module has as `lln` or `lln_peer`, None where it has no such."""
+    held = module._modules.get(name)
+    return held if held is None or type(held).__module__.startswith("lln.") else find_active(held)
+
+
+def find_active(held: Any) -> Any:
+    """What runs of a module that peft has put a wrapper around (modules_to_save): its copy for the active adapter. Else
+    the module itself."""
+    if not isinstance(copies := getattr(held, "modules_to_save", None), nn.ModuleDict):
+        return held
+    active: str | None = None if held.disable_adapters else next(iter(held.active_adapters), None)
+    original = held.original_module
+    found: Any = original if active is None or active not in copies else copies[active]
+    if hasattr(original, "patches"):  # the model's own notes, which a copy of them does not follow
+        found.patches = original.patches
+    return found
 
 
 def own_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -103,7 +177,8 @@ def read_sizes(module: Any) -> dict[str, Any]:
     heads = find_first((module, config), "num_attention_heads", "num_heads", "n_heads", "n_head")
     dim = find_first((module,), "qk_head_dim", "head_dim", "attention_head_size", "head_size")
     if dim is None and heads is not None:
-        dim = find_first((config,), "head_dim") or find_first((config,), "hidden_size", "d_model") // heads
+        width = find_first((config,), "hidden_size", "d_model")
+        dim = find_first((config,), "head_dim") or (width // heads if isinstance(heads, int) and width else None)
     if not isinstance(heads, int) or not isinstance(dim, int):
         raise ValueError(f"lln: cannot tell how many heads of what size {type(module).__name__} has.")
     groups = find_first((module,), "num_key_value_groups", "n_rep")
@@ -111,10 +186,11 @@ def read_sizes(module: Any) -> dict[str, Any]:
     if groups is not None:
         key_heads = heads // int(groups)  # some (VideoPrism) say 1.0
     scale = find_first((module,), "scaling", "scale")
+    beside = hasattr(module, "q_pos_sine_proj")  # positions, as wide as the rest of queries and keys (Conditional DETR)
     return {
         "num_heads": heads,
         "num_key_heads": key_heads or heads,
-        "head_dim": dim,
+        "head_dim": 2 * dim if beside else dim,
         "value_dim": find_first((module,), "v_head_dim") or dim,
         "scale": float(scale) if isinstance(scale, (int, float)) else None,
     }
@@ -127,6 +203,25 @@ def rescale_query(query: Tensor, scale: float | None, scaling: float | None) -> 
     if scaling is None or math.isclose(scaling, usual, rel_tol=1e-6):
         return query
     return query * (scaling / usual)
+
+
+def is_causal(module: Any, name: str, part: nn.Module) -> bool:
+    """Whether a module attends causally: it says so itself, or (CLIP's text) the module of the model `part` that makes
+    its masks knows causal ones alone."""
+    if getattr(module, "is_causal", False) or getattr(module, "is_decoder", False):
+        return True
+    pieces = name.split(".")
+    around = [part] + [part.get_submodule(".".join(pieces[:at])) for at in range(1, len(pieces))]
+    kinds: list[Any] = [type(holder) for holder in around]
+    made = {name for kind in kinds for name in names_masks(kind)}
+    return made == {CAUSAL_MASK}
+
+
+@functools.cache
+def names_masks(kind: Any) -> frozenset[str]:
+    """The functions for masks that the forward of a class calls."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return frozenset(() if code is None else {CAUSAL_MASK, "create_bidirectional_mask"} & set(code.co_names))
 
 
 def is_cross(module: Any, name: str) -> bool:

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from lln.checks import Inputs, check_call, check_inputs
 from lln.hf.attach import ModelAttention
-from lln.hf.layers import find_running
-from lln.hf.options import LLN, check_runs
+from lln.hf.find import Model, find_model
+from lln.hf.layers import check_runs, find_running
+from lln.hf.options import LLN
 from lln.hf.watch import SoftmaxCall, check_batches, check_pattern, show_softmax
 from lln.kernels.evidence_mix import attend_apart
 
@@ -33,18 +33,18 @@ RIDGE = 1e-4  # of the least squares, beside the size of what is weighed: parts 
 
 
 def fit(
-    model: PreTrainedModel,
+    model: Model,
     batches: Sequence[Mapping[str, Any]],
     *,
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> PreTrainedModel:
+) -> Model:
     """Find what `lln.hf.distill` would learn as far as that goes without gradients: the directions of the evidence
     read, the size of alpha and beta, the mix of LLN and blocks, so that each layer's outputs come near to softmax's.
 
     Args:
-        model: runs "lln" or "lln_diag", as `lln.hf.convert` made it. What is found is what it keeps among its weights:
-            learned directions, alpha and beta that are kept or learned, a learned mix.
+        model: runs "lln" or "lln_diag", as `lln.hf.convert` made and took it. What is found is what it keeps among its
+            weights: learned directions, alpha and beta that are kept or learned, a learned mix.
         batches: inputs of the model, each a dict of arguments; padding does not count. A few passages do.
         seed: of where the search for centres starts.
         progress: called with the number of batches looked at and of all.
@@ -66,9 +66,10 @@ def fit(
         >>> model.encoder.layer[0].attention.self.lln.lln_scale.unique().numel() > 1
         True
     """
-    check_runs("fit", model.config, LLN)
+    body = find_model(model)
+    check_runs("fit", body, LLN)
     check_batches(batches)
-    fits = {name: Fit(attention, seed) for name, attention in find_running(model).items() if is_open(attention)}
+    fits = {name: Fit(attention, seed) for name, attention in find_running(body).items() if is_open(attention)}
     if not fits:
         raise ValueError(
             "fit: the model's attention keeps nothing that could be found; use lln.hf.convert(model, read='evidence', "
@@ -82,7 +83,7 @@ def fit(
             if call.layer in fits:
                 look(fits[call.layer], call)
 
-        with show_softmax(model, show) as run:
+        with show_softmax(body, show) as run:
             for batch in batches:
                 run(batch)
                 done += 1

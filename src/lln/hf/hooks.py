@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from transformers import EncoderDecoderCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
+from lln.hf import claims
 from lln.hf.attach import Attached, ModelAttention, attach, check_saved, check_tiles, undo_refused
 from lln.hf.cache import LLNCache
-from lln.hf.find import attention_modules, check_class, check_model, list_parts
+from lln.hf.find import attention_modules, check_class, check_models, find_attached, list_parts
 from lln.hf.layers import RUNS, make_cache
 from lln.hf.mixed import is_mixed
 from lln.hf.options import IMPLEMENTATIONS, LLN, read, runs_lln, runs_ours, write
 from lln.hf.saving import Folder, drop_marks, explain, is_mark, mark
+from lln.hf.towers import check_masks
 
 
 def install() -> None:
@@ -72,6 +74,7 @@ def choose(original: Any, model: PreTrainedModel, attn_implementation: str | Non
 def attach_after_init(original: Any, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     result = original(model, *args, **kwargs)
     attach(model, fresh=True)
+    model.register_load_state_dict_post_hook(claims.tell_dropped)
     return result
 
 
@@ -80,8 +83,9 @@ def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *arg
     named = attn_implementation.values() if isinstance(attn_implementation, dict) else [attn_implementation]
     by_name = any(name in LLN for name in named) and all(read(part.config) is None for part in list_parts(model))
     if attn_implementation in IMPLEMENTATIONS:
+        check_models(model, attn_implementation)
         for part in list_parts(model):
-            check_model(part, attn_implementation)
+            check_masks(part, attn_implementation)
     with undo_refused(model):
         result = original(model, attn_implementation, *args, **kwargs)
         known = [id(config) for config in list_configs(model.config)]
@@ -91,15 +95,9 @@ def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *arg
                 part.config._attn_implementation_internal = model.config._attn_implementation
         attach(model, fresh=False)
         check_tiles(model)
-    if by_name and is_loaded(model):
+    if by_name and claims.is_loaded(model):
         warn_of_harm()
     return result
-
-
-def is_loaded(model: PreTrainedModel) -> bool:
-    """Whether any weight came from a checkpoint: transformers leaves its mark on those, not on what it has drawn. A
-    config's name_or_path would not tell, since a new model can be made from the config of a trained one."""
-    return any(getattr(parameter, "_is_hf_initialized", False) for parameter in model.parameters())
 
 
 @functools.cache  # once a process
@@ -125,12 +123,14 @@ def initialise(original: Any, model: PreTrainedModel, module: nn.Module, *args: 
     """Runs for every module when a checkpoint has been loaded, and when a model is built around others."""
     if runs_ours(model.config):
         align(module)
-    if module is model and getattr(model, "lln_by_name", False) and is_loaded(model):
+    if module is model and getattr(model, "lln_by_name", False) and claims.is_loaded(model):
         warn_of_harm()
+    if module is model:
+        claims.forget(model)
     if not isinstance(module, Attached):
         return original(model, module, *args, **kwargs)
     if not module._is_hf_initialized:
-        module.initialise()
+        claims.initialise(model, module)
         module._is_hf_initialized = True
     return None
 
@@ -145,6 +145,7 @@ def align(module: nn.Module) -> None:
 
 def save(original: Any, model: PreTrainedModel, save_directory: Folder, *args: Any, **kwargs: Any) -> Any:
     check_saved(model)
+    claims.note_values(model)
     result = original(model, save_directory, *args, **kwargs)
     explain(model, save_directory)
     return result
@@ -203,7 +204,7 @@ def decodes_with_lln(model: PreTrainedModel) -> bool:
     found = [module for _, module in attention_modules(model) if getattr(module, "is_causal", False)]
     if is_mixed(model.config.get_text_config(decoder=True)):  # other layers have caches of their own
         found, kinds = [m for m in found if getattr(m, RUNS, None) in IMPLEMENTATIONS], ["full_attention"]
-    held = [getattr(module, "lln", None) for module in found if runs_lln(module.config)]
+    held = [find_attached(module, "lln") for module in found if runs_lln(module.config)]
     mine = [lln for lln in held if isinstance(lln, ModelAttention) and lln.has_state]
     return bool(mine) and len(mine) == len(found) and set(kinds) == {"full_attention"}
 

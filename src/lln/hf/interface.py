@@ -16,7 +16,7 @@ from transformers.utils.output_capturing import _active_collector
 from lln.hf.attach import Attached, ModelAttention, Peer
 from lln.hf.cache import TAG, StateLayer
 from lln.hf.decoding import find_stepper
-from lln.hf.find import rescale_query
+from lln.hf.find import find_active, rescale_query
 from lln.hf.layers import DROPPED, RUNS
 from lln.hf.masks import CAUSAL, lln_mask, split
 from lln.hf.mixed import attend_softmax, drop_scores, narrow
@@ -117,6 +117,8 @@ def attend(
             return result
         implementation, attention_mask, kwargs = runs, narrow(attention_mask, key), drop_scores(kwargs)
     attention = module._modules.get("lln" if implementation in LLN else "lln_peer")
+    if type(attention) is not ModelAttention:
+        attention = find_active(attention)
     p, layer = dropout if module.training else 0.0, getattr(key, TAG, None)
     if isinstance(layer, StateLayer) and query.shape[2] == 1 and p == 0.0 and not torch.is_grad_enabled():
         call = module, attention, layer, query, key, value, attention_mask, scaling

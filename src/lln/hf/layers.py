@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from lln.hf.cache import LLNCache, StateLayer
-from lln.hf.find import attention_modules, find_first, own_attention
+from lln.hf.find import attention_modules, find_attached, find_first, own_attention
 from lln.hf.options import IMPLEMENTATIONS, LLN, Layers, read
 
 Predicate = Callable[[int, nn.Module], bool]
@@ -211,8 +211,16 @@ def find_running(model: nn.Module) -> dict[str, Any]:
     for name, module in attention_modules(model):
         runs = getattr(module, RUNS, None) or module.config._attn_implementation
         if runs in IMPLEMENTATIONS:
-            found[name] = module.lln if runs in LLN else module.lln_peer
+            found[name] = find_attached(module, "lln" if runs in LLN else "lln_peer")
     return found
+
+
+def check_runs(caller: str, model: PreTrainedModel, implementations: Collection[str]) -> None:
+    """ValueError where no part of the model runs one of these."""
+    runs = {attention.implementation for attention in find_running(model).values()}
+    if runs.isdisjoint(implementations):
+        held = next(iter(runs), model.config._attn_implementation)
+        raise ValueError(f"{caller}: the model runs {held!r}; first lln.hf.convert(model, 'lln_diag').")
 
 
 def make_cache(config: Any) -> LLNCache:

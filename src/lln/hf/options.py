@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -231,14 +231,6 @@ def write(config: Any, options: Options) -> None:
 def runs_lln(config: Any) -> bool:
     """Whether "lln" or "lln_diag" runs, which have an LLNAttention in every attention module."""
     return getattr(config, "_attn_implementation", None) in LLN
-
-
-def check_runs(caller: str, config: Any, implementations: Collection[str]) -> None:
-    """ValueError where the model runs none of these."""
-    if config._attn_implementation not in implementations:
-        raise ValueError(
-            f"{caller}: the model runs {config._attn_implementation!r}; first lln.hf.convert(model, 'lln_diag')."
-        )
 
 
 def runs_ours(config: Any) -> bool:

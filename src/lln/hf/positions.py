@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lln.hf.attach import find_longest
+from lln.hf.find import Model, find_model
 from lln.hf.places import (
     LEARNED,
     ROTARY,
@@ -28,12 +29,12 @@ BUCKETS = ("relative_attention_bias", "rel_embeddings")  # whose last row serves
 
 @torch.no_grad()
 def extend_positions(
-    model: PreTrainedModel,
+    model: Model,
     length: int | None = None,
     *,
     image_size: int | Sequence[int] | None = None,
     method: str | None = None,
-) -> PreTrainedModel:
+) -> Model:
     """Let `model` take texts of `length` tokens, or pictures of `image_size` pixels, more than it was pretrained for.
 
     What limits a model is found and changed in place: weights, buffers and config. dtype, device, requires_grad and
@@ -62,7 +63,7 @@ def extend_positions(
     Extend before `lln.hf.convert` measures anything, so that it measures the model as it will be.
 
     Args:
-        model: a transformers model, changed in place.
+        model: a transformers model, changed in place, or what holds one (see `lln.hf.convert`).
         length: how many tokens it shall take, special tokens included. Encoder and decoder get it alike.
         image_size: pixels of a side, or (height, width), in place of `length`; a multiple of the patch size.
         method: "repeat" or "interpolate" for learned positions, "yarn" or "linear" for rotary ones; see above.
@@ -82,8 +83,7 @@ def extend_positions(
         >>> model.config.max_position_embeddings, model(torch.zeros(1, 20, dtype=int)).last_hidden_state.shape
         (20, torch.Size([1, 20, 16]))
     """
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model must be a transformers model; got {type(model).__name__}.")
+    body = find_model(model)
     if (length is None) == (image_size is None):
         raise TypeError("give length for a model of text or image_size for one of pictures, and not both.")
     if method is not None:
@@ -91,14 +91,14 @@ def extend_positions(
     if image_size is not None:
         if method is not None:
             raise ValueError(f"method goes with length; leave it out with image_size, got {method!r}.")
-        plans = plan_pictures(model, check_size(image_size))
+        plans = plan_pictures(body, check_size(image_size))
     else:
         if not is_count(length):
             raise ValueError(f"length must be a positive whole number of tokens; got {length!r}.")
-        plans = plan_texts(model, length, method)
+        plans = plan_texts(body, length, method)
     if plans:
-        check_peers(model)
-    settings = [(twin, values) for config, values, _ in plans for twin in find_twins(model, config, values)]
+        check_peers(body)
+    settings = [(twin, values) for config, values, _ in plans for twin in find_twins(body, config, values)]
     for _, _, change in plans:
         change()
     for config, values in settings:

@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lln.hf.find import attention_modules, configs, is_cross, read_sizes, rescale_query
 from lln.hf.interface import refuse
-from lln.hf.layers import Plan, read_plan
+from lln.hf.layers import Plan, find_running, read_plan
 from lln.hf.mixed import drop_scores
 from lln.hf.options import IMPLEMENTATIONS
 from lln.hf.packing import is_packed
@@ -68,11 +68,14 @@ def get_interface(interface: AttentionInterface, attn_implementation: str, defau
     if attn_implementation in IMPLEMENTATIONS or (torch.compiler.is_compiling() and attn_implementation != SOFTMAX):
         return function
 
-    def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *more: Any, **given: Any) -> Any:
-        go = functools.partial(function, module, query, key, value, mask, *more, **given)
+    # The mask's name is transformers', since some models (BLIP-2) give it by that.
+    def attend(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *more: Any, **given: Any
+    ) -> Any:
+        go = functools.partial(function, module, query, key, value, attention_mask, *more, **given)
         for names, around in tuple(WATCHERS):
             if (layer := names.get(id(module))) is not None:
-                call = Call(layer, attn_implementation, module, query, key, value, mask, given)
+                call = Call(layer, attn_implementation, module, query, key, value, attention_mask, given)
                 go = functools.partial(around, call, go)
         return go()
 
@@ -117,7 +120,9 @@ def show_softmax(
     """Yields a function that runs the model, in eval and with softmax attention, on a batch of its arguments, and shows
     each call of an attention module that runs one of ours, or is to by `plan`. ValueError for what LLN attention could
     not do."""
-    plan = read_plan(model) if plan is None else plan
+    if plan is None:
+        plan, running = read_plan(model), find_running(model)
+        plan.kept |= {name for name, _ in attention_modules(model) if name not in running}
 
     def show_call(call: Call, go: Callable[[], Any]) -> Any:
         if call.layer in plan.kept:

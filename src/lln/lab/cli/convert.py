@@ -89,7 +89,7 @@ def convert(
 
     from lln.hf.distillation import NotFinite
     from lln.lab.convert.conversion_plan import ConversionPlan
-    from lln.lab.convert.layer_report import describe_verdict, describe_whole, list_rows, name_stages
+    from lln.lab.convert.layer_report import describe_beside, describe_verdict, describe_whole, list_rows, name_stages
     from lln.lab.convert.passages import Passages, read_texts
     from lln.lab.convert.pictures import Pictures, find_pictures
     from lln.lab.convert.pipeline import convert_checkpoint
@@ -133,6 +133,8 @@ def convert(
     typer.echo(
         f"The model is in {out}: `import lln.hf` before transformers loads it. The report is conversion.json there."
     )
+    for sentence in describe_beside(result):
+        typer.echo(sentence)
     typer.echo("\n" + "\n".join(describe_verdict(result)))
     raise decided
 

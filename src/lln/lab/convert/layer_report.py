@@ -143,6 +143,11 @@ def describe_whole(result: dict[str, Any]) -> str:
     return sentence
 
 
+def describe_beside(result: dict[str, Any]) -> list[str]:
+    """What came along from the checkpoint's folder, where there is something to say about that."""
+    return write_paragraphs("conversion.md", "beside", **result)
+
+
 def describe_verdict(result: dict[str, Any]) -> list[str]:
     """What it says of the model, and what to do about it."""
     return write_paragraphs("conversion.md", "verdict", **result, size=name_size(result))

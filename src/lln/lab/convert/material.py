@@ -36,6 +36,7 @@ class Material(abc.ABC):
     called: str  # what several of them are called: passages, pictures
     given_as: str  # the argument of the model, of those in TAKEN
     processor: Any  # what makes a model's inputs of it, as `load` gave it; saved beside the converted model
+    changed = False  # whether it makes larger inputs now than it did
 
     @abc.abstractmethod
     def fingerprint(self) -> str:

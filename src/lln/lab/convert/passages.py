@@ -40,7 +40,9 @@ class Passages(Material):
         return load_tokenizer(model, name, options)
 
     def prepare(self, model: PreTrainedModel, plan: ConversionPlan) -> list[list[int]]:
+        before = self.processor.model_max_length
         self.length = choose_length(plan, model, self.processor, self.texts)
+        self.changed = self.processor.model_max_length != before
         if self.length < plan.shortest:
             raise Refused(f"passages of {self.length} tokens are too short; at least {plan.shortest} are needed")
         return cut_passages(self.processor, self.texts, self.length, plan.shortest)

@@ -54,6 +54,7 @@ class Pictures(Material):
         if self.image_size is not None and self.pixels != (self.image_size,) * 2:
             self.resize(self.image_size, files[0])
             self.enlarge(model)
+            self.changed = True
         return files
 
     def measure(self, file: Path) -> tuple[int, int]:

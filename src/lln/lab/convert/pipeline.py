@@ -23,6 +23,7 @@ from lln.hf.fitting import fit
 from lln.hf.options import runs_ours
 from lln.hf.tiles import REMEDY
 from lln.hf.watch import switch_to_eval
+from lln.lab.convert.companions import MODULES, allow_longer, copy_companions, fetch_companions, find_transformer
 from lln.lab.convert.conversion_plan import ConversionPlan
 from lln.lab.convert.layer_report import compare_layers, hidden_error, last_hidden, write_report
 from lln.lab.convert.material import IN_PYTHON, Batch, Material
@@ -60,12 +61,15 @@ def convert_checkpoint(
     Raises:
         Refused with one line; NotFinite where a loss is.
     """
-    request = {"model": shorten_name(name), **identity(name), **material.request(plan)}
+    folder = Path(name).expanduser()
+    inside = find_transformer(folder) if folder.is_dir() else ""
+    place = str(folder / inside) if inside else name  # of the model that transformers loads
+    request = {"model": shorten_name(name), **identity(place), **material.request(plan)}
     work = Workplace(out, request)
     if work.result is not None:
         shutil.rmtree(work.place, ignore_errors=True)  # where the last thing before the end was a kill
         return work.result
-    read_model = functools.partial(load, name, device, headed=True, load_processor=material.load_processor)
+    read_model = functools.partial(load, place, device, headed=True, load_processor=material.load_processor)
     model, material.processor = read_model()
     if runs_ours(model.config):
         raise Refused(
@@ -98,7 +102,7 @@ def convert_checkpoint(
             "verdict": conversion.judge(len(kept), kept != learned),
             "provenance": {**(about or {}), "transformers": transformers.__version__},
         }
-        save(model, material.processor, work, name, result)
+        save(model, material, work, name, inside, result)
     return result
 
 
@@ -258,22 +262,42 @@ class Conversion:
         }
 
 
-def save(model: PreTrainedModel, processor: Any, work: Workplace, name: str, result: dict[str, Any]) -> None:
-    """The model, in the dtype that its checkpoint had, with its tokenizer or image processor and a card that shows the
-    report."""
-    folder = work.place / MODEL
+def save(
+    model: PreTrainedModel, material: Material, work: Workplace, name: str, inside: str, result: dict[str, Any]
+) -> None:
+    """The model, in the dtype that its checkpoint had, with all that lies beside it there and a card that shows the
+    report. inside: where in the checkpoint's folder the model is."""
+    folder, place = work.place / MODEL, Path(name).expanduser()
+    own = folder / inside
     shutil.rmtree(folder, ignore_errors=True)
-    held = transformers.AutoConfig.from_pretrained(name, local_files_only=True).dtype
+    held = transformers.AutoConfig.from_pretrained(place / inside if inside else name, local_files_only=True).dtype
     model.to(getattr(torch, held) if isinstance(held, str) else held or torch.float32)
     with silence(transformers, bars=False):
-        model.save_pretrained(folder)
-        processor.save_pretrained(folder)
+        model.save_pretrained(own)
+        made = list_files(folder)
+        material.processor.save_pretrained(own)
+        source, known = (place, True) if place.is_dir() else fetch_companions(name)
+    if material.changed:
+        made = list_files(folder)
+    files = {"kept": [], "left_out": []} if source is None else copy_companions(source, folder, made)
+    result["files"] = {**files, "known": known}
+    if material.changed and (length := material.describe_size().get("tokens")):
+        allow_longer(own, length)
     card = folder / "README.md"
+    if inside:
+        (own / "README.md").replace(card)
     inherited = read_card(name)
+    if (folder / MODULES).is_file():
+        inherited["library_name"] = "sentence-transformers"
     said = f"## How it was converted\n\n{write_report(result, inherited.get('license'))}"
     write_text(card, card.read_text(encoding="utf-8").rstrip("\n") + "\n\n" + said)
     metadata_save(card, (metadata_load(card) or {}) | inherited)
     work.finish(result)
+
+
+def list_files(folder: Path) -> set[Path]:
+    """README.md, too, where it is still to be moved to."""
+    return {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()} | {Path("README.md")}
 
 
 def read_card(name: str) -> dict[str, Any]:
