@@ -71,9 +71,12 @@ class Watched:
         self.masks: dict[str, list[tuple[Tensor | None, bool]]] = defaultdict(list)
         self.names: dict[int, str] = {}
 
-    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **given: Any) -> Any:
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any) -> Any:
         """Plain softmax attention: what single models add to it is no concern here, only what they hide."""
-        self.masks[self.names.get(id(module), "")].append((mask, given.get("is_causal") is True))
+        # Where there is no mask, transformers' usual softmax ("sdpa") is causal as the module says.
+        mask, said = attention_mask, given.get("is_causal")
+        causal = bool(getattr(module, "is_causal", False) if said is None else said)
+        self.masks[self.names.get(id(module), "")].append((mask, causal))
         group = query.shape[1] // key.shape[1]
         key, value = (t.repeat_interleave(group, 1) for t in (key, value))
         scale = given.get("scaling")

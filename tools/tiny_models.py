@@ -21,6 +21,7 @@ HEADS, KEY_HEADS, DIM, WIDTH, INNER, LAYERS, WORDS = 4, 2, 16, 64, 48, 2, 128
 BATCH, LENGTH, HIDDEN, SHORT, IMAGE, MOST = 2, 24, 7, 9, 64, 40_000_000
 # Sizes by their names in configs, the first that matches. A number that is smaller already stays.
 SIZES = [(re.compile(pattern), size) for pattern, size in (
+    (r"^mamba_(d_head|head_dim)$", 2 * WIDTH // HEADS),
     (r"(^|_)(num_key_value_heads|num_kv_heads|n_kv_heads|multi_query_group_num)$", KEY_HEADS),
     (r"(^|_)(attention_heads|num_heads|n_heads?|nhead|heads|num_attention_heads)$", HEADS),
     (r"linear_num_(key|value)_heads$", KEY_HEADS),
@@ -44,6 +45,10 @@ WIDE = r"_?(num_(hidden_)?layers|n_layers?|layers|depth|attention_heads|num_head
 # Which sizes are made small, from all to as few as it takes: some configs are only right as a whole.
 ATTEMPTS = ("all", "no heads", "some")
 Inputs = dict[str, Any]
+
+
+SOUND_MASKS = ("input_features_mask", "feature_attention_mask")
+EMBEDDED = ("hidden_states", "inputs_embeds", "input_embeds")
 
 
 class CannotShrink(Exception):
@@ -121,6 +126,8 @@ def shrink(config: PreTrainedConfig, attempt: str) -> None:
         if type(value) is not int or name.endswith("_token_id"):
             continue
         size = next((size for pattern, size in SIZES if pattern.search(name)), None)
+        if size == KEY_HEADS and hasattr(config, "qk_rope_head_dim"):  # latent attention has a key for each query head
+            size = HEADS
         if attempt == "no heads" and size in (HEADS, KEY_HEADS, DIM):
             size = None
         if attempt == "some" and not re.search(WIDE.replace("attention_heads|num_heads|head_dim|", ""), name):
@@ -142,9 +149,9 @@ def shrink(config: PreTrainedConfig, attempt: str) -> None:
         elif isinstance(value[0], int) and "index" in name:  # of layers
             put(config, name, type(value)(sorted({min(int(i), layers - 1) for i in value})))
     ropes = getattr(config, "rope_parameters", None)
-    for rope in [ropes, *(ropes.values() if isinstance(ropes, dict) else ())]:
-        if isinstance(rope, dict) and "mrope_section" in rope:
-            rope["mrope_section"] = share(list(rope["mrope_section"]), DIM // 2)
+    if isinstance(ropes, dict) and "rope_type" in ropes and "mrope_section" in config.ignore_keys_at_rope_validation:
+        ropes["mrope_section"] = share(list(ropes.get("mrope_section", (16, 24, 24))), DIM // 2)
+    put(config, "_experts_implementation_internal", "eager")  # others know no float64
     words = getattr(config, "vocab_size", None)
     for name, value in vars(config).copy().items():
         if type(value) is int and name.endswith(("_token_id", "_token_index")) and type(words) is int:
@@ -200,15 +207,23 @@ def make_inputs(model: PreTrainedModel) -> Iterator[Inputs]:
         more["bbox"] = torch.zeros(BATCH, LENGTH, 4, dtype=torch.long)
     if "decoder_input_ids" in takes and (config.is_encoder_decoder or "input_ids" not in takes):
         text["decoder_input_ids"] = words_of(SHORT)
+    patch = find_number(config, ("patch_size",), 14)
     pictures = [{"pixel_values": normal(channels, side, side)}]
     frames = find_number(config, ("num_frames",), 4)
     pictures += [{"pixel_values": normal(frames, channels, side, side)}, {"pixel_values": normal(1, channels, 224, 224)}]
+    grid = {"grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])}
+    times = find_number(config, ("temporal_patch_size",), 2)
+    cut = torch.randn(32, channels * times * patch**2, generator=random, dtype=torch.float64)
     sounds: list[Inputs] = [{"input_features": normal(mels, 2 * find_number(config, ("max_source_positions",), 32))}]
     sounds += [{"input_features": normal(mels, 64)}, {"input_features": normal(64, mels)}]
     sounds += [{"input_features": normal(mels, 3000)}, {"input_features": normal(1, 1024, 128)}]
     waves: list[Inputs] = [{"input_values": normal(4000)}, {"input_values": normal(1024, 128)}]
     waves += [{"input_values": normal(1, 4000)}, {"input_values": words_of(LENGTH)}]
-    hidden = [{"hidden_states": normal(LENGTH, width)}, {"inputs_embeds": normal(LENGTH, width)}]
+    hidden: list[Inputs] = [
+        {"hidden_states": cut, **grid} if "grid_thw" in takes else {"hidden_states": normal(LENGTH, width)},
+        {"inputs_embeds": normal(LENGTH, width)}, {"query_embeds": normal(LENGTH, width)},
+        {"input_embeds": normal(LENGTH, width)},
+    ]  # fmt: skip
     starts: list[list[Inputs]] = []
     if "input_ids" in takes:
         both = [{**text, **picture} for picture in pictures] if "pixel_values" in takes else []
@@ -221,12 +236,18 @@ def make_inputs(model: PreTrainedModel) -> Iterator[Inputs]:
         for way in ways:
             extra = {name: value for name, value in more.items() if name in takes}
             decoder = {"decoder_input_ids": words_of(SHORT)} if "decoder_input_ids" in takes else {}
+            if "encoder_hidden_states" in takes and not decoder:
+                across = find_number(config, ("encoder_hidden_size",), width)
+                decoder = {"encoder_hidden_states": normal(SHORT, across)}
             quiet = {"use_cache": False} if "use_cache" in takes else {}
             known = {name: value for name, value in way.items() if name in takes}
-            masked = "input_ids" in known or next(iter(known)) in ("hidden_states", "inputs_embeds")
+            if "input_features" in known:
+                length = known["input_features"].shape[-1]
+                extra = {n: torch.ones(BATCH, length, dtype=torch.long) for n in SOUND_MASKS if n in takes}
+            masked = bool(extra) and "input_features" in known or "input_ids" in known or next(iter(known)) in EMBEDDED
             for added in ([extra] if masked else []) + [{}]:
                 yield {**known, **added, **quiet}
-                if decoder and "decoder_input_ids" not in known:
+                if decoder and not set(decoder) <= set(known):
                     yield {**known, **added, **decoder, **quiet}
 
 
