@@ -210,7 +210,10 @@ def make_inputs(model: PreTrainedModel) -> Iterator[Inputs]:
     patch = find_number(config, ("patch_size",), 14)
     pictures = [{"pixel_values": normal(channels, side, side)}]
     frames = find_number(config, ("num_frames",), 4)
-    pictures += [{"pixel_values": normal(frames, channels, side, side)}, {"pixel_values": normal(1, channels, 224, 224)}]
+    pictures += [
+        {"pixel_values": normal(frames, channels, side, side)},
+        {"pixel_values": normal(1, channels, 224, 224)},
+    ]
     grid = {"grid_thw": torch.tensor([[1, 4, 4], [1, 4, 4]])}
     times = find_number(config, ("temporal_patch_size",), 2)
     cut = torch.randn(32, channels * times * patch**2, generator=random, dtype=torch.float64)
