@@ -96,6 +96,11 @@ class StandIn(TorchFunctionMode):
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         attention = self.attention
+        if query.shape[2] != key.shape[2]:
+            raise ValueError(
+                f"{self.host} attends from {query.shape[2]} tokens to {key.shape[2]} others, which is cross attention, "
+                "and that stays as it is; use this module as it was."
+            )
         usual = query.shape[-1] ** -0.5 if attention.scale is None else attention.scale
         if scale is not None and scale != usual:
             query = query * (scale / usual)
