@@ -30,7 +30,6 @@ from unittest import mock
 
 import torch
 import transformers
-from tiny_models import CannotShrink, Tiny, first_line, list_architectures, make_tiny
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -44,6 +43,7 @@ from lln.hf.find import rescale_query
 from lln.hf.layers import RUNS
 from lln.lab.core.provenance import provenance
 from lln.naive import naive_lln, naive_lln_diag
+from tiny_models import CannotShrink, Tiny, first_line, list_architectures, make_tiny
 
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "results" / "models.json"
@@ -189,7 +189,9 @@ def compare(call: Any, seen: tuple[Tensor | None, bool]) -> float:
     if attention.statistics == "sample":
         split = query.double().unflatten(1, (key_heads, group))
         sigmas = [
-            torch.stack([torch.stack([s[h][..., m, :].std() for h in range(key_heads)]) for s, m in zip(t, which)])
+            torch.stack(
+                [torch.stack([s[h][..., m, :].std() for h in range(key_heads)]) for s, m in zip(t, which, strict=True)]
+            )
             for t, which in ((split, here), (key.double(), visible))
         ]
     alpha, beta = lln.match_moments(*sigmas, dim, attention.matching, attention.scale)

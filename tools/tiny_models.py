@@ -247,7 +247,9 @@ def make_inputs(model: PreTrainedModel) -> Iterator[Inputs]:
             if "input_features" in known:
                 length = known["input_features"].shape[-1]
                 extra = {n: torch.ones(BATCH, length, dtype=torch.long) for n in SOUND_MASKS if n in takes}
-            masked = bool(extra) and "input_features" in known or "input_ids" in known or next(iter(known)) in EMBEDDED
+            masked = (
+                ("input_features" in known and bool(extra)) or "input_ids" in known or next(iter(known)) in EMBEDDED
+            )
             for added in ([extra] if masked else []) + [{}]:
                 yield {**known, **added, **quiet}
                 if decoder and not set(decoder) <= set(known):

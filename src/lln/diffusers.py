@@ -15,7 +15,9 @@ import inspect
 from typing import Any
 
 if importlib.util.find_spec("diffusers") is None:
-    raise ModuleNotFoundError("lln.diffusers needs diffusers; install it with: pip install 'lln-attention[diffusers]'")
+    raise ModuleNotFoundError(
+        "lln.diffusers needs diffusers; install it with: pip install 'lln-attention[diffusers]'", name="diffusers"
+    )
 
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 from torch import nn
@@ -83,7 +85,8 @@ def convert(model: nn.Module, implementation: str = "lln_diag", **options: Any) 
     Example:
         >>> import diffusers, torch, lln.diffusers
         >>> model = diffusers.DiTTransformer2DModel(
-        ...     num_attention_heads=2, attention_head_dim=8, in_channels=4, num_layers=1, sample_size=8, norm_num_groups=1
+        ...     num_attention_heads=2, attention_head_dim=8, in_channels=4,
+        ...     num_layers=1, norm_num_groups=1, sample_size=8
         ... )
         >>> model = lln.diffusers.convert(model, "lln_diag", block_size=4)
         >>> step, label = torch.tensor([5]), torch.tensor([1])
@@ -98,8 +101,8 @@ def convert(model: nn.Module, implementation: str = "lln_diag", **options: Any) 
     check_plug(implementation, options)
     if options.get("tile") is not None:
         raise ValueError(
-            "tile: how the patches lie among a diffusers model's tokens is not known; use block_size, which cuts tokens "
-            "in their order."
+            "tile: how the patches lie among the tokens of a diffusers model is not known; use block_size, which cuts "
+            "tokens in their order."
         )
     layers = [(name, module) for name, module in find_attention(model) if not is_cross(name, module)]
     if not layers:

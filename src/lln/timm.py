@@ -14,7 +14,7 @@ import importlib.util
 from typing import Any
 
 if importlib.util.find_spec("timm") is None:
-    raise ModuleNotFoundError("lln.timm needs timm; install it with: pip install 'lln-attention[timm]'")
+    raise ModuleNotFoundError("lln.timm needs timm; install it with: pip install 'lln-attention[timm]'", name="timm")
 
 import timm.layers
 from timm.models.eva import EvaAttention
@@ -169,8 +169,8 @@ def find_patches(model: Any) -> Patches:
     prefix = getattr(model, "num_prefix_tokens", None)
     if not isinstance(convolution, nn.Conv2d) or not isinstance(prefix, int):
         raise ValueError(
-            f"tile: {type(model).__name__} has no patch_embed.proj that cuts an image into patches, or does not say how "
-            f"many other tokens there are (num_prefix_tokens); {REMEDY}."
+            f"tile: {type(model).__name__} has no patch_embed.proj that cuts an image into patches, or does not say "
+            f"how many other tokens there are (num_prefix_tokens); {REMEDY}."
         )
     for hook in convolution._forward_hooks.values():
         if isinstance(held := getattr(hook, "__self__", None), Patches):

@@ -42,7 +42,8 @@ def record(
     What the model computes does not change by a bit, nothing is left behind afterwards, and a recomputation inside
     backward (activation checkpointing) is not looked at again. Observed are lln.LLNAttention (in lln.MultiheadAttention
     and in models of lln.hf, too), torch.nn.MultiheadAttention, the attention of models of transformers, timm and
-    diffusers, and modules with linear layers named like query, key and value whose softmax attention can be verified from outside.
+    diffusers, and modules with linear layers named like query, key and value whose softmax attention can be verified
+    from outside.
 
     Args:
         model: the module that is called, without torch.compile. A call of it is a step, in training or not.

@@ -135,6 +135,6 @@ def stand_in(attention: LLNAttention, host: str, *, heads_alike: bool = False) -
     if mode.calls != 1:
         times = "not at all" if not mode.calls else f"{mode.calls} times"
         raise ValueError(
-            f"{host} was to call torch's attention function once and did so {times}, so that LLN attention cannot stand "
-            "in its place; use this module as it was."
+            f"{host} was to call torch's attention function once and did so {times}, so that LLN attention cannot "
+            "stand in its place; use this module as it was."
         )
