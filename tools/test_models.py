@@ -64,6 +64,10 @@ class Failure(Exception):
     """What a model did that it must not."""
 
 
+class Unreached(Exception):
+    """The layers that were named for LLN attention are not among those that the inputs come to."""
+
+
 class Watched:
     """The softmax calls of a model: what each module sees, call by call."""
 
@@ -107,7 +111,8 @@ def watch_softmax(tiny: Tiny) -> dict[str, list[tuple[Tensor | None, bool]]]:
 class Spy:
     """What a model does while LLN attention is to run: its calls, and softmax that runs beside them."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, partly: bool) -> None:
+        self.partly = partly  # whether some layers keep their own attention
         self.names = {id(module): name for name, module in model.named_modules()}
         self.calls: list[tuple[str, Any, Tensor, Tensor, Tensor, Any, dict[str, Any]]] = []
         self.beside: Counter[str] = Counter()
@@ -137,6 +142,10 @@ class Spy:
             if "/transformers/" in place or "nn/modules/activation" in place or "nn/functional" in place:
                 owner = frame.f_locals.get("self", frame.f_locals.get("module"))
                 held = vars(owner).get(RUNS) if owner is not None and hasattr(owner, "__dict__") else None
+                # A part of the model that was not named runs its own attention, as it should.
+                chosen = getattr(getattr(owner, "config", None), "_attn_implementation", None)
+                if self.partly and chosen not in lln.hf.IMPLEMENTATIONS:
+                    return function(first, *args, **given)
                 if first.ndim >= 3 and first.shape[-1] > 1 and (held is None or held in lln.hf.IMPLEMENTATIONS):
                     called = type(owner).__name__ if owner is not None else frame.f_code.co_name
                     if "ttention" in called or name != "softmax" or "ttention" in frame.f_code.co_name:
@@ -224,7 +233,7 @@ def try_one(tiny: Tiny, name: str, options: dict[str, Any], masks: dict[str, Any
     else:
         sizes = {"block_size": BLOCK} if name == "lln_diag" else {}
         model = lln.hf.convert(tiny.build("eager"), name, **sizes, **options)
-    spy = Spy(model)
+    spy = Spy(model, "layers" in options)
     with spy.look():
         tiny.run(model)
     turn: Counter[str] = Counter()
@@ -240,6 +249,8 @@ def try_one(tiny: Tiny, name: str, options: dict[str, Any], masks: dict[str, Any
         errors.append(error)
     if spy.beside:
         raise Failure(f"softmax goes on to run in {', '.join(sorted(spy.beside))}")
+    if not errors and "layers" in options:
+        raise Unreached
     if not errors:
         raise Failure("no attention was reached" if masks else "accepted, though no attention of it can be LLN's")
     missed = [] if "layers" in options else sorted(set(masks) - set(turn))
@@ -257,6 +268,8 @@ def try_name(tiny: Tiny, name: str, masks: dict[str, Any]) -> dict[str, Any]:
         try:
             found = try_one(tiny, name, options, masks)
             return found | ({"with": said} if said else {})
+        except Unreached:
+            return {"outcome": "refused", "reason": refusal}
         except Failure as problem:
             return {"outcome": "failed", "reason": str(problem), **({"with": said} if said else {})}
         except Exception as problem:

@@ -27,7 +27,9 @@ def uses_interface(module: nn.Module) -> bool:
 @functools.cache
 def names_interface(kind: Any) -> bool:
     methods = (inspect.unwrap(m) if callable(m) else m for base in kind.__mro__ for m in vars(base).values())
-    return any(isinstance(m, types.FunctionType) and INTERFACE in m.__code__.co_names for m in methods)
+    codes = (m.__code__ for m in methods if isinstance(m, types.FunctionType) and INTERFACE in m.__code__.co_names)
+    # Kosmos-2.5 looks for a function among the interface's attributes, where there is none, and always runs softmax.
+    return any("get_interface" in code.co_names or "getattr" not in code.co_names for code in codes)
 
 
 def attention_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -55,8 +57,21 @@ def say_ignored(what: str, implementation: str) -> str:
     )
 
 
+# Modules that read the attention mask themselves, in softmax's form, and what they do with it.
+READERS = {
+    "DogeAttention": "adds scores of its own to single query-key pairs",
+    "LasrEncoderConvolutionModule": "looks for hidden tokens in a mask of query-key pairs",
+}
+
+
 def check_model(model: PreTrainedModel, implementation: str) -> None:
     """ValueError where some attention of the model would go on to run softmax whatever it is told."""
+    for _, module in own_modules(model):
+        if (does := READERS.get(type(module).__name__)) is not None:
+            raise ValueError(
+                f"attn_implementation={implementation!r}: {type(module).__name__} of {type(model).__name__} {does}, "
+                "and linear attention forms no such pairs; use this model with transformers' own implementations."
+            )
     if not any(True for _ in attention_modules(model)):
         raise ValueError(say_ignored(f"no attention of {type(model).__name__} uses", implementation))
     for _, module in own_modules(model):
@@ -103,7 +118,8 @@ def read_sizes(module: Any) -> dict[str, Any]:
     heads = find_first((module, config), "num_attention_heads", "num_heads", "n_heads", "n_head")
     dim = find_first((module,), "qk_head_dim", "head_dim", "attention_head_size", "head_size")
     if dim is None and heads is not None:
-        dim = find_first((config,), "head_dim") or find_first((config,), "hidden_size", "d_model") // heads
+        width = find_first((config,), "hidden_size", "d_model")
+        dim = find_first((config,), "head_dim") or (None if width is None else width // heads)
     if not isinstance(heads, int) or not isinstance(dim, int):
         raise ValueError(f"lln: cannot tell how many heads of what size {type(module).__name__} has.")
     groups = find_first((module,), "num_key_value_groups", "n_rep")
