@@ -39,7 +39,12 @@ def tools() -> Any:
 def test_python_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for block in blocks(page, "python"):
-        exec(block.replace("4096", "96").replace("1024", "64"), {})
+        try:
+            exec(block.replace("4096", "96").replace("1024", "64"), {})
+        except ModuleNotFoundError as error:
+            if error.name not in ("diffusers", "timm"):
+                raise
+            pytest.skip(f"{page} needs {error.name}")
 
 
 def commands() -> list[str]:
