@@ -41,8 +41,8 @@ def make_sd3(heads: int, layers: int, side: int) -> tuple[torch.nn.Module, dict[
     """Joint attention among the patches and the tokens of a text."""
     model = SD3Transformer2DModel(
         num_attention_heads=heads, attention_head_dim=64, num_layers=layers, in_channels=4, sample_size=side,
-        patch_size=2, out_channels=4, joint_attention_dim=64, caption_projection_dim=64 * heads, pooled_projection_dim=POOLED,
-        pos_embed_max_size=side // 2,
+        patch_size=2, out_channels=4, joint_attention_dim=64, caption_projection_dim=64 * heads,
+        pooled_projection_dim=POOLED, pos_embed_max_size=side // 2,
     )  # fmt: skip
     text = {"encoder_hidden_states": torch.randn(1, TEXT, 64), "pooled_projections": torch.randn(1, POOLED)}
     return model, {"timestep": torch.tensor([500]), **text}

@@ -12,11 +12,11 @@ STORED = Path(__file__).parents[1] / "results" / "models.json"
 NAMES = ("lln", "lln_diag")
 HEAD = """# Which models
 
-Made by `make pages` from `results/models.json`, which `make test-models` writes: a tiny model with random weights of each
-architecture of transformers {transformers}, made from its config's defaults, runs with `lln` and with `lln_diag`. Every call of
-attention inside it is compared with eq. (8) in float64, with the pairs that the model's own softmax attention sees; beside
-that nothing may run softmax. A model that cannot be served must be refused in one sentence, and a refusal that names a remedy
-is followed by another try with it.
+Made by `make pages` from `results/models.json`, which `make test-models` writes: a tiny model with random weights of
+each architecture of transformers {transformers}, from the defaults of its config, runs with `lln` and with
+`lln_diag`. Every call of attention inside it is compared with eq. (8) in float64, with the pairs that the model's own
+softmax attention sees; beside that nothing may run softmax. A model that cannot be served must be refused in one
+sentence, and a refusal that names a remedy is followed by another try with it.
 
 """
 # What a refusal says, without the names in it; the first that is found in its text.
@@ -24,7 +24,7 @@ REASONS = (
     (r"no attention of .* uses transformers' AttentionInterface|of .* does not use transformers'|ignores transformers'",
      "Attention of their own, or none at all: some attention in them does not ask transformers for its function, so it "
      "would go on to run softmax"),
-    (r"sliding_window|chunk", "Windows: layers that attend within a window or chunk, and no others that the inputs came to"),
+    (r"sliding_window|chunk", "Windows: layers that attend within a window or chunk, and no others"),
     (r"position_bias|bias of single", "Biases of single query-key pairs"),
     (r"softcap", "A cap on single scores"),
     (r"s_aux|sinks", "Attention sinks"),

@@ -290,16 +290,15 @@ def try_name(tiny: Tiny, name: str, masks: dict[str, Any]) -> dict[str, Any]:
 
 def check_architecture(name: str) -> dict[str, Any]:
     """What is stored of an architecture."""
-    warnings.simplefilter("ignore")
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    try:
-        tiny = make_tiny(name)
-    except CannotShrink as problem:
-        return {"outcome": "not tried", "reason": str(problem)}
-    masks = watch_softmax(tiny)
-    row: dict[str, Any] = {"class": tiny.kind.__name__, "inputs": [n for n in tiny.inputs if n != "use_cache"]}
-    return row | {each: try_name(tiny, each, masks) for each in NAMES}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            tiny = make_tiny(name)
+        except CannotShrink as problem:
+            return {"outcome": "not tried", "reason": str(problem)}
+        masks = watch_softmax(tiny)
+        row: dict[str, Any] = {"class": tiny.kind.__name__, "inputs": [n for n in tiny.inputs if n != "use_cache"]}
+        return row | {each: try_name(tiny, each, masks) for each in NAMES}
 
 
 def run_apart(name: str, seconds: int) -> dict[str, Any]:
@@ -311,6 +310,8 @@ def run_apart(name: str, seconds: int) -> dict[str, Any]:
                 resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
                 with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
                     os.dup2(nowhere.fileno(), 2)
+                    transformers.logging.set_verbosity_error()
+                    torch.set_num_threads(1)
                     row = check_architecture(name)
                 path.write_text(json.dumps(row))
             finally:
