@@ -41,7 +41,9 @@ SIZES = [(re.compile(pattern), size) for pattern, size in (
     (r"(^|_)(image_size|input_size|pretrain_image_size)$", IMAGE),
     (r"^(num_queries|resampler_n_latents|num_latents)$", 10),
 )]  # fmt: skip
-WIDE = r"_?(num_(hidden_)?layers|n_layers?|layers|depth|attention_heads|num_heads|head_dim|vocab_size)$"
+KEYS = r"(num_key_value_heads|num_kv_heads)$"
+OF_HEADS = r"(heads?|head_dim|d_kv|dim_head|kv_channels|head_size|scalar|rank)$"
+FEW = r"(layers?|depth|vocab_size)$"
 # Which sizes are made small, from all to as few as it takes: some configs are only right as a whole.
 ATTEMPTS = ("all", "no heads", "some")
 Inputs = dict[str, Any]
@@ -118,6 +120,8 @@ def shrink(config: PreTrainedConfig, attempt: str) -> None:
         if isinstance(held, PreTrainedConfig):
             shrink(held, attempt)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if getattr(config, "vocab_size", 0) is None:
+        put(config, "vocab_size", WORDS)
     order = list(dict.fromkeys(kinds)) if isinstance(kinds, (list, tuple)) else []
     layers, before = max(LAYERS, len(order)), set()
     if isinstance(kinds, (list, tuple)):
@@ -126,11 +130,11 @@ def shrink(config: PreTrainedConfig, attempt: str) -> None:
         if type(value) is not int or name.endswith("_token_id"):
             continue
         size = next((size for pattern, size in SIZES if pattern.search(name)), None)
-        if size == KEY_HEADS and hasattr(config, "qk_rope_head_dim"):  # latent attention has a key for each query head
-            size = HEADS
-        if attempt == "no heads" and size in (HEADS, KEY_HEADS, DIM):
+        if re.search(KEYS, name) and hasattr(config, "qk_rope_head_dim"):  # latent attention: a key for each query head
+            size = HEADS if size is not None else None
+        if attempt == "no heads" and re.search(OF_HEADS, name):
             size = None
-        if attempt == "some" and not re.search(WIDE.replace("attention_heads|num_heads|head_dim|", ""), name):
+        if attempt == "some" and not re.search(FEW, name):
             size = None
         if size == LAYERS and re.search(r"layers?$|depth$|blocks$", name):
             before |= {value}
