@@ -136,6 +136,8 @@ def shrink(config: PreTrainedConfig, attempt: str) -> None:
             size = None
         if attempt == "some" and not re.search(FEW, name):
             size = None
+        if size == LAYERS and hasattr(config, "depths"):  # layers of stages, which must stay as many as their widths
+            size = None
         if size == LAYERS and re.search(r"layers?$|depth$|blocks$", name):
             before |= {value}
             size = layers

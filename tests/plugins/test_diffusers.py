@@ -17,6 +17,7 @@ import lln.diffusers
 from helpers.hf_models import sentence
 from helpers.tensors import normal, relative_error
 from lln.instruments import record
+from lln.lab.inspect.inspection import inspect_batches
 from lln.naive import naive_lln, naive_lln_diag
 
 BLOCK = 5
@@ -230,6 +231,14 @@ def test_record_sees_self_attention_and_cross_attention() -> None:
     assert sorted(row["layer"] for row in rec.rows()) == sorted(layers)
     for row in rec.rows():
         assert row["attention"] == ("lln_diag" if row["layer"].endswith("attn1") else "softmax")
+
+
+def test_inspect_compares_lln_with_the_softmax_attention_of_a_model() -> None:
+    model, given = build("sd3")
+    found = inspect_batches(model, [given])
+    assert len(found["layers"]) == 3
+    for row in found["rows"]:
+        assert abs(row["lln"]["data"]["entropy_difference"]) < 0.1
 
 
 @pytest.mark.long

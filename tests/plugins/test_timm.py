@@ -14,6 +14,7 @@ import lln.timm
 from helpers.hf_models import sentence
 from helpers.tensors import normal, relative_error
 from lln.instruments import record
+from lln.lab.inspect.inspection import inspect_batches
 from lln.naive import naive_lln, naive_lln_diag
 from lln.nn.plug import BLOCK_SIZE
 
@@ -225,3 +226,12 @@ def test_record_sees_the_attention(converted: bool) -> None:
     p = seen.map().dense()
     assert relative_error(layer.proj((p @ v).transpose(1, 2).flatten(2)), layer(model.blocks[0].norm1(
         model._pos_embed(model.patch_embed(x))))) < 1e-12  # fmt: skip
+
+
+def test_inspect_compares_lln_with_the_softmax_attention_of_a_model() -> None:
+    found = inspect_batches(build(), [{"x": pictures()}])
+    assert [row["label"] for row in found["layers"]] == ["0", "1"]
+    for row in found["rows"]:
+        assert row["attention"] == "softmax"
+        assert abs(row["lln"]["data"]["entropy_difference"]) < 0.1
+        assert row["lln"]["paper"]["alpha"] > 0
