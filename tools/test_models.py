@@ -196,14 +196,14 @@ def compare(call: Any, seen: tuple[Tensor | None, bool]) -> float:
         here, visible = here[:1], visible[:1]
     sigmas = [torch.ones(batch, key_heads, dtype=torch.float64)] * 2
     if attention.statistics == "sample":
-        split = query.double().unflatten(1, (key_heads, group))
+        split = query.double().view(batch, key_heads, group, rows, dim)
         sigmas = [
             torch.stack(
                 [torch.stack([s[h][..., m, :].std() for h in range(key_heads)]) for s, m in zip(t, which, strict=True)]
             )
             for t, which in ((split, here), (key.double(), visible))
         ]
-    alpha, beta = lln.match_moments(*sigmas, dim, attention.matching, attention.scale)
+    alpha, beta = lln.match_moments(sigmas[0], sigmas[1], dim, attention.matching, attention.scale)
     alpha = torch.as_tensor(alpha).expand(batch, key_heads).repeat_interleave(group, 1)
     where: dict[str, Any] = {"is_causal": causal, "key_mask": visible}
     if attention.block_size is None or attention.cross:
@@ -231,7 +231,7 @@ def try_one(tiny: Tiny, name: str, options: dict[str, Any], masks: dict[str, Any
     if name == "lln" and not options:
         model = tiny.build(name)
     else:
-        sizes = {"block_size": BLOCK} if name == "lln_diag" else {}
+        sizes: dict[str, Any] = {"block_size": BLOCK} if name == "lln_diag" else {}
         model = lln.hf.convert(tiny.build("eager"), name, **sizes, **options)
     spy = Spy(model, "layers" in options)
     with spy.look():

@@ -9,7 +9,6 @@ softmax in the middle of it (`lln.nn.plug`). alpha and beta follow from the quer
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from typing import Any
 
@@ -59,14 +58,10 @@ class Linearised(nn.Module):
         return restore, (self.kind, self.implementation, self.options), vars(self)
 
 
-@functools.cache
-def name_class(kind: type[nn.Module], implementation: str) -> str:
-    return ("LLN" if implementation == "lln" else "LLNDiag") + kind.__name__
-
-
 def make_class(kind: type[nn.Module], implementation: str, options: dict[str, Any]) -> type[Any]:
+    name = ("LLN" if implementation == "lln" else "LLNDiag") + kind.__name__
     held = {"implementation": implementation, "options": dict(options), "kind": kind, "__module__": __name__}
-    return type(name_class(kind, implementation), (Linearised, kind), held)
+    return type(name, (Linearised, kind), held)
 
 
 def restore(kind: type[nn.Module], implementation: str, options: dict[str, Any]) -> Any:
@@ -106,7 +101,7 @@ def make_layer(implementation: str = "lln_diag", **options: Any) -> type[Any]:
     return make_class(timm.layers.Attention, implementation, options)
 
 
-def convert(model: nn.Module, implementation: str = "lln_diag", **options: Any) -> nn.Module:
+def convert(model: Any, implementation: str = "lln_diag", **options: Any) -> Any:
     """Let a timm model that exists, with its weights, run LLN attention.
 
     Args:

@@ -121,8 +121,8 @@ def test_models_attend_by_eq_8(name: str, implementation: str) -> None:
     count = 0
     for module, q, k, v, key_mask, out in record_calls(case):
         assert key_mask is None
-        coefficients = lln.match_moments(*(t.flatten(2).std(-1) for t in (q, k)), q.shape[-1])
-        wanted = naive_lln_diag(q, k, v, *coefficients, BLOCK) if options else naive_lln(q, k, v, *coefficients)
+        alpha, beta = lln.match_moments(q.flatten(2).std(-1), k.flatten(2).std(-1), q.shape[-1])
+        wanted = naive_lln_diag(q, k, v, alpha, beta, BLOCK) if options else naive_lln(q, k, v, alpha, beta)
         assert relative_error(out, wanted) < 1e-12
         count += 1
         assert module.num_heads == 2

@@ -45,7 +45,7 @@ def project(layer: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def find_coefficients(q: Tensor, k: Tensor) -> tuple[Any, Any]:
-    return lln.match_moments(*(t.flatten(2).std(-1) for t in (q, k)), q.shape[-1])
+    return lln.match_moments(q.flatten(2).std(-1), k.flatten(2).std(-1), q.shape[-1])
 
 
 @pytest.mark.parametrize("options", [{}, {"qk_norm": True, "norm_layer": nn.LayerNorm}, {"attn_head_dim": 10}])
