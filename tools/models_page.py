@@ -61,7 +61,7 @@ def markdown() -> str:
     worst = max(row[name]["error"] for row in agreeing for name in NAMES)
     calls = sum(row[name]["calls"] for row in agreeing for name in NAMES)
     lines = [HEAD.format(transformers=said["transformers"])]
-    lines += [f"Of {len(rows)} architectures", ""]
+    lines += [f"Of {len(rows)} architectures:", ""]
     lines += [
         f"- **{count['agrees']} agree** with eq. (8) and LLN+Diag in all {calls:,} calls, to {worst:.1g} at worst;",
         f"- **{count['refused']} are refused** in one sentence;",

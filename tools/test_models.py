@@ -196,7 +196,7 @@ def compare(call: Any, seen: tuple[Tensor | None, bool]) -> float:
         here, visible = here[:1], visible[:1]
     sigmas = [torch.ones(batch, key_heads, dtype=torch.float64)] * 2
     if attention.statistics == "sample":
-        split = query.double().view(batch, key_heads, group, rows, dim)
+        split = query.double().reshape(batch, key_heads, group, rows, dim)
         sigmas = [
             torch.stack(
                 [torch.stack([s[h][..., m, :].std() for h in range(key_heads)]) for s, m in zip(t, which, strict=True)]

@@ -61,12 +61,13 @@ class Linearised(nn.Module):
 def make_class(kind: type[nn.Module], implementation: str, options: dict[str, Any]) -> type[Any]:
     name = ("LLN" if implementation == "lln" else "LLNDiag") + kind.__name__
     held = {"implementation": implementation, "options": dict(options), "kind": kind, "__module__": __name__}
-    return type(name, (Linearised, kind), held)
+    made: type[Any] = type(name, (Linearised, kind), held)
+    return made
 
 
 def restore(kind: type[nn.Module], implementation: str, options: dict[str, Any]) -> Any:
     made = make_class(kind, implementation, options)
-    return made.__new__(made)
+    return object.__new__(made)
 
 
 def make_layer(implementation: str = "lln_diag", **options: Any) -> type[Any]:

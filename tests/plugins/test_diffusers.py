@@ -192,7 +192,7 @@ def test_what_cannot_be_is_refused_and_left_as_it_was() -> None:
         sentence(problem)
         assert not any(isinstance(module, lln.LLNAttention) for module in model.modules())
     with pytest.raises(TypeError, match=r"of a pipeline say pipe\.transformer or pipe\.unet; got str"):
-        lln.diffusers.convert("pipe")  # type: ignore[arg-type]
+        lln.diffusers.convert("pipe")
 
 
 def test_what_was_learned_is_saved_with_the_model_and_not_lost() -> None:

@@ -170,7 +170,7 @@ def test_models_of_other_attention_are_refused_and_left() -> None:
         lln.timm.make_layer(tile=3)
     sentence(problem)
     with pytest.raises(TypeError, match="model must be a timm model"):
-        lln.timm.convert("vit")  # type: ignore[arg-type]
+        lln.timm.convert("vit")
 
 
 def test_what_was_learned_is_not_lost() -> None:
