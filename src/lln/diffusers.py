@@ -91,7 +91,7 @@ def convert(model: Any, implementation: str = "lln_diag", **options: Any) -> Any
         >>> model = lln.diffusers.convert(model, "lln_diag", block_size=4)
         >>> step, label = torch.tensor([5]), torch.tensor([1])
         >>> model(torch.randn(1, 4, 8, 8), timestep=step, class_labels=label).sample.shape
-        torch.Size([1, 8, 8, 8])
+        torch.Size([1, 4, 8, 8])
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
