@@ -336,7 +336,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=SECONDS, help="of each architecture")
     options = parser.parse_args()
     rows = json.loads(options.out.read_text())["architectures"] if options.only and options.out.exists() else {}
-    said = provenance(0, torch.device("cpu")) | {"transformers": transformers.__version__}
+    said = provenance(0, torch.device("cpu")) | {"transformers": transformers.__version__, "command": "test_models.py"}
     for name in options.only.split(",") if options.only else list_architectures():
         rows[name] = run_apart(name, options.seconds)
         parts = [rows[name], *(rows[name].get(each, {}) for each in NAMES)]
