@@ -52,7 +52,7 @@ test-integrations: $(READY)
 		--target $(VENV)-integrations timm torchvision
 	PYTHONPATH=$(VENV)-integrations $(VENV)/bin/python -m pytest -m "long or not long" tests/plugins \
 		tests/house/test_doctests.py tests/house/test_docs.py tests/house/test_examples.py \
-		-k "plugins or timm or diffusers or images or vision"
+		-k "plugins or timm or diffusers or images or vision or image_transformer"
 
 check: $(READY)
 	$(VENV)/bin/ruff check .
