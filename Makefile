@@ -9,7 +9,7 @@ OUT ?= report
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 READY = $(VENV)/.ready
 
-.PHONY: report docs pages test test-long test-gpu test-matrix check bench bench-conversion bench-gpu clean
+.PHONY: report docs pages test test-long test-gpu test-matrix test-models test-integrations check bench bench-conversion bench-gpu clean
 
 report: $(READY)
 	$(VENV)/bin/lln report --out $(OUT)
@@ -40,6 +40,19 @@ test-gpu: $(READY)
 # gigabytes below .venv-matrix/. Pythons that are not found are told.
 test-matrix: $(READY)
 	$(VENV)/bin/python tools/test_matrix.py
+
+# Every architecture of transformers, tiny and with random weights, with LLN and LLN+Diag in it: an hour.
+test-models: $(READY)
+	$(VENV)/bin/python tools/test_models.py
+
+# The tests with timm, in a folder of its own: it brings torchvision, which would bring another torch. Where torchvision's
+# operators do not fit the torch that is here, the tests do without them.
+test-integrations: $(READY)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target $(VENV)-integrations timm torchvision
+	PYTHONPATH=$(VENV)-integrations $(VENV)/bin/python -m pytest -m "long or not long" tests/plugins \
+		tests/house/test_doctests.py tests/house/test_docs.py tests/house/test_examples.py \
+		-k "plugins or timm or diffusers or images or vision or image_transformer"
 
 check: $(READY)
 	$(VENV)/bin/ruff check .
@@ -73,4 +86,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-matrix $(OUT) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-integrations .venv-matrix $(OUT) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

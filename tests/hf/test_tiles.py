@@ -20,9 +20,9 @@ from helpers.tensors import relative_error
 from lln.checks import Inputs, check_inputs
 from lln.hf.attach import ModelAttention
 from lln.hf.interface import collect_nothing
-from lln.hf.tiles import MOST_GRIDS, Patches, cut_tiles, find_tiles, keep_tiles, tiled_attention
 from lln.instruments import entropy, lln_map, record, spectral_gap
 from lln.naive import naive_lln
+from lln.nn.tiles import MOST_GRIDS, Patches, cut_tiles, find_tiles, keep_tiles, tiled_attention
 
 WIDE = torch.float64
 CPU = torch.device("cpu")

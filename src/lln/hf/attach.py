@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lln.checks import Inputs, coefficient
+from lln.checks import coefficient
 from lln.hf.find import (
     attention_modules,
     check_model,
@@ -29,10 +29,11 @@ from lln.hf.find import (
 from lln.hf.layers import RUNS, check_global, find_index
 from lln.hf.options import LLN, Options, read, runs_lln, runs_ours, write
 from lln.hf.packing import watch_positions
-from lln.hf.tiles import Patches, Tiles, find_patches, require_patches, tiled_attention
+from lln.hf.patches import find_patches
 from lln.hf.towers import check_masks
 from lln.matching.moments import match_moments
 from lln.nn.attention import LLNAttention
+from lln.nn.tiles import TiledAttention, require_patches
 from lln.nn.weights import check_size, check_weights, dense_weights
 from lln.peers import attention, mechanism, mechanisms
 from lln.peers.registry import Mechanism
@@ -78,10 +79,8 @@ def first_weight(host: nn.Module) -> Tensor:
     return next((p for p in host.parameters() if p.is_floating_point()), torch.empty(0))
 
 
-class ModelAttention(Attached, LLNAttention):
+class ModelAttention(Attached, TiledAttention):
     """LLNAttention of one attention module of a model, made from the model's options."""
-
-    patches: Patches | None = None  # of the model, where it has any and blocks are tiles of them
 
     def __init__(self, host: Any, name: str, options: Options) -> None:
         """Of `host`, the model's own attention module, on its device and in its dtype."""
@@ -132,27 +131,6 @@ class ModelAttention(Attached, LLNAttention):
     def weights(self, query: Tensor, key: Tensor, where: dict[str, Any]) -> Tensor:
         """P [B, H, N, M]"""
         return dense_weights(self, query, key, **where)
-
-    @property
-    def is_plain(self) -> bool:
-        return self.tile is None and super().is_plain
-
-    def find_tiles(self, query: Tensor) -> Tiles | None:
-        return None if self.tile is None else require_patches(self.patches).cut(query, self.tile)
-
-    def list_tiles(self, query: Tensor) -> Tensor | None:
-        return None if (tiles := self.find_tiles(query)) is None else tiles.owner
-
-    def run_op(self, inputs: Inputs, alpha: Tensor | None, beta: Tensor, **call: Any) -> Any:
-        # Here and not in forward, so that P (`weights`) and all who call this module have tiles, in the tokens' order.
-        if (tiles := self.find_tiles(inputs.query)) is None or self.block_size is None:
-            return super().run_op(inputs, alpha, beta, **call)
-        call = {"block_size": self.block_size, "mix": self.mix_weights(), "scale": self.scale} | call
-        call = self.read_options() | call
-        return tiled_attention(inputs, alpha, beta, tiles, **call, backend=self.backend)
-
-    def extra_repr(self) -> str:
-        return super().extra_repr() + ("" if self.tile is None else f", tile={self.tile}")
 
     @property
     def is_guess(self) -> bool:

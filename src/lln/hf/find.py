@@ -50,7 +50,9 @@ def uses_interface(module: nn.Module) -> bool:
 @functools.cache
 def names_interface(kind: Any) -> bool:
     methods = (inspect.unwrap(m) if callable(m) else m for base in kind.__mro__ for m in vars(base).values())
-    return any(isinstance(m, types.FunctionType) and INTERFACE in m.__code__.co_names for m in methods)
+    codes = (m.__code__ for m in methods if isinstance(m, types.FunctionType) and INTERFACE in m.__code__.co_names)
+    # Kosmos-2.5 looks for a function among the interface's attributes, where there is none, and always runs softmax.
+    return any("get_interface" in code.co_names or "getattr" not in code.co_names for code in codes)
 
 
 def attention_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -105,10 +107,24 @@ def is_linear(name: str, module: nn.Module, holders: Mapping[str, nn.Module]) ->
     (deformable attention), or from one query that pools all keys (SigLIP's head). holders: modules by their names."""
     around = holders.get(name.rpartition(".")[0])
     return "Deformable" in type(module).__name__ or "Pool" in type(around).__name__
+# Modules that read the attention mask themselves, in softmax's form, and what they do with it.
+READERS = {
+    "DogeAttention": "adds scores of its own to single query-key pairs",
+    "LasrEncoderConvolutionModule": "looks for hidden tokens in a mask of query-key pairs",
+} | dict.fromkeys(
+    ("AXK2Indexer", "DeepseekV32Indexer", "GlmMoeDsaIndexer", "HYV4Indexer", "MistralLarge4TextIndexer"),
+    "chooses other keys for every query",
+)
 
 
 def check_model(model: PreTrainedModel, implementation: str) -> None:
     """ValueError where some attention of the model would go on to run softmax whatever it is told."""
+    for _, module in own_modules(model):
+        if (does := READERS.get(type(module).__name__)) is not None:
+            raise ValueError(
+                f"attn_implementation={implementation!r}: {type(module).__name__} of {type(model).__name__} {does}, "
+                "and linear attention forms no such pairs; use this model with transformers' own implementations."
+            )
     if not any(True for _ in attention_modules(model)):
         raise ValueError(say_ignored(f"no attention of {type(model).__name__} uses", implementation))
     holders = dict(own_modules(model))

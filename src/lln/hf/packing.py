@@ -37,8 +37,8 @@ def keep_apart(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     positions, mask, past = (given.get(name) for name in NAMES)
     if not isinstance(positions, Tensor) or positions.ndim > 2 or positions.shape[-1] < 2 or not runs_ours(part.config):
         return None
-    if isinstance(mask, Tensor) and mask.ndim != 2:
-        return None  # made before, by a model around this one
+    if isinstance(mask, Mapping) or (isinstance(mask, Tensor) and mask.ndim != 2):
+        return None  # made before, by a model around this one; some (Gemma 4) hand on one for each kind of layer
     begins = find_begins(positions.expand(count_rows(given, positions), -1), mask)
     if torch.compiler.is_compiling():
         # How many there are cannot be known in a graph, so the program stops instead of going on.

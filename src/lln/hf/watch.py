@@ -221,7 +221,7 @@ def find_rows(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor | None
 def switch_to_eval(model: PreTrainedModel, *, caches: bool = False) -> Iterator[None]:
     """Without dropout, and unless `caches` without a cache of keys and values."""
     training = {module: module.training for module in model.modules()}
-    uses = not caches and getattr(model.config, "use_cache", None)
+    uses = not caches and getattr(getattr(model, "config", None), "use_cache", None)
     try:
         model.eval()
         if uses:

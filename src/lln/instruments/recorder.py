@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lln.instruments.observation import MEASURED, Observation, measure
+from lln.instruments.torch_calls import calls_torch_function, watch_torch_function
 from lln.instruments.watchers import Look, Remove, replace_forward, watch_linear, watch_lln, watch_multihead
 from lln.nn.statistics import is_in_backward
 from lln.values import check_count
@@ -40,8 +41,9 @@ def record(
 
     What the model computes does not change by a bit, nothing is left behind afterwards, and a recomputation inside
     backward (activation checkpointing) is not looked at again. Observed are lln.LLNAttention (in lln.MultiheadAttention
-    and in models of lln.hf, too), torch.nn.MultiheadAttention, the attention of transformers' models, and modules with
-    linear layers named like query, key and value whose softmax attention can be verified from outside.
+    and in models of lln.hf, too), torch.nn.MultiheadAttention, the attention of models of transformers, timm and
+    diffusers, and modules with linear layers named like query, key and value whose softmax attention can be verified
+    from outside.
 
     Args:
         model: the module that is called, without torch.compile. A call of it is a step, in training or not.
@@ -131,12 +133,14 @@ class Recorder:
 
             removes += watch_transformers(self.model, look)
             skip |= set(filter(is_watched, self.model.modules()))
+        removes += watch_torch_function(self.model, look)
+        skip |= set(filter(calls_torch_function, self.model.modules()))
         removes += watch_linear(self.model, look, skip)
         if not removes:
             raise ValueError(
                 f"record: no attention of {type(self.model).__name__} can be observed; known are lln's modules, "
-                "torch.nn.MultiheadAttention, models that use transformers' attention interface, and modules with "
-                "linear layers named like query, key and value and a number of heads."
+                "torch.nn.MultiheadAttention, models that use transformers' attention interface, attention of timm and "
+                "diffusers, and modules with linear layers named like query, key and value and a number of heads."
             )
         if isinstance(self.model, nn.TransformerEncoderLayer):  # see replace_forward
             removes.append(replace_forward(self.model, self._run_between))

@@ -21,7 +21,6 @@ from lln.hf.distillation import Learner, distill, distillation, fine_tune, fine_
 from lln.hf.find import attention_modules, read_sizes
 from lln.hf.fitting import fit
 from lln.hf.options import runs_ours
-from lln.hf.tiles import REMEDY
 from lln.hf.watch import switch_to_eval
 from lln.lab.convert.companions import MODULES, allow_longer, copy_companions, fetch_companions, find_transformer
 from lln.lab.convert.conversion_plan import ConversionPlan
@@ -32,6 +31,7 @@ from lln.lab.convert.workplace import LEARNING, MODEL, Workplace
 from lln.lab.core.errors import Refused, first_line
 from lln.lab.core.pretrained import load, shorten_name, silence
 from lln.lab.inspect.inspection import label_layers
+from lln.nn.tiles import REMEDY
 
 # How many passages or pictures
 MATCHED = 32  # matching and the fit look at

@@ -1,7 +1,7 @@
 """How a pretrained model attends to texts, and what LLN attention would make of the same queries and keys."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,11 +55,29 @@ def inspect(
 
     Raises:
         CannotInspect for a model that does not run on text, or in which nothing can be observed."""
-    found: dict[tuple[str, int, str], list[dict[str, Tensor]]] = {}
     tokens: list[int] = []
-    for number, batch in enumerate(encode(model, tokenizer, texts, max_length, batch_size)):
-        progress(f"texts {number * batch_size + 1} to {min((number + 1) * batch_size, len(texts))}")
-        tokens += batch["attention_mask"].sum(1).tolist()
+
+    def encode_all() -> Iterator[dict[str, Tensor]]:
+        for number, batch in enumerate(encode(model, tokenizer, texts, max_length, batch_size)):
+            progress(f"texts {number * batch_size + 1} to {min((number + 1) * batch_size, len(texts))}")
+            tokens.extend(batch["attention_mask"].sum(1).tolist())
+            yield batch
+
+    return inspect_batches(model, encode_all()) | {"tokens": tokens}
+
+
+@torch.no_grad()
+def inspect_batches(model: Any, batches: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """`rows` and `layers` of `inspect` for any model that `lln.instruments.record` sees, those of timm and diffusers
+    among them. batches: arguments of its forward.
+
+    >>> model = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True)
+    >>> found = inspect_batches(model, [{"src": torch.randn(1, 6, 16)}])
+    >>> [(row["head"], sorted(row["lln"])) for row in found["rows"]]
+    [(0, ['data', 'entropy', 'paper', 'variance']), (1, ['data', 'entropy', 'paper', 'variance'])]
+    """
+    found: dict[tuple[str, int, str], list[dict[str, Tensor]]] = {}
+    for batch in batches:
         for call, seen in run(model, batch):
             key = seen.layer or type(model).__name__, call, seen.attention
             found.setdefault(key, []).append(compare(seen))
@@ -71,7 +89,7 @@ def inspect(
             label = labels[layer, call]
             place = {"layer": layer, "call": call, "label": label, "head": head, "attention": kind}
             rows.append(place | nest({name: values[head] for name, values in means.items()}))
-    return {"rows": rows, "layers": average_layers(rows), "tokens": tokens}
+    return {"rows": rows, "layers": average_layers(rows)}
 
 
 def encode(
@@ -116,11 +134,17 @@ def run(model: Any, batch: dict[str, Tensor]) -> list[tuple[int, Observation]]:
     except Exception as error:  # anything may happen in a model that is not made for text
         text = first_line(error)
         raise CannotInspect(
-            text.removeprefix("record: ") if text.startswith("record: ") else f"it does not run on text alone: {text}"
+            text.removeprefix("record: ")
+            if text.startswith("record: ")
+            else f"it does not run on {name_inputs(batch)}: {text}"
         ) from error
     if not rec.observations:
         raise CannotInspect("none of its attention layers was used")
     return [(call, seen) for _, call, seen in rec.observations]
+
+
+def name_inputs(batch: dict[str, Any]) -> str:
+    return "text alone" if "input_ids" in batch else ", ".join(batch)
 
 
 def compare(seen: Observation) -> dict[str, Tensor]:

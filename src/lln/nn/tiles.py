@@ -19,18 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-from transformers import PreTrainedModel
 
 from lln.checks import Inputs
 from lln.functional import Backend, Coefficient, Mix, attend_checked
-from lln.hf.find import list_parts, own_modules
 from lln.kernels.common import raw_stream
+from lln.nn.attention import LLNAttention
 from lln.nn.overlap import attend_apart, mix_parts
 from lln.state import LLNState
 
-# Parameters that stand before the patches as tokens. Those of MASKS take the place of patches.
-TOKENS = ("cls_token", "class_token", "class_embedding", "distillation_token", "register_tokens")
-MASKS = ("mask_token",)
 REMEDY = "use block_size, which cuts tokens in their order"
 MOST_GRIDS = 64  # whose tiles are kept
 
@@ -115,39 +111,6 @@ class Patches:
         return find_tiles(grid, self.prefix, tile, query.device)
 
 
-def find_patches(model: PreTrainedModel, part: PreTrainedModel) -> Patches | None:
-    """Of `part`, which is `model` or a model inside it: made by it, or by what is around it (Dinov2Encoder is a model
-    of its own). None where nothing there makes patches. ValueError where its tokens are no whole image in order."""
-    around = [one for one in reversed(list_parts(model)) if any(inner is part for inner in one.modules())]
-    for one in around:
-        own = [one, *(module for _, module in own_modules(one))]
-        if made := [module for module in own if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))]:
-            return read_patches(one, own, made)
-    return None
-
-
-def read_patches(model: PreTrainedModel, own: list[Any], convolutions: list[Any]) -> Patches:
-    """own: the modules of the model that belong to no model inside it."""
-    name, first = type(model).__name__, convolutions[0]
-    if len(convolutions) != 1 or not isinstance(first, nn.Conv2d):
-        raise ValueError(f"tile: {name} has other convolutions than one that cuts an image into patches; {REMEDY}.")
-    if getattr(model.config, "mask_ratio", None) is not None:  # ViTMAE
-        raise ValueError(f"tile: {name} drops patches at random and changes their order; {REMEDY}.")
-    for hook in first._forward_hooks.values():
-        if isinstance(held := getattr(hook, "__self__", None), Patches):
-            return held
-    prefix = 0
-    for holder in own:
-        for token, parameter in holder.named_parameters(recurse=False):
-            if token in TOKENS:
-                prefix += parameter.shape[-2] if parameter.ndim > 1 else 1
-            elif "token" in token and token not in MASKS:
-                raise ValueError(f"tile: where {token} of {name} stand among the patches is not known; {REMEDY}.")
-    patches = Patches(name, prefix)
-    first.register_forward_hook(patches.note)
-    return patches
-
-
 def require_patches(patches: Patches | None) -> Patches:
     if patches is None:
         raise ValueError(
@@ -155,6 +118,41 @@ def require_patches(patches: Patches | None) -> Patches:
             "of the model alone."
         )
     return patches
+
+
+class TiledAttention(LLNAttention):
+    """LLNAttention whose blocks are tiles, where `tile` says so and `patches` how the tokens lie.
+
+    >>> attention = TiledAttention(2, 8, block_size=4)
+    >>> attention.tile, attention.patches = 2, Patches("ViT", prefix=1, grids={12: (3, 4)})
+    >>> q, k, v = torch.randn(3, 1, 2, 13, 8)
+    >>> attention(q, k, v).shape, attention.list_tiles(q).tolist()
+    (torch.Size([1, 2, 13, 8]), [-1, 0, 0, 1, 1, 0, 0, 1, 1, 2, 2, 3, 3])
+    """
+
+    tile: int | None = None
+    patches: Patches | None = None  # of the model, where it has any and blocks are tiles of them
+
+    @property
+    def is_plain(self) -> bool:
+        return self.tile is None and super().is_plain
+
+    def find_tiles(self, query: Tensor) -> Tiles | None:
+        return None if self.tile is None else require_patches(self.patches).cut(query, self.tile)
+
+    def list_tiles(self, query: Tensor) -> Tensor | None:
+        return None if (tiles := self.find_tiles(query)) is None else tiles.owner
+
+    def run_op(self, inputs: Inputs, alpha: Tensor | None, beta: Tensor, **call: Any) -> Any:
+        # Here and not in forward, so that P (`weights`) and all who call this module have tiles, in the tokens' order.
+        if (tiles := self.find_tiles(inputs.query)) is None or self.block_size is None:
+            return super().run_op(inputs, alpha, beta, **call)
+        call = {"block_size": self.block_size, "mix": self.mix_weights(), "scale": self.scale} | call
+        call = self.read_options() | call
+        return tiled_attention(inputs, alpha, beta, tiles, **call, backend=self.backend)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ("" if self.tile is None else f", tile={self.tile}")
 
 
 def tiled_attention(
