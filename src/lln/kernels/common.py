@@ -114,8 +114,14 @@ def trace_as_constant(function: F) -> F:
 
 
 def spans(t: Tensor, dim: int = -2, at_least: int = 64) -> Iterator[slice]:
-    """Slices that cover dimension `dim` of t, each of about SPAN_ELEMENTS elements but at least so many long."""
+    """Slices that cover dimension `dim` of t, each of about SPAN_ELEMENTS elements but at least so many long.
+
+    A compiler gets one: how many there are would be a property of the length, and a graph good for few lengths."""
     length = t.shape[dim]
+    if torch.compiler.is_compiling():
+        if length:
+            yield slice(0, length)
+        return
     elements = SPAN_ELEMENTS.get(t.device.type, SPAN_ELEMENTS_ELSEWHERE)
     step = max(elements * length // max(t.numel(), 1), at_least)
     step = max(-(-length // max(round(length / step), 1)), at_least)  # of equal size, without a small rest
@@ -177,6 +183,30 @@ def exponents(t: Tensor, factor: Tensor, hidden: Tensor | None = None, out: Tens
     return x if hidden is None else x.masked_fill_(hidden, -torch.inf)
 
 
+def is_surely(true: Any) -> bool:
+    """Whether a comparison of sizes holds whatever sizes a compiler leaves open. Asking for its truth would settle it,
+    and the graph would be good for those lengths alone."""
+    if not torch.compiler.is_compiling():
+        return bool(true)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # on demand: it imports sympy
+
+    return statically_known_true(true)
+
+
+def count_parts(length: int, size: int) -> int:
+    """So many parts of that size hold all rows. Where a compiler leaves the length open there is one more, so that they
+    are surely two: of a size that may be 1 compilers make two cases."""
+    exact = -(-length // size)
+    return exact if is_surely(exact >= 2) or is_surely(exact == 1) else (length - 1) // size + 2
+
+
+def fit_size(most: int, count: int) -> int:
+    """The smallest power of two that surely is at least `count`, where that is not more than `most`, a power of two."""
+    while most > 1 and is_surely(count <= most // 2):
+        most //= 2
+    return most
+
+
 def is_plain(t: Tensor) -> bool:
     """Whether it has memory of its own: it is no subclass, and no tensor inside torch.func."""
     return type(t) in (Tensor, torch.nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(t)
@@ -223,10 +253,23 @@ def is_watched() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def run(function: type[Function], *args: Any) -> Any:
-    """function.apply, without it where nobody asks for gradients: it takes longer than attention of a few tokens."""
+def is_taken_apart(by_compilers: bool = False) -> bool:
+    """Whether somebody takes a computation apart: torch.export, which keeps no backward of an autograd.Function, and
+    what `is_watched` knows. by_compilers: also torch.compile."""
+    if torch.compiler.is_compiling():
+        return by_compilers or torch.compiler.is_exporting()
+    return is_watched()
+
+
+def run(function: type[Function], composed: Callable[..., Any], *args: Any, in_graphs: bool = False) -> Any:
+    """function.apply, without it where nobody asks for gradients: it takes longer than attention of a few tokens.
+
+    composed: the same in operations that are differentiable by themselves, for those who take it apart; in_graphs: for
+    torch.compile too."""
+    if is_taken_apart(in_graphs):
+        return composed(*args)
     wanted = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args)
-    if wanted or torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or is_watched():
+    if wanted or torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return function.apply(*args)
     return function.forward(*args)
 
