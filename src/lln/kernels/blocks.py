@@ -19,6 +19,7 @@ from lln.kernels.common import (
     Dropout,
     compute_dtype,
     count_parts,
+    cut_rows,
     drop,
     keep_full_precision,
     softmax_or_zero,
@@ -55,19 +56,21 @@ class Placement:
     slots: Tensor  # [B, block_size + N]  the inverse of `rows`
     placed: Tensor  # [B, block_size + N]  rows that have a slot
     block_size: int
+    count: int  # S / block_size
 
     @classmethod
     def make(cls, start: Tensor, key_mask: Tensor, block_size: int, continued: bool) -> Placement:
         """key_mask [B, block_size + N] covers [open block, new rows]. `continued`: the open block may have rows."""
         length = key_mask.shape[-1] - block_size
-        count = count_parts(length + (block_size - 1 if continued else 0), block_size) * block_size
+        blocks = count_parts(length + (block_size - 1 if continued else 0), block_size)
+        count = blocks * block_size
         rows, filled = slot_rows(start, torch.arange(count, device=start.device).unsqueeze(0), length, block_size)
         row = torch.arange(block_size + length, device=start.device).unsqueeze(0)
         first = start.unsqueeze(-1)
         slots = torch.where(row < block_size, row, row - block_size + first)
         placed = torch.where(row < block_size, row < first, slots >= 0)
         visible, fresh = filled & key_mask.gather(1, rows), filled & (rows >= block_size)
-        return cls(rows, visible, fresh, slots.clamp(0, count - 1), placed, block_size)
+        return cls(rows, visible, fresh, slots.clamp(0, count - 1), placed, block_size, blocks)
 
     def place_queries(self, t: Tensor) -> Tensor:
         """The new rows t [B, H, G, N, D] in their slots; zeros in the slots that hold none."""
@@ -104,10 +107,9 @@ class Blocks(Function):
     """(q, k, v, weight, open_key, open_value, start, key_mask,
     block_size, is_causal, scale, dtype, dropout) -> out
 
-    Without `start` the blocks lie as they are, and the length must be a multiple of block_size; key_mask [1, N] then
-    says which rows count. With it, start and key_mask are those of `Placement.make`, and open_key, open_value
-    [B, H, 1, block_size, D | E] hold the rows of the block that an earlier call left open (None: there was no earlier
-    call).
+    Without `start` the blocks lie as they are, and the length must be a multiple of block_size. With it, start and
+    key_mask are those of `Placement.make`, and open_key, open_value [B, H, 1, block_size, D | E] hold the rows of the
+    block that an earlier call left open (None: there was no earlier call).
     """
 
     @staticmethod
@@ -119,7 +121,7 @@ class Blocks(Function):
     ) -> Tensor:  # fmt: skip
         computed = compute_dtype(q.dtype)
         placement = place(start, key_mask, block_size, open_key)
-        qs, ks, vs, visible = cut_into_blocks(q, k, v, open_key, open_value, placement, key_mask, block_size)
+        qs, ks, vs, visible = cut_into_blocks(q, k, v, open_key, open_value, placement, block_size)
         out = q.new_empty((*qs.shape[:-1], v.shape[-1]), dtype=dtype)
         for part in spans(qs, dim=-3, at_least=1):
             q_part, k_part, v_part = (t[..., part, :, :].to(computed) for t in (qs, ks, vs))
@@ -141,7 +143,7 @@ class Blocks(Function):
         block_size, is_causal, scale, _, dropout = ctx.settings
         dtype = compute_dtype(q.dtype)
         placement = place(start, key_mask, block_size, open_key)
-        qs, ks, vs, visible = cut_into_blocks(q, k, v, open_key, open_value, placement, key_mask, block_size)
+        qs, ks, vs, visible = cut_into_blocks(q, k, v, open_key, open_value, placement, block_size)
         gs = (g_out if placement is None else placement.place_queries(g_out)).unflatten(-2, (qs.shape[-3], block_size))
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (qs, ks, vs))
         dweight = zeros_like(weight)
@@ -178,15 +180,13 @@ def place(start: Tensor | None, key_mask: Tensor | None, block_size: int, open_k
 
 def cut_into_blocks(
     q: Tensor, k: Tensor, v: Tensor, open_key: Tensor | None, open_value: Tensor | None,
-    placement: Placement | None, key_mask: Tensor | None, block_size: int,
+    placement: Placement | None, block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """q, k, v as blocks [B, H, G, n, block_size, D], and which keys of each block may be attended to."""
-    visible = key_mask
+    visible, count = None, q.shape[-2] // block_size
     if placement is not None:
         q, k, v = placement.place_queries(q), placement.place_keys(k, open_key), placement.place_keys(v, open_value)
-        visible = placement.visible
-    count = q.shape[-2] // block_size  # said, not asked for by -1: a compiler would look for what is left over
-    if visible is not None:
-        visible = visible[:, None, None].unflatten(-1, (count, block_size))
-    q, k, v = (t.unflatten(-2, (count, block_size)) for t in (q, k, v))
+        count = placement.count
+        visible = cut_rows(placement.visible[:, None, None], count, block_size, -1)
+    q, k, v = (cut_rows(t, count, block_size) for t in (q, k, v))
     return q, k, v, visible

@@ -193,11 +193,38 @@ def is_surely(true: Any) -> bool:
     return statically_known_true(true)
 
 
+def is_known(length: int) -> bool:
+    """Whether no compiler leaves it open."""
+    return is_surely(length >= 64) or is_surely(length < 64)
+
+
 def count_parts(length: int, size: int) -> int:
     """So many parts of that size hold all rows. Where a compiler leaves the length open there is one more, so that they
     are surely two: of a size that may be 1 compilers make two cases."""
     exact = -(-length // size)
     return exact if is_surely(exact >= 2) or is_surely(exact == 1) else (length - 1) // size + 2
+
+
+def cut_rows(t: Tensor, count: int, size: int, dim: int = -2) -> Tensor:
+    """The rows along `dim` as so many parts of that size. Beyond the last row anything may stand."""
+    if not torch.compiler.is_exporting():
+        missing = count * size - t.shape[dim]
+        if not is_surely(missing == 0):
+            t = torch.nn.functional.pad(t, [0, 0] * (-1 - dim) + [0, missing])
+        parts: Tensor = t.unflatten(dim, (count, size))
+        return parts
+    # By their places: torch.export could not prove of a view that it fits every length.
+    at = torch.arange(count, device=t.device)[:, None] * size + torch.arange(size, device=t.device)
+    return t[(..., at.clamp_max(t.shape[dim] - 1), *[slice(None)] * (-1 - dim))]
+
+
+def join_rows(t: Tensor, length: int, dim: int = -2) -> Tensor:
+    """The inverse: the first `length` rows of the parts at `dim` - 1."""
+    size = t.shape[dim]
+    if not torch.compiler.is_exporting():
+        return t.flatten(dim - 1, dim).narrow(dim, 0, length)
+    at = torch.arange(length, device=t.device)
+    return t[(..., at // size, at % size, *[slice(None)] * (-1 - dim))]
 
 
 def fit_size(most: int, count: int) -> int:

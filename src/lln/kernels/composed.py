@@ -13,15 +13,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from lln.kernels.blocks import cut_into_blocks, place, weights
-from lln.kernels.causal import CHUNK, Chunk, outputs, pad_rows, prefix_log_sums
+from lln.kernels.causal import CHUNK, Chunk, outputs, prefix_log_sums
 from lln.kernels.common import (
     Dropout,
     compute_dtype,
     count_parts,
+    cut_rows,
     drop,
     exponents,
     fit_size,
     is_surely,
+    join_rows,
     keep_full_precision,
     logaddexp,
     make_finite,
@@ -73,10 +75,11 @@ def compose_blocks(
     """As `blocks.Blocks`."""
     computed = compute_dtype(q.dtype)
     placement = place(start, key_mask, block_size, open_key)
-    *rows, visible = cut_into_blocks(q, k, v, open_key, open_value, placement, key_mask, block_size)
+    *rows, visible = cut_into_blocks(q, k, v, open_key, open_value, placement, block_size)
     qs, ks, vs = (t.to(computed) for t in rows)
     out = drop(weights(qs, ks, visible, is_causal, scale), dropout, 0)[0] @ vs
-    out = (out if weight is None else out * weight.unsqueeze(-2)).to(dtype).flatten(-3, -2)
+    out = (out if weight is None else out * weight.unsqueeze(-2)).to(dtype)
+    out = join_rows(out, q.shape[-2] if placement is None else placement.count * block_size)
     return out if placement is None else placement.take_new_rows(out)
 
 
@@ -92,18 +95,18 @@ def compose_causal(
     size = fit_size(CHUNK, length)
     count = count_parts(length, size)
 
-    def cut(t: Tensor, value: float = 0.0) -> Tensor:  # [..., chunks, size, D]
-        rows: Tensor = pad_rows(t, count * size, value).unflatten(-2, (count, size))
-        return rows
-
-    x, v = cut(exponents(k, beta, hidden), -torch.inf), cut(v.to(alpha.dtype))
+    x, v, q_logits = (
+        cut_rows(t, count, size) for t in (exponents(k, beta, hidden), v.to(alpha.dtype), exponents(q, alpha))
+    )
+    x = x.masked_fill(list_places(count, size, length, x.device)[..., None], -torch.inf)
     (before, mean), state = add_up_before((log_sum, mean_value), *fold_openly(x, v))
     before, x = before.unsqueeze(-2), x.to(before.dtype)
     log_sums = logaddexp(before, prefix_log_sums(x))
     offset = (log_sums - make_finite(log_sums.detach().amax(-1, keepdim=True))).to(alpha.dtype)
-    a = softmax_or_zero(cut(exponents(q, alpha)) + offset)
+    a = softmax_or_zero(q_logits + offset)
     dropped, mask = drop(a, dropout, 0)
-    out = outputs(Chunk(x, v, before, log_sums, a, dropped, mask), mean).flatten(-3, -2)[..., :length, :]
+    out = outputs(Chunk(x, v, before, log_sums, a, dropped, mask), mean)
+    out = join_rows(out, length)
     return (out if weight is None else out * weight).to(dtype), *state
 
 
@@ -115,8 +118,9 @@ def add_up_before(
     count = log_sum.shape[-2]
     group = fit_size(GROUP, count)
     groups = count_parts(count, group)
-    log_sum = pad_rows(log_sum, groups * group, -torch.inf).unflatten(-2, (groups, group))
-    mean = functional.pad(mean, (0, 0, 0, 0, 0, groups * group - count)).unflatten(-3, (groups, group))
+    none = list_places(groups, group, count, mean.device)[..., None]
+    log_sum = cut_rows(log_sum, groups, group).masked_fill(none, -torch.inf)
+    mean = cut_rows(mean, groups, group, -3).masked_fill(none[..., None], 0.0)
     log_sum, mean = add_up(log_sum, mean)
     outer_sum = torch.cat([state[0].unsqueeze(-2), log_sum[..., -1, :]], -2)
     outer_sum, outer_mean = add_up(outer_sum, torch.cat([state[1].unsqueeze(-3), mean[..., -1, :, :]], -3))
@@ -124,8 +128,12 @@ def add_up_before(
     inner_sum = functional.pad(log_sum[..., :-1, :], (0, 0, 1, 0), value=-torch.inf)
     inner_mean = functional.pad(mean[..., :-1, :, :], (0, 0, 0, 0, 1, 0))
     before, held = merge(outer_sum[..., :-1, None, :], outer_mean[..., :-1, None, :, :], inner_sum, inner_mean)
-    before, held = before.flatten(-3, -2)[..., :count, :], held.flatten(-4, -3)[..., :count, :, :]
-    return (before, held), (outer_sum[..., -1, :], outer_mean[..., -1, :, :])
+    return (join_rows(before, count), join_rows(held, count, -3)), (outer_sum[..., -1, :], outer_mean[..., -1, :, :])
+
+
+def list_places(count: int, size: int, length: int, device: torch.device) -> Tensor:
+    """[count, size] bool: where parts of that size hold no row."""
+    return torch.arange(count, device=device)[:, None] * size + torch.arange(size, device=device) >= length
 
 
 def add_up(log_sum: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:

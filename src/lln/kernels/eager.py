@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from lln.kernels import evidence, evidence_mix
 from lln.kernels.blocks import Blocks
 from lln.kernels.call import Call
+from lln.kernels.carry import sequence_lengths
 from lln.kernels.causal import Causal
-from lln.kernels.common import Dropout, compute_dtype, count_parts, is_surely, run, split_heads
+from lln.kernels.common import Dropout, compute_dtype, is_known, run, split_heads
 from lln.kernels.composed import compose_blocks, compose_causal, compose_fold, compose_read
 from lln.kernels.fold import Fold, Read, make_empty, merge
 
@@ -95,11 +95,8 @@ def attend_blocks(call: Call, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtyp
     if call.start is not None:
         return blocks((q, k, v), size, -1, call.start, call.block_mask())
     length = q.shape[-2]
-    if torch.compiler.is_compiling() and not is_surely(length % size == 0):  # one graph for all lengths
-        whole = count_parts(length, size) * size
-        padded = tuple(functional.pad(t, (0, 0, 0, whole - length)) for t in (q, k, v))
-        seen = (torch.arange(whole, device=q.device) < length).unsqueeze(0)
-        return blocks(padded, size, -1, None, seen)[..., :length, :]
+    if torch.compiler.is_compiling() and not is_known(length):  # one graph for all lengths
+        return blocks((q, k, v), size, -1, torch.zeros_like(sequence_lengths(k, None)), call.block_mask())
     short = length % size
     if not short or size > q.shape[-2]:
         return blocks((q, k, v), min(size, q.shape[-2]), -1, None, None)
