@@ -60,7 +60,8 @@ class StateLayer(CacheLayerMixin):
         if self.waits:
             raise RuntimeError(
                 "LLNCache: the attention did not take the state that the cache handed it; LLNCache goes with "
-                "attn_implementation='lln' or 'lln_diag', and with models that hand a cache's keys on as they are."
+                "attn_implementation='lln' or 'lln_diag', and with models that hand a cache's keys on as they are; "
+                "use past_key_values=DynamicCache()."
             )
         self.waits = True
         setattr(key_states, TAG, self)

@@ -46,6 +46,17 @@ def check_class(model: PreTrainedModel, implementation: str) -> None:
     if tables or (here and not any(map(names_interface, here))):
         said = "some attention of {} ignores" if tables else "no attention of {} uses"
         raise ValueError(say_ignored(said.format(type(model).__name__), implementation))
+    for kind in here:
+        check_pairs(kind, type(model).__name__)
+
+
+def check_pairs(kind: type, model: str) -> None:
+    """ValueError where an attention class hides keys from single queries by what it computes itself (Doge)."""
+    if hasattr(kind, "prepare_dynamic_mask"):
+        raise ValueError(
+            f"{kind.__name__} of {model} makes a mask of single query-key pairs, which linear attention cannot have "
+            "because it never forms the pairs; use this model with transformers' own implementations."
+        )
 
 
 def say_ignored(what: str, implementation: str) -> str:
@@ -60,6 +71,7 @@ def check_model(model: PreTrainedModel, implementation: str) -> None:
     if not any(True for _ in attention_modules(model)):
         raise ValueError(say_ignored(f"no attention of {type(model).__name__} uses", implementation))
     for _, module in own_modules(model):
+        check_pairs(type(module), type(model).__name__)
         inner = [m for m in module.modules() if "Attention" in type(m).__name__ and not isinstance(m, LLNAttention)]
         if inner == [module] and not uses_interface(module) and any(True for _ in module.parameters()):
             what = f"{type(module).__name__} of {type(model).__name__} does not use"

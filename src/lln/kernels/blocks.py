@@ -67,8 +67,9 @@ class Placement:
         rows, filled = slot_rows(start, torch.arange(count, device=start.device).unsqueeze(0), length, block_size)
         row = torch.arange(block_size + length, device=start.device).unsqueeze(0)
         first = start.unsqueeze(-1)
-        slots = torch.where(row < block_size, row, row - block_size + first)
-        placed = torch.where(row < block_size, row < first, slots >= 0)
+        opened = row < block_size
+        slots = torch.where(opened, row, row - block_size + first)
+        placed = (opened & (row < first)) | (~opened & (slots >= 0))  # ONNX Runtime has no `where` of bools
         visible, fresh = filled & key_mask.gather(1, rows), filled & (rows >= block_size)
         return cls(rows, visible, fresh, slots.clamp(0, count - 1), placed, block_size, blocks)
 

@@ -121,7 +121,10 @@ def add_up_before(
     none = list_places(groups, group, count, mean.device)[..., None]
     log_sum = cut_rows(log_sum, groups, group).masked_fill(none, -torch.inf)
     mean = cut_rows(mean, groups, group, -3).masked_fill(none[..., None], 0.0)
-    log_sum, mean = add_up(log_sum, mean)
+    inner = [(log_sum[..., 0, :], mean[..., 0, :, :])]
+    for at in range(1, group):
+        inner.append(merge(*inner[-1], log_sum[..., at, :], mean[..., at, :, :]))
+    log_sum, mean = (torch.stack(parts, -i) for i, parts in enumerate(zip(*inner, strict=True), 2))
     outer_sum = torch.cat([state[0].unsqueeze(-2), log_sum[..., -1, :]], -2)
     outer_sum, outer_mean = add_up(outer_sum, torch.cat([state[1].unsqueeze(-3), mean[..., -1, :, :]], -3))
     # What a chunk comes after: the groups before its own, and the chunks before it in that.

@@ -197,7 +197,7 @@ def moments(t: Tensor, key_heads: int, mask: Tensor | None, cu_seqlens: Tensor |
             part = grouped[..., rows, :].to(wide)
             if centre is not None:
                 around = centre if owner is None else centre[..., rows]
-                part = (part - around[:, :, None, :, None]).square_()
+                part = (part - around[:, :, None, :, None]).square()
             sums.append(part.sum((2, 4)))
         if not sums:
             return grouped.new_zeros(t.shape[0], key_heads, 0, dtype=wide)
