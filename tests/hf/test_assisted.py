@@ -75,11 +75,11 @@ def test_a_mask_that_depends_on_values_is_refused_when_a_model_is_converted_or_m
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = tf.DogeConfig(**shape, num_key_value_heads=2, vocab_size=30, max_position_embeddings=64)
     model = tf.DogeForCausalLM(config)
-    with pytest.raises(ValueError, match="DogeAttention of .* makes a mask of single query-key pairs"):
+    with pytest.raises(ValueError, match=r"DogeAttention of .* makes a mask of single query-key pairs"):
         lln.hf.convert(model, "lln", statistics="fixed")
     assert model(torch.arange(9)[None]).logits.isfinite().all()  # it is as it was
     config._attn_implementation = "lln"
-    with pytest.raises(ValueError, match="DogeAttention of .* makes a mask of single query-key pairs"):
+    with pytest.raises(ValueError, match=r"DogeAttention of .* makes a mask of single query-key pairs"):
         tf.DogeForCausalLM(config)
 
 
