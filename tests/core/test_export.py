@@ -110,8 +110,8 @@ def test_onnx_runtime_gives_the_same(name: str) -> None:
     module = Op(**CALLS[name])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = torch.onnx.export(export(module), dynamo=True, verbose=False).model_proto
-    session = runtime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        made: Any = torch.onnx.export(export(module), dynamo=True, verbose=False)
+    session = runtime.InferenceSession(made.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
 
     def run(*tensors: torch.Tensor) -> torch.Tensor:
         named = {one.name: t.numpy() for one, t in zip(session.get_inputs(), tensors, strict=True)}
@@ -131,7 +131,7 @@ def test_vmap_gives_what_each_sample_gives_alone(options: dict[str, Any]) -> Non
 
     found = vmap(grad(loss, argnums=(0, 1, 2)))(q, k, v, mask)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    whole = sum(loss(*rows) for rows in zip(*leaves, mask, strict=True))
+    whole = torch.stack([loss(*rows) for rows in zip(*leaves, mask, strict=True)]).sum()
     for got, wanted in zip(found, torch.autograd.grad(whole, leaves), strict=True):
         torch.testing.assert_close(got, wanted)
     slope = jvp(lambda q: loss(q, k[0], v[0], mask[0]), (q[0],), (q[1],))[1]

@@ -1,6 +1,7 @@
 """transformers' models with LLN attention are exported with an open length, and run by ONNX Runtime."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ class Encoder(torch.nn.Module):
         torch.manual_seed(0)
         shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
         model = tf.BertModel(tf.BertConfig(**shape, vocab_size=50, max_position_embeddings=256))
-        options = {"block_size": 8} if name == "lln_diag" else {}
+        options: dict[str, Any] = {"block_size": 8} if name == "lln_diag" else {}
         self.model = lln.hf.convert(model, name, **options).eval()
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
@@ -31,7 +32,7 @@ def make(length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, (torch.arange(length) < torch.tensor([[length], [length // 2 + 1]])).long()
 
 
-@pytest.mark.parametrize("name", ["lln", "lln_diag"])
+@pytest.mark.parametrize("name", [pytest.param("lln", marks=pytest.mark.long), "lln_diag"])
 def test_a_bert_is_exported_for_every_length(name: str) -> None:
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
@@ -39,8 +40,8 @@ def test_a_bert_is_exported_for_every_length(name: str) -> None:
     program = torch.export.export(module, make(37), dynamic_shapes=({1: length}, {1: length}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = torch.onnx.export(program, dynamo=True, verbose=False).model_proto
-    session = runtime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+        made: Any = torch.onnx.export(program, dynamo=True, verbose=False)
+    session = runtime.InferenceSession(made.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
     for other in (64, 5, 150):
         ids, mask = make(other)
         wanted = module(ids, mask)

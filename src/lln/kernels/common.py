@@ -215,7 +215,8 @@ def cut_rows(t: Tensor, count: int, size: int, dim: int = -2) -> Tensor:
         return parts
     # By their places: torch.export could not prove of a view that it fits every length.
     at = torch.arange(count, device=t.device)[:, None] * size + torch.arange(size, device=t.device)
-    return t[(..., at.clamp_max(t.shape[dim] - 1), *[slice(None)] * (-1 - dim))]
+    where: Any = ..., at.clamp_max(t.shape[dim] - 1), *[slice(None)] * (-1 - dim)
+    return t[where]
 
 
 def join_rows(t: Tensor, length: int, dim: int = -2) -> Tensor:
@@ -224,7 +225,8 @@ def join_rows(t: Tensor, length: int, dim: int = -2) -> Tensor:
     if not torch.compiler.is_exporting():
         return t.flatten(dim - 1, dim).narrow(dim, 0, length)
     at = torch.arange(length, device=t.device)
-    return t[(..., at // size, at % size, *[slice(None)] * (-1 - dim))]
+    where: Any = ..., at // size, at % size, *[slice(None)] * (-1 - dim)
+    return t[where]
 
 
 def fit_size(most: int, count: int) -> int:

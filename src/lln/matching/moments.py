@@ -200,7 +200,7 @@ def moments(t: Tensor, key_heads: int, mask: Tensor | None, cu_seqlens: Tensor |
                 part = (part - around[:, :, None, :, None]).square()
             sums.append(part.sum((2, 4)))
         if not sums:
-            return grouped.new_zeros(t.shape[0], key_heads, 0, dtype=wide)
+            return t.new_zeros(t.shape[0], key_heads, 0, dtype=wide)
         return sums[0] if len(sums) == 1 else torch.cat(sums, -1)
 
     sums = token_sums(None)
