@@ -85,7 +85,9 @@ def check_call(
     if is_causal and (cross or length != key_length):
         came = "a pair of cu_seqlens" if cross else f"lengths {length} and {key_length}"
         raise ValueError(f"is_causal needs query and key of one sequence; got {came}. Earlier tokens go into `state`.")
-    check_block_size(block_size, is_causal, cross or length != key_length, state is not None or return_state)
+    # Lengths are compared only where it matters: a compiler that leaves both open would settle it.
+    apart = block_size is not None and (cross or length != key_length)
+    check_block_size(block_size, is_causal, apart, state is not None or return_state)
     dtype = compute_dtype(query.dtype)
     check_read(read, alpha, beta, directions)
     channelled = check_directions(directions, key)

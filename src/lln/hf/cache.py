@@ -8,7 +8,8 @@ it the next one. A layer that attends to another sequence (an encoder's) folds t
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,14 @@ if TYPE_CHECKING:
 TAG = "lln_layer"  # the attribute of a key tensor that says which layer it came through
 
 
+class Past(NamedTuple):
+    """A call that may be taken back: a state cannot forget, so the one before it is kept."""
+
+    before: LLNState | None
+    new: int  # keys that came
+    fold: Callable[[int], LLNState]  # the state after the first so many of them
+
+
 class StateLayer(CacheLayerMixin):
     """What one layer keeps.
 
@@ -30,10 +39,10 @@ class StateLayer(CacheLayerMixin):
     """
 
     is_sliding = False
-    is_croppable = False
 
-    def __init__(self, static: bool = False) -> None:
-        self.is_compileable = static
+    def __init__(self, static: bool = False, record_past: bool = False) -> None:
+        self.is_compileable, self.record_past = static, record_past
+        self.past: list[Past] = []  # of the calls since the last crop, where they are recorded
         self.state: LLNState | None = None
         self.length: int | Tensor = torch.zeros((), dtype=torch.int64) if static else 0
         self.empty = True
@@ -51,7 +60,8 @@ class StateLayer(CacheLayerMixin):
         if self.waits:
             raise RuntimeError(
                 "LLNCache: the attention did not take the state that the cache handed it; LLNCache goes with "
-                "attn_implementation='lln' or 'lln_diag', and with models that hand a cache's keys on as they are."
+                "attn_implementation='lln' or 'lln_diag', and with models that hand a cache's keys on as they are; "
+                "use past_key_values=DynamicCache()."
             )
         self.waits = True
         setattr(key_states, TAG, self)
@@ -74,6 +84,19 @@ class StateLayer(CacheLayerMixin):
         else:
             self.write(state)
         self.length.add_(new)
+
+    @property
+    def is_croppable(self) -> bool:
+        return self.record_past
+
+    def activate_past_recording(self) -> None:
+        """From now on keep the states before every call, until the next `crop`."""
+        self.record_past = True
+
+    def record(self, new: int, fold: Callable[[int], LLNState]) -> None:
+        """Before `keep`: so many keys will come. fold: the state after the first so many of them."""
+        if self.record_past:
+            self.past.append(Past(self.state, new, fold))
 
     def count_step(self) -> None:
         """The state has one more token, and a length in memory too."""
@@ -144,11 +167,27 @@ class StateLayer(CacheLayerMixin):
         self.select(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove:
-            raise ValueError(
-                f"crop({tokens_to_remove}): LLNCache keeps sums, from which no token can be taken away again; "
-                "use past_key_values=DynamicCache(), which keeps all keys and values."
+        """Go back by so many tokens (transformers counts them below 0) to a recorded state, or to the one before it
+        and some tokens on. What was recorded is forgotten then."""
+        left = abs(tokens_to_remove)
+        if left > sum(past.new for past in self.past):
+            remedy = (
+                "only those since the last crop can be taken back"
+                if self.record_past
+                else "call its activate_past_recording() before they come, or use past_key_values=DynamicCache(), "
+                "which keeps all keys and values"
             )
+            raise ValueError(
+                f"crop({tokens_to_remove}): LLNCache keeps sums, from which no token can be taken away again; {remedy}."
+            )
+        while left:
+            past = self.past.pop()
+            kept = max(past.new - left, 0)
+            self.state = past.fold(kept) if kept else past.before
+            self.length -= past.new - kept
+            left -= past.new - kept
+            self.stepper = None
+        self.past.clear()
 
     def offload(self) -> None:
         raise ValueError("offloading: LLNCache has a fixed size and stays on its device; leave offloading out.")
@@ -158,6 +197,7 @@ class StateLayer(CacheLayerMixin):
     def reset(self) -> None:
         """As new, for other sequences."""
         self.waits, self.empty, self.cross, self.stepper = False, True, None, None
+        self.past.clear()
         if not isinstance(self.length, Tensor):
             self.state, self.length, self.is_initialized = None, 0, False
             return
@@ -193,18 +233,21 @@ class LLNCache(Cache):
         (True, True)
     """
 
-    is_croppable = False
-
     def __init__(self, layers: int = 0, *, static: bool = False) -> None:
         self.static = static
         super().__init__(layers=[StateLayer(static) for _ in range(layers)])
         self.layer_class_to_replicate = functools.partial(StateLayer, static)
 
     def activate_past_recording(self) -> None:
-        raise ValueError(
-            "assisted and prompt-lookup decoding take tokens back, and LLNCache keeps sums, from which no token can be "
-            "taken away again; decode without them, or pass past_key_values=DynamicCache(), which keeps everything."
-        )
+        """Keep the states before every call until the next `crop`, which goes back to one: what assisted and
+        prompt-lookup decoding ask for, by themselves."""
+        if self.static:
+            raise ValueError(
+                "LLNCache(static=True) writes every state over the one before it, and assisted and prompt-lookup "
+                "decoding take tokens back; use LLNCache()."
+            )
+        self.layer_class_to_replicate = functools.partial(StateLayer, False, True)
+        super().activate_past_recording()
 
     @property
     def nbytes(self) -> int:

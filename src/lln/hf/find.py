@@ -19,6 +19,15 @@ Model = TypeVar("Model", bound=nn.Module)
 CAUSAL_MASK = "create_causal_mask"  # the function of transformers
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name under which transformers' modules look their function up
 
+# Modules that read the attention mask themselves, in softmax's form, and what they do with it.
+READERS = {
+    "DogeAttention": "adds scores of its own to single query-key pairs",
+    "LasrEncoderConvolutionModule": "looks for hidden tokens in a mask of query-key pairs",
+} | dict.fromkeys(
+    ("AXK2Indexer", "DeepseekV32Indexer", "GlmMoeDsaIndexer", "HYV4Indexer", "MistralLarge4TextIndexer"),
+    "chooses other keys for every query",
+)
+
 
 def find_model(model: Any) -> PreTrainedModel:
     """The transformers model that is meant: itself, or the one inside a SentenceTransformer, a PeftModel or another
@@ -71,6 +80,17 @@ def check_class(model: PreTrainedModel, implementation: str) -> None:
     if tables or (here and not any(map(names_interface, here))):
         said = "some attention of {} ignores" if tables else "no attention of {} uses"
         raise ValueError(say_ignored(said.format(type(model).__name__), implementation))
+    for kind in here:
+        check_pairs(kind, type(model).__name__, implementation)
+
+
+def check_pairs(kind: type, model: str, implementation: str) -> None:
+    """ValueError where a class hides keys from single queries by what it computes itself."""
+    if (does := READERS.get(kind.__name__)) is not None:
+        raise ValueError(
+            f"attn_implementation={implementation!r}: {kind.__name__} of {model} {does}, and linear attention forms no "
+            "such pairs; use this model with transformers' own implementations."
+        )
 
 
 def say_ignored(what: str, implementation: str) -> str:
@@ -107,24 +127,12 @@ def is_linear(name: str, module: nn.Module, holders: Mapping[str, nn.Module]) ->
     (deformable attention), or from one query that pools all keys (SigLIP's head). holders: modules by their names."""
     around = holders.get(name.rpartition(".")[0])
     return "Deformable" in type(module).__name__ or "Pool" in type(around).__name__
-# Modules that read the attention mask themselves, in softmax's form, and what they do with it.
-READERS = {
-    "DogeAttention": "adds scores of its own to single query-key pairs",
-    "LasrEncoderConvolutionModule": "looks for hidden tokens in a mask of query-key pairs",
-} | dict.fromkeys(
-    ("AXK2Indexer", "DeepseekV32Indexer", "GlmMoeDsaIndexer", "HYV4Indexer", "MistralLarge4TextIndexer"),
-    "chooses other keys for every query",
-)
 
 
 def check_model(model: PreTrainedModel, implementation: str) -> None:
     """ValueError where some attention of the model would go on to run softmax whatever it is told."""
     for _, module in own_modules(model):
-        if (does := READERS.get(type(module).__name__)) is not None:
-            raise ValueError(
-                f"attn_implementation={implementation!r}: {type(module).__name__} of {type(model).__name__} {does}, "
-                "and linear attention forms no such pairs; use this model with transformers' own implementations."
-            )
+        check_pairs(type(module), type(model).__name__, implementation)
     if not any(True for _ in attention_modules(model)):
         raise ValueError(say_ignored(f"no attention of {type(model).__name__} uses", implementation))
     holders = dict(own_modules(model))

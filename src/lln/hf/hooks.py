@@ -68,7 +68,12 @@ def choose(original: Any, model: PreTrainedModel, attn_implementation: str | Non
             )
     if attn_implementation in IMPLEMENTATIONS and kwargs.get("is_init_check"):
         check_class(model, attn_implementation)
-    return original(model, attn_implementation, *args, **kwargs)
+    try:
+        return original(model, attn_implementation, *args, **kwargs)
+    except ValueError as problem:
+        if f'attn_implementation="{attn_implementation}"` is not supported' not in str(problem):
+            raise
+        raise ValueError(f"{problem} Of lln: {', '.join(map(repr, IMPLEMENTATIONS))}.") from problem
 
 
 def attach_after_init(original: Any, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -204,6 +209,8 @@ def decodes_with_lln(model: PreTrainedModel) -> bool:
     found = [module for _, module in attention_modules(model) if getattr(module, "is_causal", False)]
     if is_mixed(model.config.get_text_config(decoder=True)):  # other layers have caches of their own
         found, kinds = [m for m in found if getattr(m, RUNS, None) in IMPLEMENTATIONS], ["full_attention"]
+    if any(hasattr(module, "kv_b_proj") for module in found):
+        return False  # DeepSeek's caches hold what keys and values are made from anew in every step
     held = [find_attached(module, "lln") for module in found if runs_lln(module.config)]
     mine = [lln for lln in held if isinstance(lln, ModelAttention) and lln.has_state]
     return bool(mine) and len(mine) == len(found) and set(kinds) == {"full_attention"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from lln.hf.masks import CAUSAL, lln_mask, split
 from lln.hf.mixed import attend_softmax, drop_scores, narrow
 from lln.hf.options import IMPLEMENTATIONS, LLN
 from lln.kernels.triton.attend import attend_known
+from lln.state import LLNState
 
 # Arguments that change which pairs attend or how much, by what they are.
 REFUSED = {
@@ -89,11 +91,20 @@ class Request:
         out = attention(query, key, self.value, **self.where, dropout=self.dropout, **state)
         if layer is not None:
             out, after = out
+            if key.shape[2] and not attention.cross:
+                layer.record(key.shape[2], functools.partial(self.fold, layer.state))
             if key.shape[2]:
                 layer.keep(after, key.shape[2], attention.cross, key.dtype)
         # After the call, which first brings running statistics up to date.
         weights = attention.weights(query, key, self.where) if self.wanted else None
         return out.transpose(1, 2).contiguous(), weights
+
+    def fold(self, before: LLNState | None, count: int) -> LLNState:
+        """The state after the first so many keys of this call."""
+        first = (t[:, :, :count] for t in (self.query, self.key, self.value))
+        where = {n: t[:, :count] if isinstance(t, Tensor) else t for n, t in self.where.items()}
+        after: LLNState = self.attention(*first, **where, dropout=self.dropout, state=before, return_state=True)[1]
+        return after
 
 
 def attend(
@@ -170,7 +181,7 @@ def attend_step(
     """[B, 1, H, E] of one token after the state of an LLNCache; None where that takes more than `decoding` does."""
     if not isinstance(mask, Tensor) or mask.dtype != CAUSAL or mask.ndim != 4 or key.shape[2] != 1:
         return None
-    if layer.cross is not False or not is_plain(implementation, module, attention, kwargs):
+    if layer.record_past or layer.cross is not False or not is_plain(implementation, module, attention, kwargs):
         return None
     stepper = find_stepper(attention, layer, query, scaling)
     if stepper is None:

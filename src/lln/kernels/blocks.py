@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from lln.kernels.common import Dropout, compute_dtype, drop, keep_full_precision, softmax_or_zero, spans, zeros_like
+from lln.kernels.common import (
+    Dropout,
+    compute_dtype,
+    count_parts,
+    cut_rows,
+    drop,
+    keep_full_precision,
+    softmax_or_zero,
+    spans,
+    zeros_like,
+)
 
 
 def slot_rows(start: Tensor, slots: Tensor, length: int | Tensor, block_size: int) -> tuple[Tensor, Tensor]:
@@ -46,19 +56,22 @@ class Placement:
     slots: Tensor  # [B, block_size + N]  the inverse of `rows`
     placed: Tensor  # [B, block_size + N]  rows that have a slot
     block_size: int
+    count: int  # S / block_size
 
     @classmethod
     def make(cls, start: Tensor, key_mask: Tensor, block_size: int, continued: bool) -> Placement:
         """key_mask [B, block_size + N] covers [open block, new rows]. `continued`: the open block may have rows."""
         length = key_mask.shape[-1] - block_size
-        count = -(-(length + (block_size - 1 if continued else 0)) // block_size) * block_size
+        blocks = count_parts(length + (block_size - 1 if continued else 0), block_size)
+        count = blocks * block_size
         rows, filled = slot_rows(start, torch.arange(count, device=start.device).unsqueeze(0), length, block_size)
         row = torch.arange(block_size + length, device=start.device).unsqueeze(0)
         first = start.unsqueeze(-1)
-        slots = torch.where(row < block_size, row, row - block_size + first)
-        placed = torch.where(row < block_size, row < first, slots >= 0)
+        opened = row < block_size
+        slots = torch.where(opened, row, row - block_size + first)
+        placed = (opened & (row < first)) | (~opened & (slots >= 0))  # ONNX Runtime has no `where` of bools
         visible, fresh = filled & key_mask.gather(1, rows), filled & (rows >= block_size)
-        return cls(rows, visible, fresh, slots.clamp(0, count - 1), placed, block_size)
+        return cls(rows, visible, fresh, slots.clamp(0, count - 1), placed, block_size, blocks)
 
     def place_queries(self, t: Tensor) -> Tensor:
         """The new rows t [B, H, G, N, D] in their slots; zeros in the slots that hold none."""
@@ -132,7 +145,7 @@ class Blocks(Function):
         dtype = compute_dtype(q.dtype)
         placement = place(start, key_mask, block_size, open_key)
         qs, ks, vs, visible = cut_into_blocks(q, k, v, open_key, open_value, placement, block_size)
-        gs = (g_out if placement is None else placement.place_queries(g_out)).unflatten(-2, (-1, block_size))
+        gs = (g_out if placement is None else placement.place_queries(g_out)).unflatten(-2, (qs.shape[-3], block_size))
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (qs, ks, vs))
         dweight = zeros_like(weight)
         for part in spans(qs, dim=-3, at_least=1):
@@ -171,9 +184,10 @@ def cut_into_blocks(
     placement: Placement | None, block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """q, k, v as blocks [B, H, G, n, block_size, D], and which keys of each block may be attended to."""
-    visible = None
+    visible, count = None, q.shape[-2] // block_size
     if placement is not None:
         q, k, v = placement.place_queries(q), placement.place_keys(k, open_key), placement.place_keys(v, open_value)
-        visible = placement.visible[:, None, None].unflatten(-1, (-1, block_size))
-    q, k, v = (t.unflatten(-2, (-1, block_size)) for t in (q, k, v))
+        count = placement.count
+        visible = cut_rows(placement.visible[:, None, None], count, block_size, -1)
+    q, k, v = (cut_rows(t, count, block_size) for t in (q, k, v))
     return q, k, v, visible

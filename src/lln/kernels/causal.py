@@ -29,6 +29,7 @@ from lln.kernels.common import (
     can_look,
     drop,
     exponents,
+    is_surely,
     keep_full_precision,
     logaddexp,
     make_finite,
@@ -109,7 +110,7 @@ def prefix_log_sums(x: Tensor) -> Tensor:
 
 def pad_rows(t: Tensor, rows: int, value: float = 0.0) -> Tensor:
     missing = rows - t.shape[-2]
-    return torch.nn.functional.pad(t, (0, 0, 0, missing), value=value) if missing else t
+    return t if is_surely(missing == 0) else torch.nn.functional.pad(t, (0, 0, 0, missing), value=value)
 
 
 def load(

@@ -114,8 +114,14 @@ def trace_as_constant(function: F) -> F:
 
 
 def spans(t: Tensor, dim: int = -2, at_least: int = 64) -> Iterator[slice]:
-    """Slices that cover dimension `dim` of t, each of about SPAN_ELEMENTS elements but at least so many long."""
+    """Slices that cover dimension `dim` of t, each of about SPAN_ELEMENTS elements but at least so many long.
+
+    A compiler gets one: how many there are would be a property of the length, and a graph good for few lengths."""
     length = t.shape[dim]
+    if torch.compiler.is_compiling():
+        if length:
+            yield slice(0, length)
+        return
     elements = SPAN_ELEMENTS.get(t.device.type, SPAN_ELEMENTS_ELSEWHERE)
     step = max(elements * length // max(t.numel(), 1), at_least)
     step = max(-(-length // max(round(length / step), 1)), at_least)  # of equal size, without a small rest
@@ -177,6 +183,59 @@ def exponents(t: Tensor, factor: Tensor, hidden: Tensor | None = None, out: Tens
     return x if hidden is None else x.masked_fill_(hidden, -torch.inf)
 
 
+def is_surely(true: Any) -> bool:
+    """Whether a comparison of sizes holds whatever sizes a compiler leaves open. Asking for its truth would settle it,
+    and the graph would be good for those lengths alone."""
+    if not torch.compiler.is_compiling():
+        return bool(true)
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # on demand: it imports sympy
+
+    return statically_known_true(true)
+
+
+def is_known(length: int) -> bool:
+    """Whether no compiler leaves it open."""
+    return is_surely(length >= 64) or is_surely(length < 64)
+
+
+def count_parts(length: int, size: int) -> int:
+    """So many parts of that size hold all rows. Where a compiler leaves the length open there is one more, so that they
+    are surely two: of a size that may be 1 compilers make two cases."""
+    exact = -(-length // size)
+    return exact if is_surely(exact >= 2) or is_surely(exact == 1) else (length - 1) // size + 2
+
+
+def cut_rows(t: Tensor, count: int, size: int, dim: int = -2) -> Tensor:
+    """The rows along `dim` as so many parts of that size. Beyond the last row anything may stand."""
+    if not torch.compiler.is_exporting():
+        missing = count * size - t.shape[dim]
+        if not is_surely(missing == 0):
+            t = torch.nn.functional.pad(t, [0, 0] * (-1 - dim) + [0, missing])
+        parts: Tensor = t.unflatten(dim, (count, size))
+        return parts
+    # By their places: torch.export could not prove of a view that it fits every length.
+    at = torch.arange(count, device=t.device)[:, None] * size + torch.arange(size, device=t.device)
+    where: Any = ..., at.clamp_max(t.shape[dim] - 1), *[slice(None)] * (-1 - dim)
+    return t[where]
+
+
+def join_rows(t: Tensor, length: int, dim: int = -2) -> Tensor:
+    """The inverse: the first `length` rows of the parts at `dim` - 1."""
+    size = t.shape[dim]
+    if not torch.compiler.is_exporting():
+        return t.flatten(dim - 1, dim).narrow(dim, 0, length)
+    at = torch.arange(length, device=t.device)
+    where: Any = ..., at // size, at % size, *[slice(None)] * (-1 - dim)
+    return t[where]
+
+
+def fit_size(most: int, count: int) -> int:
+    """The smallest power of two that surely is at least `count`, where that is not more than `most`, a power of two."""
+    while most > 1 and is_surely(count <= most // 2):
+        most //= 2
+    return most
+
+
 def is_plain(t: Tensor) -> bool:
     """Whether it has memory of its own: it is no subclass, and no tensor inside torch.func."""
     if type(t) not in (Tensor, torch.nn.Parameter):
@@ -227,10 +286,23 @@ def is_watched() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def run(function: type[Function], *args: Any) -> Any:
-    """function.apply, without it where nobody asks for gradients: it takes longer than attention of a few tokens."""
+def is_taken_apart(by_compilers: bool = False) -> bool:
+    """Whether somebody takes a computation apart: torch.export, which keeps no backward of an autograd.Function, and
+    what `is_watched` knows. by_compilers: also torch.compile."""
+    if torch.compiler.is_compiling():
+        return by_compilers or torch.compiler.is_exporting()
+    return is_watched()
+
+
+def run(function: type[Function], composed: Callable[..., Any], *args: Any, in_graphs: bool = False) -> Any:
+    """function.apply, without it where nobody asks for gradients: it takes longer than attention of a few tokens.
+
+    composed: the same in operations that are differentiable by themselves, for those who take it apart; in_graphs: for
+    torch.compile too."""
+    if is_taken_apart(in_graphs):
+        return composed(*args)
     wanted = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in args)
-    if wanted or torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or is_watched():
+    if wanted or torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return function.apply(*args)
     return function.forward(*args)
 

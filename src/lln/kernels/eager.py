@@ -12,8 +12,10 @@ from torch import Tensor
 from lln.kernels import evidence, evidence_mix
 from lln.kernels.blocks import Blocks
 from lln.kernels.call import Call
+from lln.kernels.carry import sequence_lengths
 from lln.kernels.causal import Causal
-from lln.kernels.common import Dropout, compute_dtype, run, split_heads
+from lln.kernels.common import Dropout, compute_dtype, is_known, run, split_heads
+from lln.kernels.composed import compose_blocks, compose_causal, compose_fold, compose_read
 from lln.kernels.fold import Fold, Read, make_empty, merge
 
 
@@ -60,12 +62,13 @@ def attend_linearly(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         state = call.log_sum.unsqueeze(2), call.mean_value.unsqueeze(2)
     if call.is_causal:
         before = make_empty(k, v, beta.dtype) if state is None else state
-        out, log_sum, mean = run(Causal, q, k, v, alpha, beta, *before, weight, hidden, dtype, call.dropout)
+        given = q, k, v, alpha, beta, *before, weight, hidden, dtype, call.dropout
+        out, log_sum, mean = run(Causal, compose_causal, *given, in_graphs=True)
     else:
-        log_sum, mean = run(Fold, k, v, beta, hidden)
+        log_sum, mean = run(Fold, compose_fold, k, v, beta, hidden)
         if state is not None:
             log_sum, mean = merge(*state, log_sum, mean)
-        out = run(Read, q, alpha, log_sum, mean, weight, dtype, call.dropout)
+        out = run(Read, compose_read, q, alpha, log_sum, mean, weight, dtype, call.dropout)
     return out.flatten(1, 2), log_sum.squeeze(2), mean.squeeze(2)
 
 
@@ -84,14 +87,17 @@ def attend_blocks(call: Call, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtyp
         # A stream of its own: independent of the linear part's dropout, and of the other blocks'.
         dropout = None if call.dropout is None else call.dropout.make_stream(stream)
         settings = size, call.is_causal, call.scale, dtype, dropout
-        out: Tensor = run(Blocks, *rows, weight, *opened, *where, *settings)
+        out: Tensor = run(Blocks, compose_blocks, *rows, weight, *opened, *where, *settings)
         return out
 
     size = call.block_size
     assert size is not None
     if call.start is not None:
         return blocks((q, k, v), size, -1, call.start, call.block_mask())
-    short = q.shape[-2] % size
+    length = q.shape[-2]
+    if torch.compiler.is_compiling() and not is_known(length):  # one graph for all lengths
+        return blocks((q, k, v), size, -1, torch.zeros_like(sequence_lengths(k, None)), call.block_mask())
+    short = length % size
     if not short or size > q.shape[-2]:
         return blocks((q, k, v), min(size, q.shape[-2]), -1, None, None)
     whole, last = zip(*(t.split([t.shape[-2] - short, short], -2) for t in (q, k, v)), strict=True)

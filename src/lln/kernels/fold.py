@@ -10,7 +10,7 @@ second derivatives work. Shapes are those of `common`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -106,12 +106,11 @@ class Fold(Function):
     @staticmethod
     @keep_full_precision
     def forward(k: Tensor, v: Tensor, beta: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-        parts = list(spans(k))
-        if not parts:
+        if not k.shape[-2]:
             return make_empty(k, v, beta.dtype)
         if not can_look(k) or not k.numel():
-            return Fold.fold_safely(k, v, beta, hidden, parts)
-        state = None
+            return Fold.fold_safely(k, v, beta, hidden, spans(k))
+        parts, state = list(spans(k)), None
         for at in range(0, len(parts), TOGETHER):
             log_sum, mean, unsafe = fold_quickly(k, v, beta, hidden, parts[at : at + TOGETHER])
             if bool(unsafe.any()):  # head by head: what other sequences hold changes no bit
@@ -124,7 +123,7 @@ class Fold(Function):
 
     @staticmethod
     def fold_safely(
-        k: Tensor, v: Tensor, beta: Tensor, hidden: Tensor | None, parts: Sequence[slice]
+        k: Tensor, v: Tensor, beta: Tensor, hidden: Tensor | None, parts: Iterable[slice]
     ) -> tuple[Tensor, Tensor]:
         """Whatever the exponents are."""
         state, x = None, None

@@ -192,14 +192,16 @@ def moments(t: Tensor, key_heads: int, mask: Tensor | None, cu_seqlens: Tensor |
     def token_sums(centre: Tensor | None) -> Tensor:
         """Sums over a token's elements, or of their squares around `centre` [B, H, 1 or N]: [B, H, N]."""
         wide = torch.promote_types(t.dtype, torch.float32)
-        out: Tensor = grouped.new_zeros(t.shape[0], key_heads, t.shape[-2], dtype=wide)
+        sums: list[Tensor] = []
         for rows in spans(grouped):
-            part = grouped[..., rows, :].to(out.dtype)
+            part = grouped[..., rows, :].to(wide)
             if centre is not None:
-                around = centre if centre.shape[-1] == 1 else centre[..., rows]
-                part = (part - around[:, :, None, :, None]).square_()
-            out[..., rows] = part.sum((2, 4))
-        return out
+                around = centre if owner is None else centre[..., rows]
+                part = (part - around[:, :, None, :, None]).square()
+            sums.append(part.sum((2, 4)))
+        if not sums:
+            return t.new_zeros(t.shape[0], key_heads, 0, dtype=wide)
+        return sums[0] if len(sums) == 1 else torch.cat(sums, -1)
 
     sums = token_sums(None)
     count, total = add_up(torch.full_like(sums, grouped.shape[2] * grouped.shape[4])), add_up(sums)

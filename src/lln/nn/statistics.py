@@ -168,7 +168,7 @@ class MomentMatcher(nn.Module):
     def _data(self, query: Tensor, key: Tensor, where: Where) -> Data:
         """What the statistics are of, as `both_moments` takes it."""
         _, key_mask, query_mask, cu_seqlens = where
-        if query_mask is None and query.shape[-2] == key.shape[-2]:
+        if key_mask is not None and query_mask is None and query.shape[-2] == key.shape[-2]:
             query_mask = key_mask
         pair = cu_seqlens if isinstance(cu_seqlens, (tuple, list)) else (cu_seqlens, cu_seqlens)
         return query.detach(), key.detach(), self.num_key_heads, query_mask, key_mask, pair[0], pair[1]

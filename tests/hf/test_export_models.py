@@ -1,0 +1,53 @@
+"""transformers' models with LLN attention are exported with an open length, and run by ONNX Runtime."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+import lln.hf
+from helpers.tensors import relative_error
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+
+
+class Encoder(torch.nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+        model = tf.BertModel(tf.BertConfig(**shape, vocab_size=50, max_position_embeddings=256))
+        options: dict[str, Any] = {"block_size": 8} if name == "lln_diag" else {}
+        self.model = lln.hf.convert(model, name, **options).eval()
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return out
+
+
+def make(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(0, 50, (2, length), generator=torch.Generator().manual_seed(length))
+    return ids, (torch.arange(length) < torch.tensor([[length], [length // 2 + 1]])).long()
+
+
+@pytest.mark.parametrize("name", [pytest.param("lln", marks=pytest.mark.long), "lln_diag"])
+def test_a_bert_is_exported_for_every_length(name: str) -> None:
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    module, length = Encoder(name), torch.export.Dim("length", max=256)
+    program = torch.export.export(module, make(37), dynamic_shapes=({1: length}, {1: length}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made: Any = torch.onnx.export(program, dynamo=True, verbose=False)
+    session = runtime.InferenceSession(made.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    for other in (64, 5, 150):
+        ids, mask = make(other)
+        wanted = module(ids, mask)
+        assert relative_error(program.module()(ids, mask), wanted) < 1e-5
+        found = session.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})[0]
+        assert relative_error(torch.from_numpy(found), wanted.detach()) < 1e-5
+        weight = module.model.encoder.layer[0].attention.self.query.weight
+        exported = dict(program.module().named_parameters())["model.encoder.layer.0.attention.self.query.weight"]
+        assert torch.equal(exported, weight)
