@@ -218,16 +218,23 @@ def test_dropout_leaves_what_it_keeps_unbiased_and_its_gradients_are_those_of_on
     (dv,) = torch.autograd.grad(out, v, g)
     torch.manual_seed(1)
     # The output is linear in the values.
-    again = attend(q, k, normal(6, *v.shape).to(v), beta=1.3, dropout_p=0.3)
-    assert torch.allclose((again * g).sum(), (normal(6, *v.shape).to(v) * dv).sum(), rtol=1e-4)
+    others = normal(6, *v.shape).to(v)
+    again = attend(q, k, others, beta=1.3, dropout_p=0.3)
+    assert_sums_agree(again * g, others * dv, 1e-4)
     torch.manual_seed(1)
     (dq,) = torch.autograd.grad(attend(q, k, v, beta=1.3, dropout_p=0.3), q, g)
     step = 1e-2 * normal(7, *q.shape).to(q)
     ends = []
     for sign in (1.0, -1.0):
         torch.manual_seed(1)
-        ends.append((attend(q + sign * step, k, v, beta=1.3, dropout_p=0.3) * g).sum())
-    assert torch.allclose((ends[0] - ends[1]) / 2, (dq * step).sum(), rtol=1e-2)
+        ends.append((attend(q + sign * step, k, v, beta=1.3, dropout_p=0.3) * g).double())
+    assert_sums_agree((ends[0] - ends[1]) / 2, dq * step, 1e-2)
+
+
+def assert_sums_agree(a: Tensor, b: Tensor, tolerance: float) -> None:
+    """Relative to what is summed: of terms with both signs little may be left."""
+    a, b = a.detach().double(), b.detach().double()
+    assert float((a.sum() - b.sum()).abs()) <= tolerance * float(b.abs().sum())
 
 
 @only_triton
