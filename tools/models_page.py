@@ -42,7 +42,7 @@ def read_outcome(row: dict[str, Any]) -> str:
     if "outcome" in row:
         return str(row["outcome"])
     found = {row[name]["outcome"] for name in NAMES}
-    return next(outcome for outcome in ("failed", "refused", "agrees") if outcome in found)
+    return next(outcome for outcome in ("failed", "refused", "agrees", "not tried") if outcome in found)
 
 
 def sort_reason(text: str) -> str:

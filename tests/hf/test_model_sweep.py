@@ -47,6 +47,19 @@ def test_an_architecture_agrees_or_is_refused(sweep: Any, name: str, outcome: st
             assert found.get("with") == words
 
 
+@pytest.mark.filterwarnings("ignore:.*the spread of its queries and keys is not known")
+def test_a_backbone_with_a_config_of_its_own_is_not_left_to_softmax(sweep: Any) -> None:
+    tiny = sweep.make_tiny("maskformer")
+    for _ in range(2):  # a refusal leaves the config as it was
+        with pytest.raises(ValueError, match="MaskFormerSwinBackbone"):
+            tiny.build("lln")
+    row = sweep.check_architecture("maskformer")
+    assert (row["lln"]["outcome"], row["lln_diag"]["outcome"]) == (
+        "refused",
+        "agrees",
+    )  # convert leaves it, and says so
+
+
 def test_what_is_wrong_is_found(sweep: Any) -> None:
     """An attention that is off by little, one that goes on to run softmax, and another exception are failures."""
     original = interface.attend

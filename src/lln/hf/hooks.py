@@ -18,7 +18,15 @@ from transformers.generation import GenerationMode
 from lln.hf import claims
 from lln.hf.attach import Attached, ModelAttention, attach, check_saved, check_tiles, undo_refused
 from lln.hf.cache import LLNCache
-from lln.hf.find import attention_modules, check_class, check_models, find_attached, list_parts
+from lln.hf.find import (
+    attention_modules,
+    check_class,
+    check_model,
+    check_models,
+    find_attached,
+    list_attending,
+    list_parts,
+)
 from lln.hf.layers import RUNS, make_cache
 from lln.hf.mixed import is_mixed
 from lln.hf.options import IMPLEMENTATIONS, LLN, read, runs_lln, runs_ours, write
@@ -78,9 +86,20 @@ def choose(original: Any, model: PreTrainedModel, attn_implementation: str | Non
 
 def attach_after_init(original: Any, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     result = original(model, *args, **kwargs)
-    attach(model, fresh=True)
+    with undo_refused(model):  # a config is used again after a refusal
+        attach(model, fresh=True)
+        if getattr(model, "lln_by_name", False) and runs_ours(model.config):
+            check_inside(model)
     model.register_load_state_dict_post_hook(claims.tell_dropped)
     return result
+
+
+def check_inside(model: PreTrainedModel) -> None:
+    """ValueError where a model inside, with a config that transformers hands no implementation to (MaskFormer's
+    backbone), would go on to run softmax because it can run nothing else."""
+    for part in list_attending(model):
+        if not runs_ours(part.config):
+            check_model(part, model.config._attn_implementation)
 
 
 def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
