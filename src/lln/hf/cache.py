@@ -54,7 +54,7 @@ class StateLayer(CacheLayerMixin):
 
     def __setstate__(self, held: dict[str, Any]) -> None:
         """A cache that an earlier version saved lacks what came later."""
-        vars(self).update({"record_past": False, "past": [], "stepper": None, "ticket": None} | held)
+        self.__dict__.update({"record_past": False, "past": [], "stepper": None, "ticket": None} | held)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """The attention function brings the first state: it knows whether there are blocks."""
