@@ -185,7 +185,7 @@ def table(result: dict[str, Any]) -> str:
         f"{shapes['shapes']:,} lengths in a row: {'no' if len(marks) == 1 else 'some'} further compilation and no "
         f"further memory after the first half; a call takes {shapes['after']['median']:.3f} ms afterwards and "
         f"{shapes['before']['median']:.3f} before.", "",
-        f"Made by `python benchmarks/models.py`: {'; '.join(made)}.", "",
+        f"Made by `python benchmarks/models.py`: {parts}.", "",
     ])  # fmt: skip
 
 
