@@ -170,9 +170,10 @@ def table(result: dict[str, Any]) -> str:
                           f"{theirs:.0f}", f"{mine / theirs:.2f}"])  # fmt: skip
     shapes = result["shapes"]
     marks = {(mark["compilations"], mark["bytes"]) for mark in shapes["marks"][1:]}
-    made = sorted(
-        {describe_made(part) for name, part in result.items() if isinstance(part, dict) and "provenance" in part}
-    )
+    made: dict[str, list[str]] = {}
+    for name, part in result.items():
+        made.setdefault(describe_made(part), []).append(name)
+    parts = "; ".join(f"{', '.join(names)}: {how}" for how, names in made.items())
     return "\n".join([
         *lines, "",
         "Milliseconds, medians with quartiles, wall clock around a call and a wait for the device. RoBERTa-base (an "
