@@ -278,6 +278,7 @@ def test_a_static_cache_stays_where_it_is() -> None:
         assert cache.get_seq_length() == 0
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 def test_a_compiled_forward_without_a_static_cache() -> None:
     model = writer("llama", num_hidden_layers=1)

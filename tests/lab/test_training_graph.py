@@ -92,7 +92,14 @@ def test_bfloat16_in_a_graph(tmp_path: Path, cache: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
-@pytest.mark.parametrize(("attention", "task"), [("lln_diag", "mlm"), ("softmax", "mlm"), ("lln", "image")])
+@pytest.mark.parametrize(
+    ("attention", "task"),
+    [
+        ("softmax", "mlm"),
+        pytest.param("lln_diag", "mlm", marks=pytest.mark.long),
+        pytest.param("lln", "image", marks=pytest.mark.long),
+    ],
+)
 def test_compiled_layers_in_a_graph_change_nothing_but_rounding(
     attention: str, task: str, tmp_path: Path, cache: Path
 ) -> None:
