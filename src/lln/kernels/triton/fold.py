@@ -35,16 +35,30 @@ def key_exponents(x, factor, low, reference, visible, EVEN: tl.constexpr, WIDE: 
         return tl.where(visible[None, :], y, -float("inf"))
 
 
-@triton.jit
-def fold_rows(
-    K, V, MASK, factor, low, k_base, v_base, mask_base, k_n, k_d, v_n, v_d, mask_n, n, origin, begin, end,
+@triton.jit(do_not_specialize=LENGTHS)
+def fold_kernel(
+    K, V, BETA, MASK, CU, OWNER, BEGIN, START, LOG, MEAN,
+    k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, beta_b, beta_h, beta_d, mask_b, mask_n,
+    N, works, splits, tiles, H,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, USED: tl.constexpr,
-    MASKED: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, SHIFT: tl.constexpr, MASKED: tl.constexpr, EVEN: tl.constexpr,
+    SINGLE: tl.constexpr,
+    FLAT: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(L [BD] in float64, S [BD, BE]) of the tiles from begin to end. factor, low: beta, by `split_factor`, [BD, 1] or
-    [1, 1]."""
+    """The state of each split, in [heads, works]; with SINGLE (one split a sequence) in [sequences, heads]."""
+    h, _work, b, first, n, origin, begin, end, _opened = place(
+        works, splits, tiles, N, CU, OWNER, BEGIN, START, PACKED, SHIFT, USED
+    )
+    d = tl.arange(0, BD)
     r = tl.arange(0, BM)
+    data = 0 if PACKED else b.to(tl.int64)
+    k_base = data * k_b + h.to(tl.int64) * k_h + first * k_n
+    v_base = data * v_b + h.to(tl.int64) * v_h + first * v_n
+    mask_base = data * mask_b + first * mask_n
+    # Channels are rows here: what there is one of for each of them takes few registers, and is summed inside a warp.
+    factor, low = split_factor(tl.trans(load_factor(BETA, b, h, beta_b, beta_h, beta_d, D, BD, FLAT)))
     eye = make_identity(BD, DOT)
+
     m = tl.full([BD], -1e38, tl.float32)
     z = tl.zeros([BD], tl.float32)
     s = tl.zeros([BD, BE], tl.float32)
@@ -72,34 +86,7 @@ def fold_rows(
         s = tl.dot(p.to(DOT), v.to(DOT), s, input_precision=PRECISION)
     log = (m.to(tl.float64) + tl.log2(z.to(tl.float64))) * 0.6931471805599453094
     log = tl.where(z > 0.0, log, -float("inf"))
-    return log, s * tl.where(z > 0.0, 1.0 / z, 0.0)[:, None]
-
-
-@triton.jit(do_not_specialize=LENGTHS)
-def fold_kernel(
-    K, V, BETA, MASK, CU, OWNER, BEGIN, START, LOG, MEAN,
-    k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d, beta_b, beta_h, beta_d, mask_b, mask_n,
-    N, works, splits, tiles, H,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, USED: tl.constexpr,
-    PACKED: tl.constexpr, SHIFT: tl.constexpr, MASKED: tl.constexpr, EVEN: tl.constexpr,
-    SINGLE: tl.constexpr,
-    FLAT: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The state of each split, in [heads, works]; with SINGLE (one split a sequence) in [sequences, heads]."""
-    h, _work, b, first, n, origin, begin, end, _opened = place(
-        works, splits, tiles, N, CU, OWNER, BEGIN, START, PACKED, SHIFT, USED
-    )
-    d = tl.arange(0, BD)
-    data = 0 if PACKED else b.to(tl.int64)
-    k_base = data * k_b + h.to(tl.int64) * k_h + first * k_n
-    v_base = data * v_b + h.to(tl.int64) * v_h + first * v_n
-    mask_base = data * mask_b + first * mask_n
-    # Channels are rows here: what there is one of for each of them takes few registers, and is summed inside a warp.
-    factor, low = split_factor(tl.trans(load_factor(BETA, b, h, beta_b, beta_h, beta_d, D, BD, FLAT)))
-    log, s = fold_rows(
-        K, V, MASK, factor, low, k_base, v_base, mask_base, k_n, k_d, v_n, v_d, mask_n, n, origin, begin, end,
-        D, E, BD, BE, BM, USED, MASKED, EVEN, WIDE, DOT, PRECISION,
-    )  # fmt: skip
+    s = s * tl.where(z > 0.0, 1.0 / z, 0.0)[:, None]
     index = b.to(tl.int64) * H + h if SINGLE else tl.program_id(0).to(tl.int64)
     tl.store(LOG + index * D + d, log, mask=d < D)
     store_matrix(MEAN + index * D * E, s, D, E, BD, BE)

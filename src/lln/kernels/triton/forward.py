@@ -23,7 +23,6 @@ from lln.kernels.triton.fit import Fit, Rehearsal
 from lln.kernels.triton.fold import fold_kernel, merge_kernel, prefix_kernel
 from lln.kernels.triton.read import read_kernel
 from lln.kernels.triton.tape import Recording
-from lln.kernels.triton.whole import whole_kernel
 
 FEW = 8  # tiles of keys that one program folds: to merge the states of several takes another launch
 SPLITS = 4, 16  # splits a program of the merging kernels takes at once: few of them or many
@@ -190,16 +189,6 @@ class Launch:
         self.launch(read_kernel, self.query_heads * w.works, "read", LOG=log, MEAN=mean, OUT=out)
         return out
 
-    def attend_whole(self) -> tuple[Tensor, Tensor, Tensor]:
-        log, mean = self.allocate_states(self.batch, self.heads)
-        out = self.allocate_like(self.call.query, self.width)
-        self.cut("fold", self.heads, True, False)
-        even = self.values["EVEN"]
-        w = self.cut("read", self.heads, False, self.shifted)
-        self.values.update(name_strides("o", out), LOG=log, MEAN=mean, OUT=out, EVEN_KEYS=even)
-        self.launch(whole_kernel, self.heads * w.works, "whole")
-        return out, log, mean
-
     def fold_prefixes(self, kernel: str = "causal") -> tuple[plan.Works, tuple[Tensor, Tensor]]:
         """(works of a causal call; L and S after the last). Its kernels are given the states before each work, L after
         it in two forms, the open block, marks to set."""
@@ -234,8 +223,6 @@ class Launch:
         with plan.use_device(self.device):
             if self.call.is_causal and self.rows:
                 return self.attend_causally()
-            if plan.is_whole(self.call):
-                return self.attend_whole()
             log, mean = self.state()
             return (self.read(log, mean) if self.rows else self.allocate_like(self.call.query, self.width)), log, mean
 

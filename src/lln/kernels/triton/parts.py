@@ -141,16 +141,11 @@ def load_state(LOG, MEAN, index, D: tl.constexpr, E: tl.constexpr, BD: tl.conste
     -inf in channels that are padding."""
     d = tl.arange(0, BD)
     log = tl.load(LOG + index * D + d, mask=d < D, other=-float("inf"))
-    return relate_logs(log, D, BD), load_matrix(MEAN + index * D * E, D, E, BD, BE)
-
-
-@triton.jit
-def relate_logs(log, D: tl.constexpr, BD: tl.constexpr):
-    """L of a state, -inf in channels that are padding, relative to its largest channel in base 2; 0 where there is no
-    key at all. A softmax over channels does not see the difference, and small exponents round less."""
     top = tl.max(log, 0)
+    # A softmax over channels does not see the difference, and small exponents round less.
     offset = ((log - top) * 1.4426950408889634074).to(tl.float32)
-    return tl.where(top == -float("inf"), tl.where(tl.arange(0, BD) < D, 0.0, -float("inf")), offset)
+    offset = tl.where(top == -float("inf"), tl.where(d < D, 0.0, -float("inf")), offset)
+    return offset, load_matrix(MEAN + index * D * E, D, E, BD, BE)
 
 
 @triton.jit

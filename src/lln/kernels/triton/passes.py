@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lln.kernels.call import FIELDS, TENSORS, VALUE, Call, list_marked
-from lln.kernels.triton import plan
 from lln.kernels.triton.backward import Backward
 from lln.kernels.triton.fit import Fit, find
 from lln.kernels.triton.forward import Launch, make_like
@@ -21,7 +20,7 @@ Outer = tuple[Tensor, Tensor | None, Tensor | None]  # gradients of the output, 
 
 def fit_forward(call: Call) -> Fit:
     """Raises DoesNotFit where a kernel fits into the device with no settings; so do the other functions."""
-    return find(call, ("forward", plan.is_whole(call)), lambda part, fit: Launch(part, None, fit).forward())
+    return find(call, "forward", lambda part, fit: Launch(part, None, fit).forward())
 
 
 def fit_backward(call: Call, final: tuple[Tensor, Tensor] | None, outer: Outer, wanted: frozenset[str]) -> Fit:

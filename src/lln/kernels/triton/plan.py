@@ -17,11 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lln.kernels.call import Call
-
 HIP = torch.version.hip is not None  # AMD's devices, which torch calls cuda as well
 TILE = 64  # rows of a tile unless blocks ask for more
-WHOLE = 1024  # the most rows of a sequence that one program folds and reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,16 +125,6 @@ def find_card(device: torch.device) -> Card | None:
 def is_small(batch: int, heads: int, length: int) -> bool:
     """The size class of a call: whether its rows leave multiprocessors without work."""
     return batch * heads * length <= 2**16
-
-
-def is_whole(call: Call) -> bool:
-    """Whether a program takes a whole sequence of one head, keys and queries: where these alone fill a card, and what
-    it has just folded stays in the cache until it is read again."""
-    query, key = call.query, call.key
-    if call.is_causal or call.cu_query is not None or call.log_sum is not None or query.shape[:3] != key.shape[:3]:
-        return False
-    batch, heads, length, _ = query.shape
-    return 0 < length <= WHOLE and batch * heads >= 2 * count_multiprocessors(query.device)
 
 
 HERE = contextlib.nullcontext()

@@ -38,40 +38,6 @@ from lln.kernels.triton.parts import (
 )
 
 
-@triton.jit
-def read_rows(
-    Q, K, V, MASK, SEED, OUT, factor, low, offset, mean, block_weight, stream,
-    q_base, k_base, v_base, mask_base, o_base, q_n, q_d, k_n, k_d, v_n, v_d, mask_n, o_n, o_d,
-    scale, dropout, n, origin, begin, end,
-    D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
-    USED: tl.constexpr, BS: tl.constexpr, MASKED: tl.constexpr, EVEN: tl.constexpr, DROPOUT: tl.constexpr,
-    WIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The output rows of the tiles from the last one before `end` down to `begin`: of what was folded just before, the
-    last keys and values are still at hand. factor, low: alpha, by `split_factor`; offset: by `relate_logs`; mean: with
-    its weight in it."""
-    r = tl.arange(0, BM)
-    d = tl.arange(0, BD)
-    eye = make_identity(BD, DOT)
-    for i in range(begin, end):
-        rows = (origin + (begin + end - 1 - i) * USED + r).to(tl.int64)
-        ok = (rows >= 0) & (rows < n) & (r < USED)
-        q = load_rows(Q, q_base, rows, ok, q_n, q_d, D, BD, EVEN)
-        p, total, _top = softmax_rows(scale_rows(widen(q, eye, BD, DOT), factor, low, offset, WIDE))
-        if DROPOUT:
-            p = p * draw_kept(SEED, stream, rows, d, BD, dropout)
-        o = tl.dot(p.to(DOT), mean, input_precision=PRECISION) * (1.0 / total)[:, None]
-        if BS:
-            k = load_rows(K, k_base, rows, ok, k_n, k_d, D, BD, EVEN)
-            v = load_rows(V, v_base, rows, ok, v_n, v_d, E, BE, EVEN)
-            visible = visible_keys(MASK, mask_base, rows, ok, mask_n, MASKED)
-            o += block_weight * block_output(
-                q, k, v, visible, SEED, stream, rows, scale, dropout,
-                BM, BS, USED, False, DROPOUT, EVEN, DOT, PRECISION,
-            )  # fmt: skip
-        store_rows(OUT, o_base, rows, ok, o_n, o_d, o, E, BE, EVEN)
-
-
 @triton.jit(do_not_specialize=LENGTHS)
 def read_kernel(
     Q, K, V, ALPHA, LOG, MEAN, LLN_WEIGHT, BLOCK_WEIGHT, MASK, CU, OWNER, BEGIN, START, SEED, OUT,
@@ -88,24 +54,39 @@ def read_kernel(
         works, splits, tiles, N, CU, OWNER, BEGIN, START, PACKED, SHIFT, USED
     )
     hk = h // G
+    r = tl.arange(0, BM)
+    d = tl.arange(0, BD)
     data = 0 if PACKED else b.to(tl.int64)
     q_base = data * q_b + h.to(tl.int64) * q_h + first * q_n
     o_base = data * o_b + h.to(tl.int64) * o_h + first * o_n
     factor, low = split_factor(load_factor(ALPHA, b, h, alpha_b, alpha_h, alpha_d, D, BD, FLAT))
     offset, mean = load_state(LOG, MEAN, b.to(tl.int64) * H + hk, D, E, BD, BE)
-    k_base = data * k_b + hk.to(tl.int64) * k_h + first * k_n
-    v_base = data * v_b + hk.to(tl.int64) * v_h + first * v_n
-    mask_base = data * mask_b + first * mask_n
-    block_weight = factor
     if BS:
+        k_base = data * k_b + hk.to(tl.int64) * k_h + first * k_n
+        v_base = data * v_b + hk.to(tl.int64) * v_h + first * v_n
+        mask_base = data * mask_b + first * mask_n
         mean = mean * load_factor(LLN_WEIGHT, b, h, lln_b, lln_h, lln_e, E, BE, UNIFORM)
         block_weight = load_factor(BLOCK_WEIGHT, b, h, block_b, block_h, block_e, E, BE, UNIFORM)
-    read_rows(
-        Q, K, V, MASK, SEED, OUT, factor, low, offset, mean.to(DOT), block_weight, (b * H * G + h) * 2,
-        q_base, k_base, v_base, mask_base, o_base, q_n, q_d, k_n, k_d, v_n, v_d, mask_n, o_n, o_d,
-        scale, dropout, n, origin, begin, end,
-        D, E, BD, BE, BM, USED, BS, MASKED, EVEN, DROPOUT, WIDE, DOT, PRECISION,
-    )  # fmt: skip
+    mean = mean.to(DOT)
+    stream = (b * H * G + h) * 2
+    eye = make_identity(BD, DOT)
+    for t in range(begin, end):
+        rows = (origin + t * USED + r).to(tl.int64)
+        ok = (rows >= 0) & (rows < n) & (r < USED)
+        q = load_rows(Q, q_base, rows, ok, q_n, q_d, D, BD, EVEN)
+        p, total, _top = softmax_rows(scale_rows(widen(q, eye, BD, DOT), factor, low, offset, WIDE))
+        if DROPOUT:
+            p = p * draw_kept(SEED, stream, rows, d, BD, dropout)
+        o = tl.dot(p.to(DOT), mean, input_precision=PRECISION) * (1.0 / total)[:, None]
+        if BS:
+            k = load_rows(K, k_base, rows, ok, k_n, k_d, D, BD, EVEN)
+            v = load_rows(V, v_base, rows, ok, v_n, v_d, E, BE, EVEN)
+            visible = visible_keys(MASK, mask_base, rows, ok, mask_n, MASKED)
+            o += block_weight * block_output(
+                q, k, v, visible, SEED, stream, rows, scale, dropout,
+                BM, BS, USED, False, DROPOUT, EVEN, DOT, PRECISION,
+            )  # fmt: skip
+        store_rows(OUT, o_base, rows, ok, o_n, o_d, o, E, BE, EVEN)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
