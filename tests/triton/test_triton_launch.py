@@ -101,3 +101,12 @@ def test_what_does_not_fit_play_is_refused(run: Any) -> None:
 def test_kernels_out_of_the_ordinary_are_launched_by_triton(changed: dict[str, Any]) -> None:
     assert launch.pack(make_compiled(1), (1, 1, 1), [None, None, 5, 64, 1.0, None], []) is not None
     assert launch.pack(make_compiled(1, **changed), (1, 1, 1), [None, None, 5, 64, 1.0, None], []) is None
+
+
+def test_without_a_compiler_somebody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: Any) -> Any:
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+    monkeypatch.setattr("triton.runtime.build.compile_module_from_src", refuse)
+    with pytest.warns(RuntimeWarning, match=r"RuntimeError: Failed to find C compiler\.\).*install gcc"):
+        assert launch.load_player.__wrapped__() is None

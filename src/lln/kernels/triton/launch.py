@@ -10,6 +10,7 @@ import functools
 import re
 import struct
 import subprocess
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import Any
@@ -76,14 +77,23 @@ def make_driver_play(run: Callable[[int, bytes, list[int], int], int], launch: i
 @functools.cache
 def load_player() -> tuple[Callable[[int, bytes, list[int], int], int], int] | None:
     """(`play` of play.c, the address of cuLaunchKernel). It is built as Triton builds its own launchers, by the C
-    compiler that Triton needs; None where there is none any more, since Triton keeps what it has built."""
+    compiler that Triton needs; None, with a warning, where there is none any more, since Triton keeps what it has
+    built."""
     try:
         from triton.runtime.build import compile_module_from_src
 
         source = (files("lln.kernels.triton") / "play.c").read_text()
         run = compile_module_from_src(src=source, name="lln_play").play
         return run, ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernel, ctypes.c_void_p).value or 0
-    except (ImportError, OSError, RuntimeError, TypeError, subprocess.CalledProcessError):
+    except (ImportError, OSError, RuntimeError, TypeError, subprocess.CalledProcessError) as error:
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        warnings.warn(
+            "Repeated calls of lln_attention go through Triton's own launcher, which gives the same results and takes "
+            f"the host several times as long, because lln/kernels/triton/play.c could not be built ({why}). "
+            "It takes a C compiler: install gcc, or name one in the environment variable CC.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         return None
 
 
