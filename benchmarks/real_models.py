@@ -2,7 +2,7 @@
 the softmax model and beside simpler things that cost as little.
 
     python benchmarks/real_models.py --stories DIR --gte DIR --stsb FILE.parquet --text FILE \\
-        --antiberty DIR --sequences FILE --out benchmarks/results/real_models.json
+        --antiberty DIR --sequences FILE --whisper DIR --speech DIR --out benchmarks/results/real_models.json
 
 Each model is a folder of transformers, and each option is measured where it is given:
 
@@ -13,6 +13,9 @@ Each model is a folder of transformers, and each option is measured where it is 
 - gte-small (`--gte`), an encoder: Spearman's rank correlation, times 100, of the cosines of sentences with people's
   scores on STS-B (`--stsb`), with blocks of 64, which most sentences do not fill, and of 16.
 - AntiBERTy (`--antiberty`), an encoder: accuracy, in percent, on masked residues of antibodies (`--sequences`).
+- Whisper (`--whisper`), whose encoder reads 1,500 positions of sound: of the tokens that the softmax model writes down
+  when it hears the WAV files in `--speech`, how many, in percent, come first with the converted encoder, too. Its
+  decoder stays as it is. Sound is to be had, say, by `espeak-ng -w speech/1.wav "some sentences"`.
 
 `--text` is a document in each line, `--sequences` a sequence. What is measured on is never learned from. A result
 stands beside those of other models in the same file.
@@ -26,14 +29,25 @@ import dataclasses
 import json
 import math
 import time
+import wave
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
+import scipy.signal
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+)
 
 import lln.hf
 from conversion import cut
@@ -46,6 +60,7 @@ from lln.lab.core.tables import markdown_table
 
 FITTED = 8  # batches that a fit looks at
 WRITTEN, PASSAGE = 256, 256  # tokens of a text that a decoder wrote, or reads
+NO_TIMESTAMPS = 50362  # the token of Whisper's English models that asks for text alone
 LEARNED = {"mix": "scales", "feature_map": "linear"}
 STAGES = {"fitted": "fit without gradients", "distilled": "distilled", "fine_tuned": "fine-tuned"}
 # What is compared: title, options of lln.hf.convert, stages. `directions`: times the head dim. `beta`: so small that a
@@ -224,7 +239,41 @@ def antiberty(folder: Path, args: argparse.Namespace) -> Iterator[Task]:
     yield Task("AntiBERTy", model, [b for b, _ in learn], measure, what, 32, lambda value: value - 1)
 
 
-TASKS = {"stories": stories, "smollm2": smollm2, "gte": gte, "antiberty": antiberty}
+def whisper(folder: Path, args: argparse.Namespace) -> Iterator[Task]:
+    model = WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    hear = WhisperFeatureExtractor(feature_size=model.config.num_mel_bins)
+    files = sorted(args.speech.glob("*.wav"))[: args.learned + args.judged]
+    heard = [hear(read_sound(one), sampling_rate=16000, return_tensors="pt").input_features for one in files]
+    start = torch.tensor([[model.config.decoder_start_token_id, NO_TIMESTAMPS]])
+    model.generation_config.max_length = None  # which would warn beside max_new_tokens
+    written = [
+        torch.cat([start, model.generate(one, decoder_input_ids=start, max_new_tokens=100, do_sample=False)], 1)
+        for one in heard[: args.judged]
+    ]  # what is given back begins after `start`
+    tokens = sum(one.shape[1] - start.shape[1] for one in written)
+
+    @torch.no_grad()
+    def measure(encoder: PreTrainedModel) -> float:
+        right = 0
+        for sound, text in zip(heard, written, strict=False):
+            states = (encoder(sound).last_hidden_state,)
+            logits = model(encoder_outputs=states, decoder_input_ids=text[:, :-1]).logits
+            right += int((logits.argmax(-1) == text[:, 1:])[:, start.shape[1] - 1 :].sum())
+        return 100 * right / tokens
+
+    what = f"percent of the {tokens:,} tokens that softmax writes down of {len(written)} pieces of speech"
+    learn = [{"input_features": one} for one in heard[args.judged :]]
+    yield Task("Whisper tiny.en", model.get_encoder(), learn, measure, what, 64, lambda value: value - 1)
+
+
+def read_sound(path: Path) -> Any:
+    """A WAV file of one channel of 16 bits as 16,000 numbers a second."""
+    with wave.open(str(path)) as file:
+        rate, sound = file.getframerate(), numpy.frombuffer(file.readframes(file.getnframes()), "<i2")
+    return scipy.signal.resample_poly(sound.astype(numpy.float32) / 32768, 16000, rate)
+
+
+TASKS = {"stories": stories, "smollm2": smollm2, "gte": gte, "antiberty": antiberty, "whisper": whisper}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -257,6 +306,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=Path, metavar="DIR")
     for name in ("stsb", "text", "sequences"):
         parser.add_argument(f"--{name}", type=Path, metavar="FILE")
+    parser.add_argument("--speech", type=Path, metavar="DIR")
     parser.add_argument("--kinds", default=",".join(KINDS), help="what is compared, with commas between")
     parser.add_argument("--out", type=Path, help="where to store the result")
     counts = {"distill": 200, "fine-tune": 0, "batch": 2, "learned": 128, "judged": 32, "pairs": 1500, "threads": 1}
@@ -283,7 +333,7 @@ def main() -> None:
         for task in maker(getattr(args, name), args) if getattr(args, name) else ():
             value = task.measure(task.softmax)
             rows: dict[str, Any] = {"softmax": {"value": value, "seconds": 0.0}}
-            batch, length = task.learn[0]["input_ids"].shape
+            batch, *_, length = next(iter(task.learn[0].values())).shape
             about = {"what": task.what, "block_size": task.block_size, "bar": task.bar(value)}
             about |= {"how": how | {"batch": batch, "length": length}}
             for row, figure, seconds in task.rows(args):
