@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import badges
 import benchmarks_page
 import cli_page
 import found_page
@@ -36,7 +35,6 @@ def pages() -> dict[Path, str]:
         **quoted.pages(),
         **stored_tables.tables(),
         **picture.pictures(),
-        **badges.pictures(),
         **map_page.pages(),
     }
 
