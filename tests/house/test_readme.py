@@ -1,4 +1,4 @@
-"""The README takes four screens, and its links lead somewhere. That what it shows runs, and that what it says is what was
+"""The README takes four screens, and its links lead somewhere. That what it shows runs, and that it says what was
 measured, is tested with the documentation."""
 
 import importlib
