@@ -30,11 +30,19 @@ def list_free_names() -> tuple[str, ...]:
     return tuple(name for name in found if name not in taken and "flash" not in name)
 
 
-PEERS = list_free_names()
-IMPLEMENTATIONS = (*LLN, *PEERS)
+PEERS = list(list_free_names())
+IMPLEMENTATIONS = [*LLN, *PEERS]  # `lln.register` adds to both
 BLOCK_SIZE = 64
 # What goes with "lln_diag" and not with "lln", and the values by which nothing is asked for.
 OF_BLOCKS = {"block_size": None, "mix": 0.5, "overlap": False, "tile": None}
+
+
+def take_new_names() -> list[str]:
+    """Of mechanisms that were registered since the last call."""
+    new = [name for name in list_free_names() if name not in PEERS]
+    PEERS.extend(new)
+    IMPLEMENTATIONS.extend(new)
+    return new
 
 
 @dataclasses.dataclass(frozen=True)
