@@ -30,6 +30,11 @@ def settings(name: str) -> str:
     return f"{shape}; `lln reproduce {name}`, commit {p['commit']}"
 
 
+def load_matching(scale: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "results" / "matching" / scale / "matching.json").read_text())
+    return found
+
+
 def matching() -> str:
     """Entropies of softmax and of LLN by matching."""
     kinds = ("softmax", "paper", "variance", "entropy")
@@ -41,6 +46,48 @@ def matching() -> str:
     ]
     lines = markdown_table(header, rows, "r")
     return "\n".join([*lines, "", f"Entropy of P, {settings('fig2')}.", ""])
+
+
+def choice() -> str:
+    """Which matching to take, and the figures that say so."""
+    softmax = index_by_sigma("fig2", "entropy", "softmax")
+    worst = {
+        kind: max(abs(bits - softmax[sigma]) for sigma, bits in index_by_sigma("fig2", "entropy", kind).items())
+        for kind in ("paper", "entropy")
+    }
+    losses = []
+    for title, name in (("LLN+Diag", "lln_diag"), ("LLN", "lln")):
+        rows = {row["attention"]: row["cells"] for row in load_matching("mini")["rows"]}
+        paper, entropy = (rows[label]["MLM loss"]["mean"] for label in (name, f"{name}:matching=entropy"))
+        assert entropy < paper
+        losses.append(f"{title} {entropy:.2f} in the place of {paper:.2f}")
+    for scale in ("mini", "tiny"):  # found_page says the same of all ways
+        for d in load_matching(scale)["differences"]:
+            if {d["a"], d["b"]} in [{n, f"{n}:matching=entropy"} for n in ("lln", "lln_diag")]:
+                assert not d["beyond"]
+    kept = json.loads((BENCHMARKS / "conversion.json").read_text())["sets"]["wikipedia-2014"]["rows"]
+    agreement, blocks = read_agreement()
+    advice = [
+        [
+            "a new model, or a call of your own", '`matching="entropy"`',
+            f"It follows softmax over the widest range: at worst {worst['entropy']:.2f} bits off in the table below, "
+            f"the paper's {worst['paper']:.2f}. Losses in training were {' and '.join(losses)}, which is within the "
+            "noise of seeds.",
+        ],
+        [
+            "a model that was trained with softmax attention", "[`lln convert`](conversion.md), and no matching",
+            f"It finds everything on your text. MiniLM keeps a rank correlation of {agreement:.3f} so, against "
+            f"{kept['paper']['spearman']:.3f} with the paper's matching alone, which is worse than its softmax blocks "
+            f"without LLN ({blocks:.3f}).",
+        ],
+        ["the paper's experiments to repeat", '`matching="paper"`, the default', "It is eq. (10) of the paper."],
+        [
+            "a trained model to look at", "`lln inspect`",
+            "Its queries and keys are not Gaussian, so no rule of two standard deviations is right. The page shows how "
+            "far each matching is off for every head.",
+        ],
+    ]  # fmt: skip
+    return "\n".join([*markdown_table(["you have", "take", "because"], advice, "l"), ""])
 
 
 def line() -> str:
@@ -208,7 +255,7 @@ def convolution() -> str:
 
 QUOTES = {
     ROOT / "README.md": {"pitch": pitch, "numbers": numbers, "claims": claims},
-    DOCS / "matching.md": {"matching": matching},
+    DOCS / "matching.md": {"choice": choice, "matching": matching},
     DOCS / "mechanism.md": {"convolved": convolution},
     DOCS / "gpu.md": {"cards": cards},
     DOCS / "limits.md": {"line": line, "lognormal": lognormal},

@@ -52,8 +52,8 @@ class Options:
     Args:
         implementation: "lln", "lln_diag" or another of `lln.hf.IMPLEMENTATIONS`; a name of transformers' own (say
             "sdpa") where the model runs that one at the moment.
-        matching: "paper", "variance" or "entropy" (see `lln.match_moments`); "data": alpha and beta were found on data
-            and are kept with the weights.
+        matching: "paper", "entropy" (recommended for new models) or "variance", see `lln.match_moments`; "data": alpha
+            and beta were found on data and are kept with the weights.
         statistics: where the spread of queries and keys comes from, see `lln.LLNAttention`. One name for all attention
             modules, or {"encoder": name, "decoder": name}, where "decoder" means causal attention and attention to
             another sequence. "auto": "sample" for encoders, "fixed" (that of sigma = 1) for decoders.
