@@ -31,7 +31,7 @@ def pages() -> dict[Path, str]:
         DOCS / "cli.md": cli_page.markdown(),
         DOCS / "benchmarks.md": benchmarks_page.markdown(),
         DOCS / "found.md": found_page.markdown(),
-        DOCS / "paper.md": paper_page.markdown(),
+        **paper_page.pages(),
         **quoted.pages(),
         **stored_tables.tables(),
         **picture.pictures(),

@@ -9,6 +9,7 @@ from typing import Any
 from cards_table import cards
 from lln.files import put_between
 from lln.lab.core.tables import markdown_table, show_number
+from paper_page import index
 
 ROOT = Path(__file__).parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "results" / "paper"
@@ -258,6 +259,7 @@ QUOTES = {
     DOCS / "matching.md": {"choice": choice, "matching": matching},
     DOCS / "mechanism.md": {"convolved": convolution},
     DOCS / "gpu.md": {"cards": cards},
+    DOCS / "paper.md": {"index": index},
     DOCS / "limits.md": {"line": line, "lognormal": lognormal},
 }
 
