@@ -11,7 +11,6 @@ from pathlib import Path
 
 import benchmarks_page
 import cli_page
-import found_page
 import map_page
 import mechanisms_page
 import models_page
@@ -30,7 +29,6 @@ def pages() -> dict[Path, str]:
         DOCS / "models.md": models_page.markdown(),
         DOCS / "cli.md": cli_page.markdown(),
         DOCS / "benchmarks.md": benchmarks_page.markdown(),
-        DOCS / "found.md": found_page.markdown(),
         **paper_page.pages(),
         **quoted.pages(),
         **stored_tables.tables(),

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import found_page
 from cards_table import cards
 from lln.files import put_between
 from lln.lab.core.tables import markdown_table, show_number
@@ -259,6 +260,7 @@ QUOTES = {
     DOCS / "matching.md": {"choice": choice, "matching": matching},
     DOCS / "mechanism.md": {"convolved": convolution},
     DOCS / "gpu.md": {"cards": cards},
+    DOCS / "found.md": {"found": found_page.markdown},
     DOCS / "paper.md": {"index": index},
     DOCS / "limits.md": {"line": line, "lognormal": lognormal},
 }
