@@ -9,7 +9,7 @@ Python carries with it (pydoc_data.topics), cut into passages; whole topics are 
 for measuring. `--text NAME=FILE` measures on another text: a document in each line, of which the first --each passages
 are taken; those of the first half of the documents are for learning. `--only` measures some rows. What is learned is
 learned with each of --rates, and the better one on passages of the learning half is shown. A result stands beside those
-of other texts in the same file, and fills in the README.
+of other texts in the same file.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 import lln.hf
-from in_readme import command, put
 from lln.files import write_json
 from lln.lab.convert.passages import pad_batches, special_tokens
 from lln.lab.core.provenance import provenance
 from lln.lab.core.tables import markdown_table
+from storing import command
 
-MARKS = "<!-- benchmarks/conversion.py -->\n", "<!-- end of conversion -->"
 PYDOC = "pydoc_data.topics"
 FITTED = 32  # passages that a fit looks at
 CHOSEN = 64  # passages of the learning half, kept from learning, that a rate is chosen on
@@ -263,9 +262,7 @@ def main() -> None:
 
     Measure(learn, judge, tokenizer, args).result(store, rows)
     if args.out and args.out.exists():
-        text = table(json.loads(args.out.read_text()))
-        print(text)
-        put(text, MARKS)
+        print(table(json.loads(args.out.read_text())))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/cpu_forward.py --out benchmarks/results/cpu_forward.json
 
 The bare products are the arithmetic that any linear attention must do, so their time is what bounds LLN. All works
-take turns within one run, and the times are ratios of medians. The result also fills in the table in the README.
+take turns within one run, and the times are ratios of medians.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from in_readme import run
 from lln import lln_attention
 from lln.lab.bench.attentions import ALPHA, BETA, Case, Shape
 from lln.lab.bench.calls import CHECK_LENGTH, OURS, check_attentions
 from lln.lab.core.provenance import provenance
 from lln.lab.core.tables import markdown_table, show_timing
 from lln.lab.core.timing import Work, peak_memory, time_calls
+from storing import run
 
-MARKS = "<!-- benchmarks/cpu_forward.py -->\n", "<!-- end -->"
 SHAPE = {"batch": 1, "heads": 12, "length": 8192, "dim": 64}
 MEMORY_LENGTHS = (4096, 8192, 16384, 32768)
 
@@ -90,4 +89,4 @@ def memory(result: dict[str, Any], name: str) -> str:
 
 
 if __name__ == "__main__":
-    run(__doc__, measure, table, MARKS, repeats=15, threads=2)
+    run(__doc__, measure, table, repeats=15, threads=2)

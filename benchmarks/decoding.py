@@ -4,7 +4,7 @@
 
 LLN's state is made by reading so many tokens; softmax's keys and values, whose number alone matters for the time, are
 random. The two positions take turns. First a step after a state is compared with the forward pass of the whole
-sequence. The result also fills in the table in the README.
+sequence.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import transformers
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
 
 import lln.hf
-from in_readme import run
 from lln.lab.core.provenance import provenance
 from lln.lab.core.tables import markdown_table, show_timing
 from lln.lab.core.timing import Work, time_calls
+from storing import run
 
-MARKS = "<!-- benchmarks/decoding.py -->\n", "<!-- end of decoding -->"
 SHAPE = {"layers": 4, "hidden": 256, "heads": 4, "key_heads": 2, "vocabulary": 1000}
 POSITIONS = (1_000, 100_000)
 NAMES = {"sdpa": "softmax, DynamicCache", "lln": "LLN, LLNCache", "lln_diag": "LLN+Diag, LLNCache"}
@@ -131,4 +130,4 @@ def table(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    run(__doc__, measure, table, MARKS, repeats=200, threads=1)
+    run(__doc__, measure, table, repeats=200, threads=1)

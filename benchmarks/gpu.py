@@ -1,8 +1,8 @@
 """Everything the GPU kernels are judged by, in one go: `python benchmarks/gpu.py --out benchmarks/results/NAME`.
 
 Each part is a run of `lln bench` of its own, stored in a folder of its own as it finishes, so that nothing is lost when
-the machine goes away; a part that is there already is left alone. `--readme` writes the README's table from what is
-stored, on any machine.
+the machine goes away; a part that is there already is left alone. `make pages` brings what is stored into the
+documentation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lln.files import put_between, write_text
 from lln.lab.core.tables import markdown_table
 
 OURS = "LLN,LLN-sample,LLN+Diag,LLN+Diag-sample"
@@ -37,8 +36,6 @@ PARTS = {
     ],
 }  # fmt: skip
 
-README = Path(__file__).parents[1] / "README.md"
-MARKS = ("<!-- gpu -->\n", "<!-- /gpu -->")
 COLUMNS = {"cudnn": "softmax (cuDNN)", "fla-linear": "fla, ungated", "LLN": "LLN", "LLN+Diag": "LLN+Diag"}
 
 
@@ -75,11 +72,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--parts", default=",".join(PARTS), help="which parts, with commas between (default: all)")
     parser.add_argument("--repeats", default="20")
-    parser.add_argument("--readme", action="store_true", help="measure nothing: write the README's table from --out")
     arguments = parser.parse_args()
-    if arguments.readme:
-        write_text(README, put_between(README.read_text(), MARKS, table(arguments.out)))
-        return
     for name in arguments.parts.split(","):
         folder = arguments.out / name
         if name not in PARTS:

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from transformers import BertConfig, BertForMaskedLM
 
-from in_readme import command, put
 from lln.files import write_json
 from lln.instruments import record
 from lln.lab.core.provenance import provenance
 from lln.lab.core.tables import show_number
 from lln.lab.core.timing import summarize
+from storing import command
 
 EVERY, MOST = 50, 0.10
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
@@ -61,11 +61,8 @@ def steps(implementation: str, batch: int, length: int, repeats: int) -> dict[st
     return {kind: values[1:] for kind, values in times.items()}  # the first of each warms up
 
 
-MARKS = "<!-- benchmarks/record.py -->\n", "\n<!-- end of benchmarks/record.py -->"
-
-
 def sentence(result: dict[str, Any]) -> str:
-    """For the README."""
+    """For the documentation."""
     rows, setting, made = result["rows"], result["setting"], result["provenance"]
     costs = " and ".join(
         f"{100 * rows[name]['cost']:.1f} % with {title}"
@@ -108,7 +105,6 @@ def main() -> None:
     print(sentence(result))
     if args.out:
         write_json(args.out, result)
-        put(sentence(result), MARKS)
 
 
 if __name__ == "__main__":

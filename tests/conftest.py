@@ -76,6 +76,13 @@ def pytest_runtest_setup() -> None:
     """Whether a warning that comes once a process comes in a test does not depend on the tests before it."""
     if (hooks := sys.modules.get("lln.hf.hooks")) is not None:
         hooks.warn_of_harm.cache_clear()
+    if (peers := sys.modules.get("lln.peers.registry")) is not None:  # what a test registers stays with it
+        own = set(peers.REGISTRY) - set(peers.DECLARED)
+        options = sys.modules.get("lln.hf.options")
+        for name in own:
+            del peers.REGISTRY[name]
+            for names in (options.PEERS, options.IMPLEMENTATIONS) if options is not None else ():
+                names[:] = [one for one in names if one != name]
 
 
 @contextlib.contextmanager

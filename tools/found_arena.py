@@ -24,7 +24,7 @@ def arena() -> list[str]:
     others = sorted({name for name, _ in measured} - {"softmax", "lln_diag"})
     least = [f"{name} {min(ms[name, task] / ms['lln_diag', task] for task in tasks):.2f}" for name in others]
     return [
-        "## Long Range Arena", "",
+        "## How does it do on Long Range Arena?", "",
         "Accuracy in %, **one seed**: nothing can be said about differences.", "",
         *grid(["attention", *columns], [
             *([row["attention"], *(show_cell(row["cells"].get(c), 1) for c in columns)] for row in table["rows"]),

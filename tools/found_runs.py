@@ -82,7 +82,7 @@ def accuracy() -> list[str]:
     assert loss[others[2]] < loss["lln"] < loss["elu"]
     assert 0.5 < behind["nystromformer"] < 1
     return [
-        "## Accuracy in miniature", "",
+        "## Does a model learn as well with it?", "",
         f"Masked language modelling on Wikipedia text, then fine-tuning. {' '.join(marks['model'] + marks['budget'])} "
         "Mean ± standard deviation (number) over pre-trainings, each the mean of up to three fine-tunings; where there "
         "is one pre-training, as of QQP and QNLI, over its fine-tunings. Accuracies in %; but for SST-2 the data are "
@@ -115,7 +115,7 @@ def vision() -> list[str]:
     small = load(RESULTS / "tiny" / "fig10.json")
     (seeds,) = {row["seeds"] for row in small["rows"]}
     return [
-        "## Images", "",
+        "## Does it work for images?", "",
         f"Dogs vs Cats (Table 3), a part of it. {' '.join(marks['model'] + marks['budget'] + marks['data'])} "
         "Accuracy in %, mean ± standard deviation (seeds):", "",
         *column(table, "accuracy", 1),
@@ -203,7 +203,7 @@ def variants() -> list[str]:
     assert loss["softmax:convolution=5"] < loss["lln_diag:convolution=5"] < loss["lln:convolution=5"]
     assert -0.2 < loss["lln_diag:overlap=true"] - loss["lln_diag"] < 0
     return [
-        "## What helps LLN?", "",
+        "## What makes it better?", "",
         "The models and the text of Table 1 at scale mini, fewer steps. "
         f"{' '.join(table['marks']['MLM loss']['budget'])} Loss on held-out text, mean ± standard deviation (seeds), "
         "and accuracy on SST-2 of one fine-tuning, %:", "",

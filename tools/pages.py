@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import badges
 import benchmarks_page
 import cli_page
-import found_page
 import map_page
 import mechanisms_page
 import models_page
@@ -31,12 +29,10 @@ def pages() -> dict[Path, str]:
         DOCS / "models.md": models_page.markdown(),
         DOCS / "cli.md": cli_page.markdown(),
         DOCS / "benchmarks.md": benchmarks_page.markdown(),
-        DOCS / "found.md": found_page.markdown(),
-        DOCS / "paper.md": paper_page.markdown(),
+        **paper_page.pages(),
         **quoted.pages(),
         **stored_tables.tables(),
         **picture.pictures(),
-        **badges.pictures(),
         **map_page.pages(),
     }
 

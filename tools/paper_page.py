@@ -1,4 +1,4 @@
-"""docs/paper.md: every table and figure of the paper, with what is stored about it in results/paper/."""
+"""A page for every table and figure of the paper, with what is stored about it in results/paper/, and an index."""
 
 from __future__ import annotations
 
@@ -15,22 +15,9 @@ from lln.lab.paper.published import COLUMNS1, COLUMNS3, COLUMNS5, TABLE1, TABLE3
 from lln.lab.paper.run_tables import prepare_table, show_published
 
 ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 RESULTS = ROOT / "results" / "paper"
 HOLDS = {True: "yes", False: "**no**", None: "not decided"}
-
-HEAD = """# Reproducing the paper
-
-Made by `make pages` from what is stored in `results/paper/`; a test compares. The paper is *Linear Log-Normal Attention
-with Unbiased Concentration* (Nahshan, Kampeas and Haleva, arXiv 2311.13541). For each of its tables and figures: the
-command that makes it, what the paper says, what we found, and where the two differ, why.
-
-The analysis figures (2, 5, 6, 7) need no training: Gaussian queries and keys in float64, 1,024 tokens of 64 channels,
-four seeds, about a minute each on one core. The others are training runs. `--scale tiny` needs no download and takes
-minutes on two cores; it shows that the machinery works and little about the paper, whose models are far larger.
-`--scale mini` is for a GPU and data of your own (`--data-root`), `--scale paper` is the paper's setting.
-**Nothing here was trained at the paper's scale yet**, unless a section says so.
-
-"""
 
 
 class Item(NamedTuple):
@@ -161,42 +148,77 @@ def command(item: Item) -> str:
     return f"lln reproduce {item.name}"
 
 
-def section(item: Item) -> list[str]:
-    lines = [f"## {item.title}", "", "```sh", command(item), "```", "", f"**The paper.** {item.paper}", ""]
+def find_results(item: Item) -> list[tuple[Path, dict[str, Any]]]:
+    """What is stored about it, with the largest scale first."""
     found = [p for p in RESULTS.glob("**/*.json") if p.stem.split("-")[0] == item.name]
-    paths = sorted(found, key=lambda p: (p.parent, p.stem))
-    for path in paths:
-        lines += ours(path, json.loads(path.read_text()))
-    if not paths:
-        lines += ["**Ours.** Not run yet; there is no stored result at any scale.", ""]
-    lines += [f"**The difference.** {item.differs}", ""]
-    if item.numbers is not None and not paths:
+    order = {"paper": 0, "mini": 1, "tiny": 2}
+    paths = sorted(found, key=lambda p: (order.get(p.parent.name, 0), p.stem))
+    return [(path, json.loads(path.read_text())) for path in paths]
+
+
+def write_item(item: Item) -> str:
+    found = find_results(item)
+    lines = [f"# {item.title}", "", f"**The paper says:** {item.paper}", "", "## What we found", ""]
+    for path, result in found:
+        lines += ours(path, result)
+    if not found:
+        lines += ["It was not run yet; there is no stored result at any scale.", ""]
+    if item.numbers is not None and not found:
         lines += tabulate_published(item)
     if item.name in costs.TABLES:
         facts = costs.prepare_costs(costs.TABLES[item.name], {"rows": []})
         lines += write_block("costs.md", "published", **facts).splitlines()
-    return lines
+    lines += ["## What to know about it", "", item.differs, "", "## Make it yourself", "", "```sh", command(item)]
+    if is_trained(item):
+        lines += [f"{command(item)} --scale mini --data-root DIR  # on a GPU, with data of your own"]
+    lines += ["```", "", "[All tables and figures](paper.md)"]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def is_trained(item: Item) -> bool:
+    return any("runs" in result for _, result in find_results(item))
+
+
+def list_times(item: Item) -> str:
+    """How long the runs behind its results took, by scale."""
+    said = []
+    for _, result in find_results(item):
+        if runs := result.get("runs"):
+            minutes = sum(run["seconds"] for run in runs) / 60
+            said.append(f"{result['scale']}: {len(runs)} runs, {minutes:.0f} min on {runs[0]['provenance']['device']}")
+    return "; ".join(said)
+
+
+def count_verdicts(item: Item) -> str:
+    """Of its claims, at the largest scale that was measured."""
+    for _, result in find_results(item):
+        if "verdicts" in result:
+            held = [v["holds"] for v in result["verdicts"]]
+            counts = {"yes": held.count(True), "no": held.count(False), "undecided": held.count(None)}
+            scale = f" (scale {result['scale']})" if "scale" in result else ""
+            return ", ".join(f"{count} {words}" for words, count in counts.items() if count) + scale
+    return ""
 
 
 def describe_origin(result: dict[str, Any]) -> str:
     p = result["provenance"]
-    scale = f"Scale {result['scale']}: not the paper's. " if result.get("scale", "paper") != "paper" else ""
     command = drop_places(p["command"])
     made = [run["provenance"] for run in result.get("runs", ())] or [p]  # runs may be older than the table of them
     devices, commits = (", ".join(dict.fromkeys(one[name] for one in made)) for name in ("device", "commit"))
-    return f"{scale}`{command}`, {devices}, {max(one['date'] for one in made)[:10]}, commit {commits}."
+    return f"*Made by `{command}`, {devices}, {max(one['date'] for one in made)[:10]}, commit {commits}.*"
 
 
 def ours(path: Path, result: dict[str, Any]) -> list[str]:
-    lines = [f"**Ours.** {describe_origin(result)}", ""]
+    lines = []
+    if (scale := result.get("scale", "paper")) != "paper":
+        lines += [f"### Scale {scale}, not the paper's", ""]
     if "verdicts" in result:
         rows = [[v["claim"], HOLDS[v["holds"]], v["sentence"]] for v in result["verdicts"]]
-        lines += [*markdown_table(["the claim", "holds", "the numbers"], rows, "l"), ""]
-        for text in (*result.get("differs", ()), *result.get("missing", ())):
-            lines += [text, ""]
+        lines += [*markdown_table(["The claim", "Holds?", "The numbers"], rows, "l"), ""]
     elif result["table"] in costs.TABLES:
         facts = costs.prepare_costs(costs.TABLES[result["table"]], result)
-        lines = [f"**Ours**, {write_block('costs.md', 'batches', **facts)}. {describe_origin(result)}", ""]
+        batches = write_block("costs.md", "batches", **facts).strip()
+        lines += [f"{batches[0].upper()}{batches[1:]}.", ""]
         lines += write_block("costs.md", "measured", **facts).splitlines()
     else:
         facts = prepare_table(result)
@@ -205,9 +227,12 @@ def ours(path: Path, result: dict[str, Any]) -> list[str]:
         lines += ["Which differences exceed the noise:", *write_block("table.md", "noise", **facts).splitlines()]
     for chart in sorted(path.parent.glob("*.svg")):
         if owner(chart) == path:
-            what = chart.stem.removeprefix(path.stem).strip("-") or path.stem
-            lines += [f"![{what}](../{chart.relative_to(ROOT).as_posix()})", ""]
-    return lines
+            what = chart.stem.removeprefix(path.stem).strip("-").replace("-", " ").replace("_", " ")
+            alt = f"{path.stem.split('-')[0]}: {what or 'the chart'}"
+            lines += [f"![{alt}](../{chart.relative_to(ROOT).as_posix()})", ""]
+    for text in (*result.get("differs", ()), *result.get("missing", ())):
+        lines += [f"- {text}"]
+    return [*lines, "", describe_origin(result), ""]
 
 
 def owner(chart: Path) -> Path | None:
@@ -222,7 +247,13 @@ def tabulate_published(item: Item) -> list[str]:
     return ["The paper's numbers, %:", "", *markdown_table(["", *item.columns], rows), ""]
 
 
-def markdown() -> str:
-    lines = [line for item in ITEMS for line in section(item)]
-    lines += ["Figures 3 and 4 are block diagrams: there is nothing to measure in them.", ""]
-    return HEAD + "\n".join(lines).rstrip() + "\n"
+def index() -> str:
+    """Of all tables and figures, for docs/paper.md."""
+    rows = [
+        [f"[{item.title}](paper-{item.name}.md)", item.paper, count_verdicts(item), list_times(item)] for item in ITEMS
+    ]
+    return "\n".join([*markdown_table(["", "the paper says", "claims that hold here", "time"], rows, "l"), ""])
+
+
+def pages() -> dict[Path, str]:
+    return {DOCS / f"paper-{item.name}.md": write_item(item) for item in ITEMS}

@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import found_page
+from cards_table import cards
 from lln.files import put_between
-from lln.lab.core.tables import markdown_table
+from lln.lab.core.tables import markdown_table, show_number
+from paper_page import index
 
 ROOT = Path(__file__).parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "results" / "paper"
@@ -29,6 +32,11 @@ def settings(name: str) -> str:
     return f"{shape}; `lln reproduce {name}`, commit {p['commit']}"
 
 
+def load_matching(scale: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "results" / "matching" / scale / "matching.json").read_text())
+    return found
+
+
 def matching() -> str:
     """Entropies of softmax and of LLN by matching."""
     kinds = ("softmax", "paper", "variance", "entropy")
@@ -40,6 +48,48 @@ def matching() -> str:
     ]
     lines = markdown_table(header, rows, "r")
     return "\n".join([*lines, "", f"Entropy of P, {settings('fig2')}.", ""])
+
+
+def choice() -> str:
+    """Which matching to take, and the figures that say so."""
+    softmax = index_by_sigma("fig2", "entropy", "softmax")
+    worst = {
+        kind: max(abs(bits - softmax[sigma]) for sigma, bits in index_by_sigma("fig2", "entropy", kind).items())
+        for kind in ("paper", "entropy")
+    }
+    losses = []
+    for title, name in (("LLN+Diag", "lln_diag"), ("LLN", "lln")):
+        rows = {row["attention"]: row["cells"] for row in load_matching("mini")["rows"]}
+        paper, entropy = (rows[label]["MLM loss"]["mean"] for label in (name, f"{name}:matching=entropy"))
+        assert entropy < paper
+        losses.append(f"{title} {entropy:.2f} in the place of {paper:.2f}")
+    for scale in ("mini", "tiny"):  # found_page says the same of all ways
+        for d in load_matching(scale)["differences"]:
+            if {d["a"], d["b"]} in [{n, f"{n}:matching=entropy"} for n in ("lln", "lln_diag")]:
+                assert not d["beyond"]
+    kept = json.loads((BENCHMARKS / "conversion.json").read_text())["sets"]["wikipedia-2014"]["rows"]
+    agreement, blocks = read_agreement()
+    advice = [
+        [
+            "a new model, or a call of your own", '`matching="entropy"`',
+            f"It follows softmax over the widest range: at worst {worst['entropy']:.2f} bits off in the table below, "
+            f"the paper's {worst['paper']:.2f}. Losses in training were {' and '.join(losses)}, which is within the "
+            "noise of seeds.",
+        ],
+        [
+            "a model that was trained with softmax attention", "[`lln convert`](conversion.md), and no matching",
+            f"It finds everything on your text. MiniLM keeps a rank correlation of {agreement:.3f} so, against "
+            f"{kept['paper']['spearman']:.3f} with the paper's matching alone, which is worse than its softmax blocks "
+            f"without LLN ({blocks:.3f}).",
+        ],
+        ["the paper's experiments to repeat", '`matching="paper"`, the default', "It is eq. (10) of the paper."],
+        [
+            "a trained model to look at", "`lln inspect`",
+            "Its queries and keys are not Gaussian, so no rule of two standard deviations is right. The page shows how "
+            "far each matching is off for every head.",
+        ],
+    ]  # fmt: skip
+    return "\n".join([*markdown_table(["you have", "take", "because"], advice, "l"), ""])
 
 
 def line() -> str:
@@ -66,22 +116,122 @@ def lognormal() -> str:
     )
 
 
-def describe_trained() -> str:
-    """What the README says of models trained from scratch."""
+BENCHMARKS = ROOT / "benchmarks" / "results"
+
+
+def read_times(part: str, batch: int, length: int) -> tuple[float, float]:
+    """Milliseconds of torch's attention and of LLN+Diag in a whole model."""
+    rows = json.loads((BENCHMARKS / "models.json").read_text())[part]["rows"]
+    at = (batch, length)
+    (row,) = (r for r in rows if (r["batch"], r["length"]) == at and r["mode"] in ("eager", "compiled-graph"))
+    softmax, ours = (row["times"][name]["median"] for name in ("sdpa", "lln_diag"))
+    return softmax, ours
+
+
+def read_agreement() -> tuple[float, float]:
+    """Of MiniLM after the best conversion with what it was, and of its blocks of softmax attention alone."""
+    kept = json.loads((BENCHMARKS / "conversion.json").read_text())["sets"]["wikipedia-2014"]["rows"]
+    ours = max(kept[name]["spearman"] for name in ("distilled", "weighed_distilled") if name in kept)
+    return ours, kept["blocks"]["spearman"]
+
+
+def pitch() -> str:
+    """What the first screen of the README promises, in figures."""
+    times = {at: read_times("encoder", *at) for at in ((1, 16384), (8, 2048), (32, 512))}
+    faster = {at: f"{softmax / ours:.1f}" for at, (softmax, ours) in times.items()}
+    assert faster[32, 512] == "1.0"
+    softmax, ours = read_times("compiled", 16, 32768)
+    agreement, blocks = read_agreement()
+    return (
+        f"On an NVIDIA H200 a RoBERTa-base with it reads a text of 16,384 tokens **{faster[1, 16384]} times** as fast "
+        f"as with torch's softmax attention, eight texts of 2,048 tokens {faster[8, 2048]} times as fast, and 32 texts "
+        f"of 512 tokens no faster. A Llama writes a token after 32,768 others {softmax / ours:.1f} times as fast. "
+        f"A converted MiniLM ranks pairs of passages almost as it did before (rank correlation **{agreement:.2f}**; "
+        f"its softmax blocks alone: {blocks:.2f}).\n"
+    )
+
+
+def numbers() -> str:
+    """What the README says of speed and quality: where LLN+Diag wins, and where it does not."""
+    agreement, blocks = read_agreement()
     table = load_stored("mini/table1")
+    loss = {row["attention"]: row["cells"]["MLM loss"]["mean"] for row in table["rows"]}
     (near,) = (
         d for d in table["differences"] if d["column"] == "MLM loss" and {d["a"], d["b"]} == {"softmax", "lln_diag"}
     )
     assert not near["beyond"]
-    loss = {row["attention"]: row["cells"]["MLM loss"]["mean"] for row in table["rows"]}
-    own = [
-        f"{loss[name] - loss['softmax']:+.2f} with {title}"
-        for name, title in (("lln_diag", "LLN+Diag (within the noise of seeds)"), ("lln", "LLN"))
-    ]
-    return (
-        f"- Trained from scratch in miniature, a masked language model ends at a loss of {loss['softmax']:.2f} with "
-        f"softmax, {' and '.join(own)}. [What we found](docs/found.md) has more, with what is missing.\n"
-    )
+    timed = {
+        "RoBERTa-base, 1 text of 16,384 tokens": ("encoder", 1, 16384),
+        "RoBERTa-base, 8 texts of 2,048 tokens": ("encoder", 8, 2048),
+        "RoBERTa-base, 32 texts of 512 tokens": ("encoder", 32, 512),
+        "Llama, 16 texts: the token after 32,768": ("compiled", 16, 32768),
+    }
+    rows = []
+    for title, place in timed.items():
+        softmax, ours = read_times(*place)
+        rows.append(
+            [title, f"{show_number(softmax)} ms", f"{show_number(ours)} ms", f"{softmax / ours:.2f} times as fast"]
+        )
+    rows += [
+        ["MiniLM, converted: rank correlation", "1", f"{agreement:.3f}", f"its softmax blocks alone {blocks:.3f}"],
+        [
+            "Language model from scratch: loss", f"{loss['softmax']:.2f}", f"{loss['lln_diag']:.2f}",
+            f"within the noise of seeds; LLN alone {loss['lln']:.2f}",
+        ],
+    ]  # fmt: skip
+    lines = markdown_table(["Measured", "softmax", "LLN+Diag", ""], rows, "l")
+    return "\n".join([*lines, ""])
+
+
+# What the README calls a claim, the stored figure or table, how its claims there begin, and the numbers in a few words.
+CLAIMS = [
+    ("Softmax attention is log-normal", "fig7", "Softmax attention", "Kolmogorov-Smirnov distance {distance:.3f}"),
+    ("LLN attention is log-normal", "fig7", "LLN attention", "distance {distance:.3f}, skewness {skewness:.2f}"),
+    (
+        "Moment matching: as concentrated as softmax", "fig2", "With moment matching (paper)",
+        "only from temperature {follows_from:.1f} up; below, up to {most_bits:+.1f} bits",
+    ),
+    (
+        "The same with our entropy matching", "fig2", "With moment matching (entropy)",
+        "only from temperature {follows_from:.2f} up; below, gap {most_gap:+.2f}",
+    ),
+    (
+        "A kernel like ELU + 1 cannot concentrate", "fig2", "The ELU kernel",
+        "its entropy moves by {moved_bits:.2f} bits in all",
+    ),
+    (
+        "Attention concentrates while a model trains", "mini/fig1", "The temperature decreases",
+        "entropy {entropy_first:.1f} bits at the start, {entropy_last:.1f} at the end",
+    ),
+    (
+        "Alpha and beta stay within 2 and 2.2 in training", "mini/fig9", "alpha and beta",
+        "they lie between {lowest:.1f} and {highest:.1f}",
+    ),
+    (
+        "LLN alone trains like softmax", "mini/fig8", "The loss of lln follows",
+        "final loss {difference:+.2f}, noise of seeds {noise:.2f}",
+    ),
+    (
+        "LLN+Diag trains like softmax", "mini/fig8", "The loss of lln_diag",
+        "final loss {difference:+.2f}, noise of seeds {noise:.2f}",
+    ),
+]  # fmt: skip
+SAID = {True: "yes", False: "**no**", None: "undecided"}
+
+
+def claims() -> str:
+    """The scoreboard of the README."""
+    rows = []
+    for title, name, start, words in CLAIMS:
+        found = [v for v in load_stored(name)["verdicts"] if v["claim"].startswith(start)]
+        if len({v["holds"] for v in found}) != 1:
+            raise ValueError(f"{name}: one verdict on {start!r} is needed, or several that agree; got {found}")
+        numbers = dict(found[0]["numbers"])
+        for key, pick in (("lowest", min), ("highest", max)):
+            if key in numbers:
+                numbers[key] = pick(v["numbers"][key] for v in found)
+        rows.append([title, SAID[found[0]["holds"]], words.format(**numbers)])
+    return "\n".join([*markdown_table(["The paper's claim", "Holds here?", "In numbers"], rows, "l"), ""])
 
 
 def convolution() -> str:
@@ -106,9 +256,12 @@ def convolution() -> str:
 
 
 QUOTES = {
-    ROOT / "README.md": {"trained": describe_trained},
-    DOCS / "matching.md": {"matching": matching},
+    ROOT / "README.md": {"pitch": pitch, "numbers": numbers, "claims": claims},
+    DOCS / "matching.md": {"choice": choice, "matching": matching},
     DOCS / "mechanism.md": {"convolved": convolution},
+    DOCS / "gpu.md": {"cards": cards},
+    DOCS / "found.md": {"found": found_page.markdown},
+    DOCS / "paper.md": {"index": index},
     DOCS / "limits.md": {"line": line, "lognormal": lognormal},
 }
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from lln import _moved
 
 if TYPE_CHECKING:
-    from lln import instruments, naive
+    from lln import instruments, naive, testing
     from lln.functional import lln_attention
     from lln.matching import match_data, match_moments
     from lln.nn import LLNAttention, MultiheadAttention, scaled_dot_product_attention
-    from lln.peers import attention, mechanism, mechanisms
+    from lln.peers import attention, mechanism, mechanisms, register
     from lln.state import LLNState
 
 __version__ = "0.1.0"
@@ -32,18 +32,20 @@ __all__ = [
     "mechanism",
     "mechanisms",
     "naive",
+    "register",
     "scaled_dot_product_attention",
+    "testing",
 ]
 
 _OFFERS = {
     "lln.functional": ("lln_attention",),
     "lln.matching": ("match_data", "match_moments"),
     "lln.nn": ("LLNAttention", "MultiheadAttention", "scaled_dot_product_attention"),
-    "lln.peers": ("attention", "mechanism", "mechanisms"),
+    "lln.peers": ("attention", "mechanism", "mechanisms", "register"),
     "lln.state": ("LLNState",),
 }
 _PLACES = {name: room for room, names in _OFFERS.items() for name in names}
-_ROOMS = ("checks", "functional", "instruments", "kernels", "matching", "naive", "nn", "peers", "state")
+_ROOMS = ("checks", "functional", "instruments", "kernels", "matching", "naive", "nn", "peers", "state", "testing")
 
 if not TYPE_CHECKING:  # a type checker would take every name for one of lln's
 

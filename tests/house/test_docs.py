@@ -14,6 +14,7 @@ import pytest
 import typer
 
 from conftest import find_missing
+from helpers.browser import BROWSER, launch
 from helpers.command import run_command
 from lln.lab.cli.app import app
 
@@ -156,13 +157,18 @@ class Requests(HTMLParser):
             self.fetched += [given[name] for name in ("src", "href", "data", "srcset", "poster") if name in given]
 
 
-def test_the_site_builds_strictly_is_whole_and_fetches_nothing(tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(site)]
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("docs") / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(made)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     )
     assert done.returncode == 0, done.stderr
+    return made
+
+
+def test_the_site_is_whole_and_fetches_nothing(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > len(NAMES) - 2  # the README is not among them, a page for what is not found is
     for page in pages:
@@ -176,6 +182,32 @@ def test_the_site_builds_strictly_is_whole_and_fetches_nothing(tmp_path: Path) -
         assert 'class="mermaid"' not in page.read_text(encoding="utf-8")
     for sheet in site.rglob("*.css"):
         assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", sheet.read_text(encoding="utf-8")), sheet.name
+
+
+def test_pages_fit_a_phone_and_complain_of_nothing(site: Path) -> None:
+    """Tables and code may scroll inside themselves, the page may not."""
+    if BROWSER is None:
+        pytest.skip("no Chromium here")
+    with launch() as browser:
+        page = browser.new_page(viewport={"width": 390, "height": 844})
+        told: list[str] = []
+        page.on("console", lambda message: told.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: told.append(str(error)))
+        page.on("request", lambda request: told.append(request.url) if request.url.startswith("http") else None)
+        for path in sorted(set(site.rglob("*.html")) - {site / "404.html"}):  # whose links begin at a server's root
+            page.goto(path.as_uri(), wait_until="domcontentloaded")
+            wide = page.evaluate("document.documentElement.scrollWidth")
+            assert wide <= 390, f"{path.name} is {wide} pixels wide"
+            assert page.evaluate("[...document.querySelectorAll('article img')].every(i => i.alt)"), path.name
+            assert told == [], path.name
+
+
+def test_the_search_finds_what_people_look_for(site: Path) -> None:
+    """Words of questions, in the texts that the search looks through."""
+    found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
+    texts = [f"{one['title']} {one['text']}".lower() for one in found]
+    for word in ("classification", "attention_mask", "a100", "cite", "install", "sentence-transformers", "flash"):
+        assert any(word in text for text in texts), word
 
 
 def test_nothing_names_a_place_on_this_machine() -> None:

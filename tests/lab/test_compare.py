@@ -12,7 +12,7 @@ from helpers.command import run_command
 from helpers.hf_models import find_minilm
 from lln.instruments import entropy, record, softmax_map, spectral_gap
 from lln.lab.bench import comparison as measuring
-from lln.lab.bench.bench_tables import list_columns, write_compare
+from lln.lab.bench.bench_tables import list_columns, make_compare_table, write_compare
 from lln.lab.bench.comparison import ComparisonPlan, build, find_sigma, measure, measure_concentrations, measure_costs
 from lln.lab.core.pretrained import load
 from lln.lab.inspect.inspection import TEXTS
@@ -63,6 +63,23 @@ def test_errors_are_those_of_the_outputs(result: dict[str, Any]) -> None:
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     off = (lln.attention("elu", q, k, v) - exact).norm() / exact.norm()
     assert rows(result, "concentration", "elu")[2]["error"] == pytest.approx(off.item(), rel=1e-9)
+
+
+def test_overlap_is_the_weight_on_the_same_tokens(result: dict[str, Any]) -> None:
+    q, k, _, _ = (t.double() for t in ComparisonPlan(**SMALL).draw_inputs(65, find_sigma(2.0)))
+    usual = softmax_map(q, k).dense()
+    elu = lln.peers.attention_matrix("elu", q, k)
+    shared = 1 - (elu - usual).abs().sum(-1).mean() / 2  # one less the total variation distance of the rows
+    assert rows(result, "concentration", "elu")[2]["overlap"] == pytest.approx(shared.item(), rel=1e-9)
+    assert rows(result, "concentration", "softmax")[2]["overlap"] == pytest.approx(1.0)
+    even = 1 - (1 / 65 - usual).abs().sum(-1).mean() / 2
+    assert [one["temperature"] for one in result["uniform"]] == [0.5, 1.0, 2.0]
+    assert result["uniform"][2]["overlap"] == pytest.approx(even.item(), rel=1e-9)
+    assert f"{result['uniform'][1]['overlap']:.2f} for looking at all tokens alike" in caption(result)
+
+
+def caption(result: dict[str, Any]) -> str:
+    return " ".join(str(make_compare_table(result).caption).split())
 
 
 def test_what_cannot_be_measured_says_why(result: dict[str, Any]) -> None:
@@ -135,7 +152,7 @@ def test_the_command_writes_table_result_and_charts(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "compare.json").read_text())
     assert result["finished"]
     assert {p.name for p in tmp_path.glob("*.svg")} == {
-        f"{n}.svg" for n in ("time", "memory", "entropy", "gap", "error")
+        f"{n}.svg" for n in ("time", "memory", "entropy", "gap", "overlap")
     }
     assert "| lln |" in (tmp_path / "compare.md").read_text()
     assert write_compare(result) == (tmp_path / "compare.md").read_text()

@@ -1,18 +1,16 @@
 """The page in a real browser: nothing is fetched, nothing fails, and the explorer answers."""
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.browser import BROWSER, launch
 from helpers.command import run_command
 
-sync_playwright = pytest.importorskip("playwright.sync_api").sync_playwright
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-BROWSER = os.environ.get("LLN_CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
+pytest.importorskip("playwright.sync_api")
 if BROWSER is None and os.environ.get("LLN_BROWSER") != "required":
     pytest.skip("no Chromium here: apt-get install chromium, or name it in LLN_CHROMIUM", allow_module_level=True)
 
@@ -29,10 +27,8 @@ def page_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+    with launch() as made:
         yield made
-        made.close()
 
 
 def open_page(browser: Any, path: Path, **how: Any) -> tuple[Any, list[str], list[str]]:

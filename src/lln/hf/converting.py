@@ -64,8 +64,9 @@ def convert(
             are, with a warning that names them (the text of PaliGemma).
         implementation: "lln", "lln_diag" or another of `lln.hf.IMPLEMENTATIONS`; default: what runs already, else
             "lln_diag".
-        matching: "paper", "variance" or "entropy"; "data": alpha and beta of each head are found on `batches`, so that
-            LLN attention has the entropy of the model's softmax attention there (`lln.match_data`).
+        matching: "paper", "entropy" (recommended for new models) or "variance"; "data": alpha and beta of each head are
+            found on `batches`, so that LLN attention has the entropy of the model's softmax attention there
+            (`lln.match_data`).
         statistics: "sample", "batch", "running", "fixed", "auto", or {"encoder": name, "decoder": name}. With "data"
             matching, and with given or learnable alpha and beta, it is "fixed".
         block_size, mix: of "lln_diag". mix: a number, "ratio", "scales" or "evidence" (see `lln.LLNAttention`). Of

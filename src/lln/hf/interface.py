@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from lln.hf.find import find_active, rescale_query
 from lln.hf.layers import DROPPED, RUNS
 from lln.hf.masks import CAUSAL, lln_mask, split
 from lln.hf.mixed import attend_softmax, drop_scores, narrow
-from lln.hf.options import IMPLEMENTATIONS, LLN
+from lln.hf.options import IMPLEMENTATIONS, LLN, take_new_names
 from lln.kernels.triton.attend import attend_known
+from lln.peers.registry import LISTENERS
 from lln.state import LLNState
 
 # Arguments that change which pairs attend or how much, by what they are.
@@ -42,8 +43,13 @@ Result = tuple[Tensor, Tensor | None]  # [B, N, H, E], and P [B, H, N, M] where 
 
 
 def register() -> None:
-    """Make IMPLEMENTATIONS names that attn_implementation takes."""
-    for name in IMPLEMENTATIONS:
+    """Make IMPLEMENTATIONS names that attn_implementation takes, those too that `lln.register` will add."""
+    add_names(IMPLEMENTATIONS)
+    LISTENERS.append(lambda: add_names(take_new_names()))
+
+
+def add_names(names: Iterable[str]) -> None:
+    for name in names:
         AttentionInterface.register(name, make_function(name))
         AttentionMaskInterface.register(name, lln_mask)
 

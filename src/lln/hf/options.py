@@ -30,11 +30,19 @@ def list_free_names() -> tuple[str, ...]:
     return tuple(name for name in found if name not in taken and "flash" not in name)
 
 
-PEERS = list_free_names()
-IMPLEMENTATIONS = (*LLN, *PEERS)
+PEERS = list(list_free_names())
+IMPLEMENTATIONS = [*LLN, *PEERS]  # `lln.register` adds to both
 BLOCK_SIZE = 64
 # What goes with "lln_diag" and not with "lln", and the values by which nothing is asked for.
 OF_BLOCKS = {"block_size": None, "mix": 0.5, "overlap": False, "tile": None}
+
+
+def take_new_names() -> list[str]:
+    """Of mechanisms that were registered since the last call."""
+    new = [name for name in list_free_names() if name not in PEERS]
+    PEERS.extend(new)
+    IMPLEMENTATIONS.extend(new)
+    return new
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +52,8 @@ class Options:
     Args:
         implementation: "lln", "lln_diag" or another of `lln.hf.IMPLEMENTATIONS`; a name of transformers' own (say
             "sdpa") where the model runs that one at the moment.
-        matching: "paper", "variance" or "entropy" (see `lln.match_moments`); "data": alpha and beta were found on data
-            and are kept with the weights.
+        matching: "paper", "entropy" (recommended for new models) or "variance", see `lln.match_moments`; "data": alpha
+            and beta were found on data and are kept with the weights.
         statistics: where the spread of queries and keys comes from, see `lln.LLNAttention`. One name for all attention
             modules, or {"encoder": name, "decoder": name}, where "decoder" means causal attention and attention to
             another sequence. "auto": "sample" for encoders, "fixed" (that of sigma = 1) for decoders.

@@ -44,7 +44,8 @@ def match_moments(
     Args:
         sigma_q: positive number, or a tensor of any shape; likewise sigma_k, of a shape that broadcasts with it.
         head_dim: 8 to 256 for `variance` and `entropy`, which stand on measured curves.
-        matching: "paper", "variance" or "entropy".
+        matching: "paper", eq. (10); "entropy", recommended for new models: it follows softmax over the widest range;
+            or "variance".
         scale: of the softmax attention to imitate, default 1 / sqrt(head_dim).
         length: number of keys, or a tensor that expands to the shape of sigma; only `entropy` depends on it, a little
             (under 5 % up to sigma = 1). Its curves span 8 to 16,384 keys; beyond, the nearest serves.

@@ -29,7 +29,7 @@ class LLNAttention(MomentMatcher):
         head_dim: of queries and keys.
         num_key_heads: key and value heads, where fewer (grouped-query attention).
         value_dim: of the values, where not head_dim; only a learnable `mix` and a convolution need to know.
-        matching: "paper", "variance" or "entropy", see `lln.match_moments`.
+        matching: "paper", "entropy" (recommended for new models) or "variance", see `lln.match_moments`.
         statistics: where sigma_q and sigma_k come from:
             "sample": each sample (packed: each sequence) and head for itself; nothing is stored, batch mates and
             padding are invisible. Not for causal attention: it would look at later tokens.

@@ -50,7 +50,7 @@ def scaled_dot_product_attention(
         scale: of the softmax that is imitated, and of the one in the blocks; default 1 / sqrt(dim).
         enable_gqa: allow fewer key heads than query heads.
         block_size: LLN+Diag with blocks of so many tokens; None: LLN alone. See `lln.lln_attention`, as for `mix`.
-        matching: "paper", "variance" or "entropy", see `lln.match_moments`.
+        matching: "paper", "entropy" (recommended for new models) or "variance", see `lln.match_moments`.
         alpha: with beta, in the place of what matching gives; see `lln.lln_attention`.
         beta: likewise.
         backend: "eager", "triton" or "auto", of the op and of the statistics.

@@ -33,8 +33,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         dropout: on the softmax over channels and on the blocks' P (see `lln.lln_attention`), in training only.
         add_bias_kv: append a learned key and value that padding never hides. Not with block_size, nor causal.
         add_zero_attn: append a key and a value of zeros, likewise. A zero key weighs exp(0) in each channel.
-        matching: how alpha and beta follow from the spread of queries and keys: "paper" (eq. (10)), "variance" or
-            "entropy", see `lln.match_moments`.
+        matching: how alpha and beta follow from the spread of queries and keys: "paper" (eq. (10)), "entropy"
+            (recommended for new models) or "variance", see `lln.match_moments`.
         statistics: where that spread comes from: "sample" (each sample and head for itself), "batch" (one number for
             the whole tensor), "running" (a moving average for each head, frozen in eval) or "fixed" (none: alpha and
             beta as given, or those of a spread of 1). Causal attention needs "running" or "fixed".

@@ -7,6 +7,7 @@ How the ways to attend differ:
     lln.MultiheadAttention(embed, heads)(x, x, x)    that with projections, in the place of torch's
     lln.attention(name, q, k, v)               any mechanism that has no parameters, as a function, by its name
     lln.mechanism(name, num_heads=..., head_dim=...)    any mechanism as a module, by its name
+    lln.register(name)                         gives attention of your own a name, which all of these then take
     lln.mechanisms()                           runs nothing: name -> what the mechanism declares, a Mechanism
 """
 
@@ -14,9 +15,10 @@ from importlib import import_module
 
 from lln.peers.dispatch import attention, attention_matrix
 from lln.peers.modules import mechanism
+from lln.peers.own import register
 from lln.peers.registry import DECLARED, REGISTRY, Mechanism, mechanisms
 
-__all__ = ["Mechanism", "attention", "attention_matrix", "mechanism", "mechanisms"]
+__all__ = ["Mechanism", "attention", "attention_matrix", "mechanism", "mechanisms", "register"]
 
 for _name, _declared in DECLARED.items():
     import_module(f"lln.peers.{_declared.get('file', _name)}")

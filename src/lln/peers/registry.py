@@ -127,6 +127,7 @@ def read_keywords(function: Callable[..., Any]) -> dict[str, Any]:
 
 DECLARED: dict[str, dict[str, Any]] = read_data("mechanisms")  # in the order of the documentation's table
 REGISTRY: dict[str, Mechanism] = {}
+LISTENERS: list[Callable[[], None]] = []  # told of each that a user adds: lln.hf, which tells transformers
 
 
 def register(name: str, **runs: Any) -> Callable[[Made], Made]:

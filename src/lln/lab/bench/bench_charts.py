@@ -98,7 +98,7 @@ def draw_compare(result: dict[str, Any]) -> dict[str, str]:
             if row["training_bytes"]
         ]
         drawn["memory"] = draw_lines(values, look, length, Axis("MiB", "peak extra memory (MiB)", True), points=True)
-    for key, title in (("entropy", "entropy (bits)"), ("gap", "spectral gap"), ("error", "distance from softmax")):
+    for key, title in (("entropy", "entropy (bits)"), ("gap", "spectral gap"), ("overlap", "overlap with softmax")):
         known = [row for row in result["concentration"] if row[key] is not None]
         if len({row["temperature"] for row in known}) > 1:
             values = [{"series": r["mechanism"], "temperature": r["temperature"], key: r[key]} for r in known]

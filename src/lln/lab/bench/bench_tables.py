@@ -22,7 +22,7 @@ HEADER = "attention", "forward ms", "forward + backward ms", "times softmax", "%
 MODEL_HEADER = "attention", "ms", "times torch's", "extra MiB"
 MOST_LENGTHS = 3  # that fit a terminal beside the rest; all are in the JSON and the Markdown
 LEFT: dict[str, Any] = {"title_justify": "left", "caption_justify": "left"}
-KEYS = ("entropy", "gap", "error")
+KEYS = ("entropy", "gap", "overlap")
 SHORT = {"out of memory": "OOM", "too slow": "slow", "unsupported": "no"}
 
 
@@ -149,7 +149,7 @@ def list_columns(result: dict[str, Any], lengths: list[int], temperature: float)
     """(headings, one row of text for each mechanism)"""
     costs = {(row["mechanism"], row["length"]): row for row in result["costs"]}
     spread = {(row["mechanism"], row["temperature"]): row for row in result["concentration"]}
-    headings = ["mechanism", *(part for n in lengths for part in (f"ms @{n}", "x", "MiB")), "bits", "gap", "error"]
+    headings = ["mechanism", *(part for n in lengths for part in (f"ms @{n}", "x", "MiB")), "bits", "gap", "overlap"]
     rows = []
     for name in result["settings"]["names"]:
         row = [name]
@@ -174,7 +174,7 @@ def choose_temperature(result: dict[str, Any]) -> float:
 def make_compare_table(result: dict[str, Any]) -> Table:
     lengths, temperature = sorted(result["settings"]["lengths"])[-MOST_LENGTHS:], choose_temperature(result)
     headings, rows = list_columns(result, lengths, temperature)
-    title, caption = tell("compare_place", **result, temperature=temperature), tell("compare")
+    title, caption = (tell(block, **result, temperature=temperature) for block in ("compare_place", "compare"))
     return terminal_table(headings, rows, title=title, caption=caption, wrap=False, **LEFT)
 
 
@@ -189,4 +189,6 @@ def write_compare(result: dict[str, Any]) -> str:
     ]
     refused = [row for row in (*result["costs"], *result["concentration"]) if "reason" in row]
     reasons = {mechanisms()[row["mechanism"]].title: row["reason"] for row in refused}
-    return write_markdown("compare.md", **result, tables=tables, reasons=reasons, explained=tell("compare"))
+    return write_markdown(
+        "compare.md", **result, tables=tables, reasons=reasons, explained=tell("compare", **result, temperature=None)
+    )

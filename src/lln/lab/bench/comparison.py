@@ -77,7 +77,7 @@ def find_sigma(temperature: float) -> float:
 def measure(plan: ComparisonPlan, *, store: Store = ignore, progress: Progress = ignore) -> dict[str, Any]:
     """The result, ready for JSON; `store` gets it after each mechanism."""
     result: dict[str, Any] = {
-        "what": "time and peak extra memory of attention, its entropy and spectral gap, and its distance from softmax",
+        "what": "time and peak extra memory of attention, its entropy and spectral gap, and its overlap with softmax",
         "settings": describe_plan(plan) | {"matrix_length": plan.matrix_length},
         "provenance": provenance(plan.seed, plan.device),
         "finished": False,
@@ -88,6 +88,7 @@ def measure(plan: ComparisonPlan, *, store: Store = ignore, progress: Progress =
         result["costs"] += measure_costs(plan, name, progress)
         result["concentration"] += measure_concentrations(plan, name, progress)
         store(result)
+    result["uniform"] = [measure_uniform(plan, temperature) for temperature in plan.temperatures]
     result["finished"] = True
     store(result)
     return result
@@ -163,8 +164,9 @@ def measure_concentrations(plan: ComparisonPlan, name: str, progress: Progress) 
 def measure_concentration(
     name: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None = None
 ) -> dict[str, Any]:
-    """Entropy and gap of P where there is one, and how far the output is from softmax's; in float64."""
-    found: dict[str, Any] = {"entropy": None, "gap": None, "error": None, "note": None}
+    """Entropy and gap of P where there is one, how much of it lies where softmax's does, and the distance of the output
+    from softmax's over the norm of softmax's; in float64."""
+    found: dict[str, Any] = {"entropy": None, "gap": None, "overlap": None, "error": None, "note": None}
     entry = mechanisms()[name]
     if entry.function is None:
         return found | {"note": "learned"}  # before training it says nothing about the mechanism
@@ -177,11 +179,30 @@ def measure_concentration(
     found["error"] = float((out - exact).norm() / exact.norm())
     if not entry.matrix:
         return found | {"note": "no matrix"}
+    matrix, usual = (attention_matrix(one, q, k, is_causal=is_causal, scale=scale) for one in (name, "softmax"))
     try:
-        p = dense_map(attention_matrix(name, q, k, is_causal=is_causal, scale=scale))
+        p = dense_map(matrix)
     except ValueError:
         return found | {"note": "not stochastic"}  # negative entries, or rows that do not sum to 1: no entropy
-    return found | {"entropy": float(entropy(p).mean()), "gap": float(spectral_gap(p).mean())}
+    numbers = {"entropy": entropy(p).mean(), "gap": spectral_gap(p).mean(), "overlap": find_overlap(matrix, usual)}
+    return found | {key: float(value) for key, value in numbers.items()}
+
+
+def find_overlap(p: Tensor, q: Tensor) -> Tensor:
+    """The share of their weight that two attention matrices put on the same tokens, mean over rows: 1 where they are
+    equal, 0 where no row has a token in common.
+
+    >>> find_overlap(torch.tensor([[0.5, 0.5], [1.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+    tensor(0.2500)
+    """
+    return torch.minimum(p, q).sum(-1).mean()
+
+
+def measure_uniform(plan: ComparisonPlan, temperature: float) -> dict[str, float]:
+    """How much attention that looks at all tokens alike overlaps with softmax's: what any mechanism has to beat."""
+    q, k, _, _ = (t.double() for t in plan.draw_inputs(plan.matrix_length, find_sigma(temperature)))
+    even, usual = (attention_matrix("softmax", t, k, is_causal=plan.causal) for t in (0 * q, q))
+    return {"temperature": temperature, "overlap": float(find_overlap(even, usual))}
 
 
 def measure_on_model(

@@ -13,6 +13,7 @@ def compare(
     lengths: str = "512,2048",
     only: str | None = None,
     everything: Annotated[bool, typer.Option("--all")] = False,
+    plugin: Annotated[list[str] | None, typer.Option()] = None,
     temperatures: str = "0.5,1,2",
     model: str | None = None,
     batch: shared.Count = 1,
@@ -25,14 +26,15 @@ def compare(
     out: Path = Path("compare"),
     as_json: shared.JsonForTable = False,
 ) -> None:
-    """Mechanisms side by side on the same inputs: time, memory, entropy, spectral gap, distance from softmax.
+    """Mechanisms side by side on the same inputs: time, memory, entropy, spectral gap, overlap with softmax.
 
     Args:
         lengths: Sequence lengths, with commas between.
         only: Mechanisms, with commas between. [default: a few]
         everything: Every mechanism of lln.mechanisms().
-        temperatures: Where entropy, gap and error are measured.
-        model: Measure entropy, gap and error on this model's queries and keys: a folder or a Hub id.
+        plugin: Your own attention beside them: file.py:function; may be given again.
+        temperatures: Where entropy, gap and overlap are measured.
+        model: Measure entropy, gap and overlap on this model's queries and keys: a folder or a Hub id.
         batch: Batch size.
         heads: Heads.
         dim: Head dim.
@@ -44,19 +46,22 @@ def compare(
 
     Example: [bold]lln compare[/bold] for a few mechanisms; [bold]lln compare --all --lengths 512,2048[/bold] for every
     one of them; [bold]lln compare --only softmax,lln_diag,elu --model ./my-model[/bold] on the queries and keys of a
-    model.
+    model; [bold]lln compare --plugin my_attention.py:attend[/bold] for attention of your own.
     """
     import torch
 
     from lln.files import write_json
     from lln.lab.bench.bench_tables import make_compare_table, write_compare
     from lln.lab.bench.comparison import DEFAULT, ComparisonPlan, measure, measure_on_model
+    from lln.lab.core.plugin import load_attention
     from lln.peers import mechanisms
 
     shared.need_folder(out)
     if only is not None and everything:
         raise typer.BadParameter("--only and --all exclude each other.", param_hint="--only")
+    own = [load_attention(text, "--plugin") for text in plugin or []]
     names = tuple(mechanisms()) if everything else DEFAULT if only is None else tuple(only.split(","))
+    names = tuple(dict.fromkeys((*names, *own)))
     chosen = shared.parse_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     hot = shared.parse_numbers(temperatures, "--temperatures", float, "numbers with commas between, like 0.5,1,2")
     plan = ComparisonPlan(

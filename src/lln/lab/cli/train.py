@@ -32,7 +32,7 @@ def train(
 
     Args:
         task: mlm, glue, image, lra or needles.
-        attention: softmax, lln, lln_diag, or another mechanism.
+        attention: softmax, lln, lln_diag, another mechanism, or your own: file.py:function.
         preset: tiny, mini or paper.
         name: Which GLUE or LRA task. [default: the first]
         out: The run's folder. [default: runs/TASK-NAME-...]
@@ -56,6 +56,7 @@ def train(
 
     from lln.hf.distillation import NotFinite
     from lln.lab.core.errors import DataError
+    from lln.lab.core.plugin import load_attention, names_file
     from lln.lab.recipes import recipe
     from lln.lab.train.config import change
     from lln.lab.train.run import train as run
@@ -68,6 +69,8 @@ def train(
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if where not in ("cpu", "cuda"):
         raise typer.BadParameter(f"must be cpu or cuda; got {where!r}.", param_hint="--device")
+    if names_file(attention):
+        attention = load_attention(attention, "--attention")
     first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes, the one that writes
     try:
         config = change(recipe(task, preset, attention, name), asked)

@@ -1,4 +1,4 @@
-"""What the benchmarks share whose table stands in the README."""
+"""The command line that benchmarks share. `make pages` brings what they store into the documentation."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lln.files import put_between, write_json, write_text
-
-README = Path(__file__).parent.parent / "README.md"
+from lln.files import write_json
 
 Result = dict[str, Any]
 
 
 def command(about: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="where to store the result; also updates the README")
+    parser.add_argument(
+        "--out", type=Path, help="where to store the result; `make pages` then updates the documentation"
+    )
     return parser
 
 
 def run(
-    about: str | None, measure: Callable[[int, int, int], Result], table: Callable[[Result], str],
-    marks: tuple[str, str], *, repeats: int, threads: int,
+    about: str | None, measure: Callable[[int, int, int], Result], table: Callable[[Result], str], *, repeats: int,
+    threads: int,
 ) -> None:  # fmt: skip
     """The command line of a benchmark with these options."""
     parser = command(about)
@@ -35,8 +35,3 @@ def run(
     print(table(result))
     if args.out:
         write_json(args.out, result)
-        put(table(result), marks)
-
-
-def put(text: str, marks: tuple[str, str]) -> None:
-    write_text(README, put_between(README.read_text(), marks, text))
