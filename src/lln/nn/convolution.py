@@ -1,4 +1,4 @@
-"""A residual depthwise convolution over the tokens, before anything attends.
+"""A residual depthwise convolution over the tokens, before anything attends. Deprecated for `value_convolution`.
 
     x'_ic = x_ic + sum_w kernel_cw x_(i + w - left)c        left = (W - 1) / 2, causal: W - 1
 
@@ -8,6 +8,7 @@ sees its neighbours before. At kernel = 0 it is the identity, to the last bit.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -34,6 +35,16 @@ def convolve(
     width = kernel.shape[-1]
     out: Tensor = x + Convolve.apply(shown, kernel, sequence, width - 1 if is_causal else width // 2, 1, x.dtype)
     return out
+
+
+def warn_convolution() -> None:
+    """It goes on working for this release, and what was saved with it loads."""
+    warnings.warn(
+        "convolution= of queries, keys and values is deprecated and will not be there in the next release; use "
+        "value_convolution=, which is added to attention's output, learns more and decodes with a state.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
 
 
 def check_sequence(query: Tensor, key: Tensor, is_causal: bool, decoder: bool, cu_seqlens: Any) -> None:

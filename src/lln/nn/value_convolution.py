@@ -20,6 +20,9 @@ from torch.nn import functional
 from lln.checks import CuSeqlens
 from lln.kernels.carry import owners
 from lln.kernels.common import compute_dtype
+from lln.nn.image_grid import Patches, require_patches
+from lln.state import LLNState
+from lln.values import describe
 
 Width = int | str  # of tokens, or "rows x columns" of patches
 
@@ -40,6 +43,31 @@ def read_width(width: Width) -> tuple[int, ...]:
             f"None for none; got {width!r}."
         )
     return sides
+
+
+def take_near(
+    value: Tensor,
+    taps: Tensor,
+    patches: Patches | None,
+    *,
+    is_causal: bool,
+    key_mask: Tensor | None,
+    cu_seqlens: CuSeqlens | None,
+    past: Tensor | None = None,
+) -> Tensor:
+    """What each token takes from its neighbours: of a sequence, or of the image whose patches lie so. `check_tokens`
+    has seen the call."""
+    if taps.ndim == 4:
+        if is_causal or cu_seqlens is not None:
+            raise ValueError(
+                "value_convolution: an image is seen as a whole, so causal attention and packed sequences have no rows "
+                "and columns of it; use an odd number of tokens."
+            )
+        known = require_patches(patches, "value_convolution")
+        grid = known.find_grid(value.shape[2], "value_convolution")
+        return convolve_patches(value, taps, grid, known.prefix, key_mask)
+    offsets = cu_seqlens if isinstance(cu_seqlens, Tensor) else None
+    return convolve_values(value, taps, is_causal=is_causal, key_mask=key_mask, cu_seqlens=offsets, past=past)
 
 
 def convolve_values(
@@ -213,10 +241,36 @@ def check_tokens(query: Tensor, key: Tensor, is_causal: bool, decoder: bool, cu_
         )
 
 
-def check_past(is_causal: bool, with_state: bool) -> None:
-    """ValueError for a state where the convolution looks at what comes after it."""
-    if with_state and not is_causal:
+def check_taps(value: Tensor, taps: Tensor) -> None:
+    """ValueError where these are not the values that the taps are for."""
+    if not isinstance(taps, Tensor) or taps.ndim not in (3, 4) or taps.shape[:2] != value.shape[1:4:2]:
+        raise ValueError(
+            "value_convolution must be a tensor [key heads, value dim, width] = "
+            f"[{value.shape[1]}, {value.shape[3]}, an odd number] here; got {describe(taps)}."
+        )
+    sides = list(taps.shape[2:])
+    read_width(sides[0] if len(sides) == 1 else f"{sides[0]}x{sides[1]}")
+
+
+def find_past(
+    state: LLNState | None, value: Tensor, taps: Tensor, is_causal: bool, return_state: bool
+) -> tuple[LLNState | None, Tensor | None]:
+    """(the state without them, the values that come before these). ValueError where a sequence cannot be cut, or not
+    here."""
+    if (state is not None or return_state) and not is_causal:
         raise ValueError(
             "value_convolution: without is_causal=True it looks at later tokens too, so a sequence cannot be cut; "
             "leave out state and return_state, or use is_causal=True."
         )
+    if state is None:
+        return None, None
+    held, width = state.last_value, taps.shape[-1] - 1
+    if held is None or held.shape[1:] != (value.shape[1], width, value.shape[3]):
+        kept = "none" if held is None else f"{list(held.shape)}"
+        raise ValueError(
+            f"state must hold the last {width} values of {value.shape[1]} heads for value_convolution={width + 1}; it "
+            f"has {kept} (LLNState.empty(..., value_convolution={width + 1}) begins a sequence)."
+        )
+    if held.dtype != value.dtype:
+        raise ValueError(f"state is for values of another dtype than {value.dtype}; use state.to({value.dtype}).")
+    return state.with_last(None), held

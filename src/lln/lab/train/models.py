@@ -21,7 +21,9 @@ from lln.hf.options import OF_BLOCKS
 from lln.lab.train.config import LEARNED, NONE, Attention, Config
 from lln.values import check_choice
 
-SOFTMAX, CONVOLVED = "sdpa", "convolved_softmax"
+SOFTMAX = "sdpa"
+# What softmax is called with the one option of it that is asked for.
+CONVOLVED = {"value_convolution": "value_convolved_softmax", "convolution": "convolved_softmax"}
 SLOWEST = 10_000.0  # the longest wave of sinusoidal positions, over 2 pi
 
 
@@ -124,7 +126,7 @@ def build(config: Config, sizes: Sizes) -> Any:
     settings.lln, given = read_options(config.attention)
     name, learned = config.attention.name, config.model.positions == LEARNED
     if name == "softmax":
-        name = CONVOLVED if config.attention.options else SOFTMAX
+        name = SOFTMAX if settings.lln is None else settings.lln["implementation"]
     if config.model.start:
         fit_start(settings, config)
         anew = {"ignore_mismatched_sizes": not learned}  # a table of fixed positions is made anew, for any length
@@ -146,7 +148,9 @@ def read_options(attention: Attention) -> tuple[dict[str, Any] | None, dict[str,
     is given."""
     name, options = attention.name, copy.deepcopy(attention.options)
     if name == "softmax":
-        return ({"implementation": CONVOLVED, "mechanisms": {CONVOLVED: options}} if options else None), {}
+        if not options:
+            return None, {}
+        name = CONVOLVED[next(iter(options))]
     if name not in ("lln", "lln_diag"):
         return {"implementation": name, "mechanisms": {name: options}}, {}
     given = {}
@@ -168,8 +172,11 @@ def check_attention(config: Config) -> None:
             f"the recipes keep theirs; use one of {', '.join(known)}."
         )
     check_choice("attention.name", name, *known)
-    if name == "softmax" and (foreign := sorted(set(config.attention.options) - {"convolution"})):
-        raise ValueError(f"attention.options: softmax takes convolution alone; got {', '.join(foreign)}.")
+    if name == "softmax" and (len(given := config.attention.options) > 1 or not set(given) <= set(CONVOLVED)):
+        raise ValueError(
+            "attention.options: softmax takes value_convolution, or the deprecated convolution, alone; got "
+            f"{', '.join(sorted(given))}."
+        )
     if name == "lln" and (foreign := [option for option in OF_BLOCKS if option in config.attention.options]):
         raise ValueError(f"attention.options: {foreign[0]} goes with lln_diag; got it with lln.")
     held, _ = read_options(config.attention)
