@@ -193,12 +193,13 @@ def test_calls_without_neighbours_are_refused_in_one_sentence() -> None:
     q, k, v = make_inputs(2, 4, 2, 6, 6)
     module = make_module(statistics="fixed")
     pair = torch.tensor([0, 6], dtype=torch.int32)
-    for given in ({"state": lln.LLNState.empty(2, 2, 6, dtype=WIDE)}, {"return_state": True}):
+    wrong: Any
+    for wrong in ({"state": lln.LLNState.empty(2, 2, 6, dtype=WIDE)}, {"return_state": True}):
         with pytest.raises(ValueError, match="without is_causal=True it looks at later tokens too"):
-            module(q, k, v, **given)
-    for tensors, given in (((q[:, :, :3], k, v), {}), ((q[:1], k[:1], v[:1]), {"cu_seqlens": (pair, pair)})):
+            module(q, k, v, **wrong)
+    for tensors, wrong in (((q[:, :, :3], k, v), {}), ((q[:1], k[:1], v[:1]), {"cu_seqlens": (pair, pair)})):
         with pytest.raises(ValueError, match="value_convolution: it runs over one sequence, so cross attention"):
-            module(*tensors, **given)
+            module(*tensors, **wrong)
     with pytest.raises(ValueError, match=r"value_convolution must be a tensor \[key heads, value dim, width\]"):
         module(q, k, v[..., :3])
     with pytest.raises(ValueError, match="value_convolution: the model does not cut an image into patches"):

@@ -207,9 +207,10 @@ def test_images_have_rows_and_columns(name: str, tmp_path: Path) -> None:
 
 
 def test_wrong_options_are_refused() -> None:
+    options: Any
     for options in ({"value_convolution": 4}, {"mechanisms": {"elu": {"value_convolution": 4}}}):
         with pytest.raises(ValueError, match="value_convolution must be an odd int of 3 or more"):
-            lln.hf.Options(**options)  # type: ignore[arg-type]
+            lln.hf.Options(**options)
     for attention in (
         "softmax:value_convolution=5",
         "softmax",

@@ -121,7 +121,8 @@ def keep_last(
     if offsets is None:
         return joined[:, :, joined.shape[2] - width :].contiguous()
     ends = offsets[1:, None].to(torch.int64) - width + torch.arange(width, device=value.device)
-    return joined[0].index_select(1, ends.flatten()).unflatten(1, ends.shape).transpose(0, 1).contiguous()
+    rows: Tensor = joined[0].index_select(1, ends.flatten()).unflatten(1, ends.shape)
+    return rows.transpose(0, 1).contiguous()
 
 
 def join(value: Tensor, past: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | slice]:
@@ -172,7 +173,7 @@ def convolve_patches(
 def add_near(out: Tensor, near: Tensor) -> Tensor:
     """Attention's output [B, query heads, N, E] and what its value heads take from neighbours [B, H, N, E], in the
     dtype of the first and rounded once."""
-    grouped = out.unflatten(1, (near.shape[1], -1))
+    grouped: Tensor = out.unflatten(1, (near.shape[1], -1))
     return (grouped + near.unsqueeze(2)).flatten(1, 2).to(out.dtype)
 
 
