@@ -18,7 +18,16 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 import lln.hf  # registers the attentions
 from lln.files import read_json
 from lln.hf.options import OF_BLOCKS
-from lln.lab.train.config import LEARNED, NONE, Attention, Config
+from lln.lab.train.config import (
+    BY_WIDTH,
+    INITIALISED,
+    LEARNED,
+    NONE,
+    OF_ARCHITECTURE,
+    OF_TORCH,
+    Attention,
+    Config,
+)
 from lln.values import check_choice
 
 SOFTMAX = "sdpa"
@@ -120,6 +129,15 @@ def fix_positions(embedding: nn.Embedding, settings: Any, kind: str) -> None:
     embedding.weight.requires_grad_(False).copy_(table)
 
 
+def begin_as_torch(model: nn.Module) -> None:
+    """Linear layers and convolutions drawn anew, as torch draws those that it makes: uniformly, with a standard
+    deviation of 1 / sqrt(3 inputs). What another layer shares (a head its embeddings) stays."""
+    shared = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d)) and id(module.weight) not in shared:
+            module.reset_parameters()
+
+
 def build(config: Config, sizes: Sizes) -> Any:
     """A new model, or the one in the folder `model.start` with a new head."""
     settings, kind = describe_model(config, sizes)
@@ -129,11 +147,14 @@ def build(config: Config, sizes: Sizes) -> Any:
         name = SOFTMAX if settings.lln is None else settings.lln["implementation"]
     if config.model.start:
         fit_start(settings, config)
+    if config.model.start and not config.model.untrained:
         anew = {"ignore_mismatched_sizes": not learned}  # a table of fixed positions is made anew, for any length
         model = kind.from_pretrained(config.model.start, config=settings, attn_implementation=name, **anew)
     else:
         settings._attn_implementation = name
         model = kind(settings)
+        if config.model.initialisation == OF_TORCH:
+            begin_as_torch(model)
     if not learned:
         fix_positions(model.base_model.embeddings.position_embeddings, settings, config.model.positions)
     if given:
@@ -197,7 +218,8 @@ def describe_model(config: Config, sizes: Sizes) -> tuple[Any, Any]:
         "hidden_dropout_prob": m.dropout,
         "attention_probs_dropout_prob": m.attention_dropout,
     }
-    if m.initial or config.task in ("lra", "needles"):
+    rule = m.initialisation or INITIALISED.get(config.task, OF_ARCHITECTURE)
+    if m.initial or rule == BY_WIDTH:
         # BERT's own 0.02 is for 768 channels: with 64, attention begins so flat that Pathfinder is never learned.
         options["initializer_range"] = m.initial or m.width**-0.5
     if config.task in ("glue", "image", "lra"):
