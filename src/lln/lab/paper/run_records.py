@@ -300,7 +300,7 @@ def derive_config(run: dict[str, Any], result: dict[str, Any], changes: dict[str
         o, said = config.optimisation, result["settings"][named[1]]
         same = (said["steps"], said["batch"], said["sequences"]) == (o.steps, o.batch, config.data.evaluation)
     else:
-        paper = find_recipe(task, "paper", name).to_dict()
+        paper = as_before(find_recipe(task, "paper", name)).to_dict()
         told = describe_differences(config.to_dict(), paper)
         said = result.get("differs", [])
         if "marks" in result:
