@@ -206,7 +206,7 @@ def is_known(length: int) -> bool:
 def count_parts(length: int, size: int) -> int:
     """So many parts of that size hold all rows. Where a compiler leaves the length open there is one more, so that they
     are surely two: of a size that may be 1 compilers make two cases."""
-    exact = -(-length // size)
+    exact = (length + size - 1) // size  # not -(-length // size): ONNX divides towards 0
     return exact if is_surely(exact >= 2) or is_surely(exact == 1) else (length - 1) // size + 2
 
 
