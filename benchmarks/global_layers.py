@@ -214,7 +214,7 @@ def main() -> None:
         rows[kind] = measure(kind, learn, judge, args)
         made = provenance(args.seed, torch.device("cpu")) | {"transformers": transformers.__version__}
         kinds = make_model("softmax", 64, 64, 0).config.layer_types
-        assert GLOBAL == tuple(at for at, one in enumerate(kinds) if one == "full_attention")
+        assert tuple(at for at, one in enumerate(kinds) if one == "full_attention") == GLOBAL
         result = {"how": how, "text": name, "rows": rows, "provenance": made}
         if args.out:
             write_json(args.out, result)
