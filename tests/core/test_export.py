@@ -47,8 +47,8 @@ class Matched(torch.nn.Module):
         return out
 
 
-def export(module: torch.nn.Module) -> Any:
-    length = torch.export.Dim("length")
+def export(module: torch.nn.Module, most: int | None = None) -> Any:
+    length = torch.export.Dim("length", max=most)
     shapes = ({2: length}, {2: length}, {2: length}, {1: length})
     return torch.export.export(module.eval(), make(LENGTH), dynamic_shapes=shapes)
 
@@ -103,21 +103,41 @@ def test_modules_are_exported(attention: torch.nn.Module) -> None:
     check(export(module).module(), module)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_onnx_runtime_gives_the_same(name: str) -> None:
+def take_to_onnx(program: Any) -> Callable[..., torch.Tensor]:
+    """What ONNX Runtime makes of it."""
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    module = Op(**CALLS[name])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made: Any = torch.onnx.export(export(module), dynamo=True, verbose=False)
+        made: Any = torch.onnx.export(program, dynamo=True, verbose=False)
     session = runtime.InferenceSession(made.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
 
     def run(*tensors: torch.Tensor) -> torch.Tensor:
         named = {one.name: t.numpy() for one, t in zip(session.get_inputs(), tensors, strict=True)}
         return torch.from_numpy(session.run(None, named)[0])
 
+    return run
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_onnx_runtime_gives_the_same(name: str) -> None:
+    module = Op(**CALLS[name])
+    check(take_to_onnx(export(module)), module, gradients=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("lln_diag", None), pytest.param("lln", 512, marks=pytest.mark.long)],  # 512: that is one group of chunks
+)
+def test_causal_attention_is_exported_for_every_length(name: str, most: int | None) -> None:
+    module = Op(is_causal=True, **CALLS[name])
+    program = export(module, most)
+    check(program.module(), module)
+    run = take_to_onnx(program)
     check(run, module, gradients=False)
+    *rows, mask = make(300)
+    rows = [400.0 * t for t in rows]  # whose exponentials overflow
+    assert relative_error(run(*rows, mask), module(*rows, mask)) < 1e-5
 
 
 @pytest.mark.parametrize("options", [{}, {"block_size": 8}, {"is_causal": True, "block_size": 8}])

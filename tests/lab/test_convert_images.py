@@ -17,8 +17,9 @@ from helpers.hf_models import BERT, build_model
 from helpers.runs import interrupt_learning
 from lln.hf.find import attention_modules
 from lln.lab.convert import pipeline
-from lln.lab.convert.pictures import PictureBatches, Pictures, find_pictures
+from lln.lab.convert.pictures import PictureBatches, Pictures
 from lln.lab.convert.verdict import agree, classify
+from lln.lab.core.picture_files import find_pictures
 
 # 10 x 10 patches: tiles of at most 4 are 3 x 3 of them
 SIZES = {

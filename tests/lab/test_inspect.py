@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from PIL import Image
 
 import lln
 from helpers.command import assert_sentence, run_command
 from helpers.hf_models import BERT, VOCABULARY, build_model, expect_guess, find_minilm, make_config, needs_t5
 from helpers.pages import Page
+from helpers.picture_files import make_pictures
 from lln.instruments import entropy, lln_map, spectral_gap
 from lln.lab.inspect.heatmap import show_value
 from lln.lab.inspect.inspect_page import tabulate_layers, write
-from lln.lab.inspect.inspection import COMPARED, TEXTS, count_positions, inspect, label_layers
+from lln.lab.inspect.inspection import COMPARED, TEXTS, count_positions, inspect, inspect_batches, label_layers
 
 MINILM = find_minilm()
 TEN_TOKENS = "The old man sat by the river."
@@ -281,6 +283,30 @@ def test_models_that_cannot_be_inspected_are_one_line(tmp_path: Path) -> None:
     code, _, err = run_inspect(save_model(mamba, tmp_path / "mamba"))
     assert code == 2
     assert_said(err, "no attention of MambaModel can be observed")
+
+
+def test_an_image_model_is_shown_pictures(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = tf.ViTModel(make_config("vit"))
+    folder = save_model(model, tmp_path / "vit", tokenizer=False)
+    files = make_pictures(tmp_path / "pictures", 3)
+    size = model.config.image_size
+    given = "--images", tmp_path / "pictures", "--batch-size", 2, "--out", tmp_path / "out", "--json"
+    assert_said(run_inspect(folder, *given)[2], "has no image processor that can be loaded")
+    processor = tf.ViTImageProcessor(size={"height": size, "width": size})
+    processor.save_pretrained(folder)
+    code, out, err = run_inspect(folder, *given)
+    assert code == 0, err
+    result = json.loads(out)
+    assert (result["called"], result["texts"]) == ("picture", [file.name for file in files])
+    pixels = processor(images=[Image.open(file) for file in files], return_tensors="pt")["pixel_values"]
+    for row, wanted in zip(result["rows"], inspect_batches(model, [{"pixel_values": pixels}])["rows"], strict=True):
+        assert row["entropy"] == pytest.approx(wanted["entropy"], abs=1e-5)
+    assert '<h2 id="texts">The pictures</h2>' in (tmp_path / "out" / "index.html").read_text()
+    assert_said(run_inspect(folder, *given, "--texts", "x")[2], "are for different models; give one of them")
+    assert_said(
+        run_inspect(folder, "--images", tmp_path / "no", "--out", tmp_path / "out")[2], "--images:", "is not there"
+    )
 
 
 def test_texts_come_from_a_file_or_stdin(tmp_path: Path) -> None:

@@ -3,21 +3,27 @@ softmax; cross attention stays."""
 
 import copy
 import inspect
+import json
 import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
 import torch
+import transformers
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0, JointAttnProcessor2_0
 from torch import Tensor, nn
 
 import lln.diffusers
+from helpers.command import assert_sentence, run_command
 from helpers.hf_models import sentence
+from helpers.picture_files import make_pictures
 from helpers.tensors import normal, relative_error
 from lln.instruments import record
 from lln.lab.inspect.inspection import inspect_batches
+from lln.lab.inspect.subject import catch_calls
 from lln.naive import naive_lln, naive_lln_diag
 
 BLOCK = 5
@@ -239,6 +245,91 @@ def test_inspect_compares_lln_with_the_softmax_attention_of_a_model() -> None:
     assert len(found["layers"]) == 3
     for row in found["rows"]:
         assert abs(row["lln"]["data"]["entropy_difference"]) < 0.1
+
+
+def make_classes() -> Any:
+    """A pipeline that makes pictures of classes."""
+    shape = {**SMALL, **IMAGE, "out_channels": 8}
+    vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=1, latent_channels=4)
+    return diffusers.DiTPipeline(diffusers.DiTTransformer2DModel(**shape), vae, diffusers.DDIMScheduler())
+
+
+def make_prompted() -> Any:
+    """A pipeline that makes pictures of texts, each of which is one of a few letters to it."""
+    ends = ["<|startoftext|>", "<|endoftext|>"]
+    letters = [letter + end for letter in "abcdefgh" for end in ("", "</w>")]
+    words = {"vocab_size": 18, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1, "hidden_size": 12}
+    config = transformers.CLIPTextConfig(
+        **words, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=8
+    )
+    unet, _ = make_unet()
+    return diffusers.StableDiffusionPipeline(
+        vae=diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=1, latent_channels=4),
+        text_encoder=transformers.CLIPTextModel(config),
+        tokenizer=transformers.CLIPTokenizer(
+            vocab={word: at for at, word in enumerate([*ends, *letters])}, merges=[], model_max_length=8
+        ),
+        unet=unet, scheduler=diffusers.DDIMScheduler(), safety_checker=None, feature_extractor=None,
+        requires_safety_checker=False,
+    )  # fmt: skip
+
+
+def make_unconditional() -> Any:
+    unet = diffusers.UNet2DModel(
+        sample_size=8, block_out_channels=(8, 16), layers_per_block=1, attention_head_dim=8, norm_num_groups=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
+    return diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler())
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "shown", "tokens", "layers"),
+    [
+        (make_classes, [], ["class 0", "class 1", "class 2", "class 3"], [16] * 4 * 2 * 3, 2),  # 2: with and without it
+        (make_prompted, ["--texts", "a b", "--texts", "c"], ["a b", "c"], [64] * 2 * 2 * 3, 8),
+        (make_unconditional, ["--batch-size", "2"], ["sample 0", "sample 1", "sample 2", "sample 3"], [16] * 4 * 3, 4),
+    ],
+)
+def test_the_command_inspects_what_a_pipeline_does(
+    make: Callable[[], Any], arguments: list[str], shown: list[str], tokens: list[int], layers: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    make().save_pretrained(tmp_path / "pipeline")
+    answer = run_command(
+        "inspect", tmp_path / "pipeline", *arguments, "--json", "--out", tmp_path / "out"
+    )  # fmt: skip
+    assert (answer.exit_code, answer.stderr.strip()) == (0, "")
+    found = json.loads(answer.stdout)
+    assert (found["texts"], found["tokens"], len(found["layers"])) == (shown, tokens, layers)
+    for row in found["rows"]:
+        assert 0 < row["entropy"] <= row["max_entropy"] + 1e-9
+    assert f"{len(shown)} " in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_what_a_pipeline_cannot_be_asked_for_is_one_sentence(tmp_path: Path) -> None:
+    make_classes().save_pretrained(tmp_path / "pipeline")
+    make_pictures(tmp_path / "pictures", 1)
+    for place, arguments, words in (
+        ("pipeline/transformer", [], "is one part of a diffusers pipeline (DiTTransformer2DModel)"),
+        ("pipeline", ["--texts", "a cat"], "(DiTPipeline) takes no prompt; leave it out"),
+        ("pipeline", ["--images", tmp_path / "pictures"], "makes pictures and takes none"),
+    ):
+        answer = run_command("inspect", tmp_path / place, *arguments, "--out", tmp_path / "out")
+        assert_sentence(answer.stderr, words, command="lln inspect")
+
+
+def test_a_pipeline_gives_its_model_what_it_gives_without_us(tmp_path: Path) -> None:
+    """What is seen is what the model is called with in a generation of the same seed."""
+    pipe = make_prompted()
+    pipe.set_progress_bar_config(disable=True)
+    seen: list[Any] = []
+    calls = catch_calls(pipe.unet, lambda: seen.append(pipe("a", num_inference_steps=2, output_type="latent",
+        generator=torch.Generator().manual_seed(0)).images))  # fmt: skip
+    again = pipe("a", num_inference_steps=2, output_type="latent", generator=torch.Generator().manual_seed(0)).images
+    assert len(calls) == 2
+    assert torch.equal(seen[0], again)
+    assert {"sample", "timestep", "encoder_hidden_states"} <= set(calls[0])
+    assert not pipe.unet._forward_pre_hooks
 
 
 @pytest.mark.long

@@ -1,17 +1,22 @@
 """timm's vision transformers with LLN attention: their own layers and weights, and eq. (8) in the place of softmax."""
 
 import copy
+import json
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
+from PIL import Image
 from timm.layers import Attention
 from torch import Tensor, nn
 
 import lln.timm
+from helpers.command import assert_sentence, run_command
 from helpers.hf_models import sentence
+from helpers.picture_files import make_pictures
 from helpers.tensors import normal, relative_error
 from lln.instruments import record
 from lln.lab.inspect.inspection import inspect_batches
@@ -235,3 +240,29 @@ def test_inspect_compares_lln_with_the_softmax_attention_of_a_model() -> None:
         assert row["attention"] == "softmax"
         assert abs(row["lln"]["data"]["entropy_difference"]) < 0.1
         assert row["lln"]["paper"]["alpha"] > 0
+
+
+def test_the_command_inspects_a_saved_model_on_pictures(tmp_path: Path) -> None:
+    shape = {**SHAPE, "num_classes": 0}
+    model = timm.create_model("vit_tiny_patch16_224", **shape).eval()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight.mul_(20)
+    timm.models.save_for_hf(model, str(tmp_path / "vit"), model_args=shape)
+    files = make_pictures(tmp_path / "pictures", 3)
+    answer = run_command(
+        "inspect", tmp_path / "vit", "--images", tmp_path / "pictures", "--batch-size", 2, "--json",
+        "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert answer.exit_code == 0, answer.stderr
+    found = json.loads(answer.stdout)
+    assert (found["texts"], found["tokens"]) == ([file.name for file in files], [65] * 3)
+    half, how = (0.5, 0.5, 0.5), {"interpolation": "bicubic", "crop_pct": 0.9, "is_training": False}
+    prepare = timm.data.create_transform((3, 32, 32), mean=half, std=half, **how)
+    x = torch.stack([prepare(Image.open(file)) for file in files])
+    for row, wanted in zip(found["rows"], inspect_batches(model, [{"x": x}])["rows"], strict=True):
+        assert row["entropy"] == pytest.approx(wanted["entropy"], abs=1e-5)
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "3 pictures of 195 tokens together" in page
+    answer = run_command("inspect", tmp_path / "vit", "--texts", "a cat", "--out", tmp_path / "out")
+    assert_sentence(answer.stderr, "is a model of timm, which sees pictures; name a folder", command="lln inspect")

@@ -105,7 +105,9 @@ def cast_kind(mask: Tensor, kind: torch.dtype) -> Tensor:
     """Zeros and ones of that dtype. `split` reads the bytes of either as what is visible."""
     # Contiguous: its strides must not tell how long the whole mask is, or every step of decoding would be a new kind.
     visible = mask.bool().contiguous()
-    return visible if kind == BIDIRECTIONAL else visible.view(CAUSAL)
+    if kind == BIDIRECTIONAL:
+        return visible
+    return visible.to(CAUSAL) if torch.compiler.is_exporting() else visible.view(CAUSAL)  # ONNX reads no bytes
 
 
 def check_positions(keys: int, attention_mask: Tensor | None, length: int, first: int | Tensor) -> None:
@@ -172,4 +174,6 @@ def split(mask: Any, keys: int, after_state: bool) -> tuple[bool | None, Tensor 
     if mask.shape[-1] == 0 and keys > 0:
         return causal, None, None
     # The same memory where it can be: a call is known again by what it is given.
-    return causal, mask.view(torch.bool) if mask.dtype == CAUSAL else mask.bool(), None
+    if mask.dtype == CAUSAL and not torch.compiler.is_exporting():
+        return causal, mask.view(torch.bool), None
+    return causal, mask.bool(), None

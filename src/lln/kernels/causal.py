@@ -134,13 +134,23 @@ def fold_chunk(chunk: Chunk) -> tuple[Tensor, Tensor]:
     return fold_rows(chunk.x.to(chunk.v.dtype, copy=True), chunk.v)
 
 
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of the blocks of a level, [..., n / 2b, b, D]."""
+    if not torch.compiler.is_exporting():
+        return a @ b
+    # There may be as many chunks before the blocks as the length is open. torch.export proves that a size fits where it
+    # comes last of those over which a product goes.
+    product: Tensor = a.transpose(-4, -3) @ b.transpose(-4, -3)
+    return product.transpose(-4, -3)
+
+
 def outputs(chunk: Chunk, mean_value: Tensor) -> Tensor:
     """o_t of every row of the chunk; mean_value is S at its start."""
     out = (chunk.dropped * chunk.weigh_past()) @ mean_value
     out = out + (chunk.dropped * chunk.weigh_own()).sum(-1, keepdim=True) * chunk.v
     for level in chunk.levels():
-        weights = (take_right(chunk.dropped, level.half) * level.decay) @ level.keys.transpose(-1, -2)
-        take_right(out, level.half).add_(weights @ take_left(chunk.v, level.half))
+        weights = multiply(take_right(chunk.dropped, level.half) * level.decay, level.keys.transpose(-1, -2))
+        take_right(out, level.half).add_(multiply(weights, take_left(chunk.v, level.half)))
     return out
 
 

@@ -149,16 +149,21 @@ def zeros_like(weight: Tensor | None) -> Any:
 
 
 def make_finite(t: Tensor) -> Tensor:
-    """-inf becomes the lowest finite number, so that subtracting it from an exponent of -inf gives -inf, not NaN."""
+    """-inf becomes a finite number, so that subtracting it from an exponent of -inf gives -inf, not NaN."""
+    if torch.compiler.is_exporting():  # ONNX gets limits as float32, where the lowest number of float64 is -inf
+        return t.masked_fill(t == -torch.inf, 0.0)
     return t.clamp_min(torch.finfo(t.dtype).min)
 
 
 def logaddexp(a: Tensor, b: Tensor) -> Tensor:
     """log(e^a + e^b) where two empty sums (-inf) make an empty sum with zero, not NaN, gradient."""
-    if not torch.is_grad_enabled():
+    exporting = torch.compiler.is_exporting()
+    if not torch.is_grad_enabled() and not exporting:
         return torch.logaddexp(a, b)
     empty = (a == -torch.inf) & (b == -torch.inf)
-    both = torch.logaddexp(a.masked_fill(empty, 0.0), b.masked_fill(empty, 0.0))
+    a, b = a.masked_fill(empty, 0.0), b.masked_fill(empty, 0.0)
+    # What stands for torch's function in ONNX takes the exponentials as they are, which overflow.
+    both = torch.maximum(a, b) + (1.0 + (-(a - b).abs()).exp()).log() if exporting else torch.logaddexp(a, b)
     return both.masked_fill(empty, -torch.inf)
 
 
@@ -201,7 +206,7 @@ def is_known(length: int) -> bool:
 def count_parts(length: int, size: int) -> int:
     """So many parts of that size hold all rows. Where a compiler leaves the length open there is one more, so that they
     are surely two: of a size that may be 1 compilers make two cases."""
-    exact = -(-length // size)
+    exact = (length + size - 1) // size  # not -(-length // size): ONNX divides towards 0
     return exact if is_surely(exact >= 2) or is_surely(exact == 1) else (length - 1) // size + 2
 
 

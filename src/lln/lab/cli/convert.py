@@ -91,9 +91,10 @@ def convert(
     from lln.lab.convert.conversion_plan import ConversionPlan
     from lln.lab.convert.layer_report import describe_beside, describe_verdict, describe_whole, list_rows, name_stages
     from lln.lab.convert.passages import Passages, read_texts
-    from lln.lab.convert.pictures import Pictures, find_pictures
+    from lln.lab.convert.pictures import Pictures
     from lln.lab.convert.pipeline import convert_checkpoint
     from lln.lab.convert.verdict import EXITS
+    from lln.lab.core.picture_files import find_pictures
     from lln.lab.core.provenance import provenance
     from lln.lab.core.tables import print_wide, terminal_table
 

@@ -13,14 +13,12 @@ from lln.lab.core.progress import progress_bar
 
 
 def read_texts(file: Path | None, given: list[str]) -> list[str]:
-    """One text a line, or the given ones, or those that come with the package."""
-    from lln.lab.inspect.inspection import TEXTS
-
+    """One text a line, or the given ones; none where nothing is said."""
     if file is None:
         texts = [text for text in given if text.strip()]
         if given and not texts:
             raise Refused("--texts: there is nothing but blanks in it")
-        return texts or list(TEXTS)
+        return texts
     if given:
         raise Refused("--text and --texts are two ways to say one thing; give one of them")
     lines = sys.stdin.read() if str(file) == "-" else read_text(file, "--text: ")
@@ -34,6 +32,7 @@ def inspect(
     model: ModelName,
     text: Path | None = None,
     texts: list[str] | None = None,
+    images: Annotated[list[Path] | None, typer.Option()] = None,
     out: Path = Path("inspected"),
     max_length: Annotated[int, typer.Option(min=2)] = 512,
     batch_size: Count = 8,
@@ -41,19 +40,23 @@ def inspect(
     seed: Seed = 0,
     as_json: JsonForTable = False,
 ) -> None:
-    """See how each head of a pretrained model attends, and what LLN would give on the same queries and keys.
+    """See how each head of a pretrained model attends, and what LLN would give on the same queries and keys. The model
+    is one of transformers, for texts or for pictures (--images), or of timm, for pictures; or it is the transformer or
+    UNet of a diffusers pipeline, which is given prompts and looked at in a few steps from noise to a picture.
 
     Args:
         text: A file with a text in each line; - reads stdin.
         texts: A text; may be given several times.
+        images: A folder with picture files in it or below; may be given several times.
         out: Folder for the page, its charts (SVG) and data (JSON).
         max_length: Tokens of a text at most; the rest is cut off.
-        batch_size: Texts at a time.
-        seed: Seed, for models that draw random numbers.
+        batch_size: Texts, pictures or prompts at a time.
+        seed: Seed, for pipelines and models that draw random numbers.
 
     Example: [bold]lln inspect sentence-transformers/all-MiniLM-L6-v2[/bold], then open inspected/index.html; [bold]lln
     inspect ./my-model --text notes.txt --max-length 256[/bold] for a saved folder and your own lines; [bold]lln inspect
-    gpt2 --texts "One sentence." --texts "Another." --json[/bold].
+    gpt2 --texts "One sentence." --texts "Another." --json[/bold]; [bold]lln inspect timm/vit_small_patch16_224.dino
+    --images photos[/bold] for an image model.
     """
     need("report")
     need("hf")
@@ -62,22 +65,27 @@ def inspect(
     import torch
     from rich.console import Console
 
-    from lln.lab.core.pretrained import load, shorten_name
+    from lln.lab.core.picture_files import find_pictures
+    from lln.lab.core.pretrained import shorten_name
     from lln.lab.core.provenance import provenance
     from lln.lab.inspect.inspect_page import tabulate_layers, write
     from lln.lab.inspect.inspection import CannotInspect
-    from lln.lab.inspect.inspection import inspect as measure
+    from lln.lab.inspect.subject import find_subject
 
     torch.manual_seed(seed)
     try:
-        given = read_texts(text, texts or [])
-        loaded, tokenizer = load(model, device)
-        with progress_bar(-(-len(given) // batch_size), transient=True) as step:
-            found = measure(loaded, tokenizer, given, max_length=max_length, batch_size=batch_size, progress=step)
+        pictures = sorted(find_pictures(images).values()) if images else []
+        subject = find_subject(
+            model, device, read_texts(text, texts or []), pictures, max_length=max_length, batch_size=batch_size,
+            seed=seed,
+        )  # fmt: skip
+        with progress_bar(-(-len(subject.shown) // batch_size), transient=True) as step:
+            found = subject.measure(step)
     except CannotInspect as error:
-        fail(f"lln inspect: {model} ({type(loaded).__name__}) cannot be inspected: {error}")
+        fail(f"lln inspect: {model} ({type(subject.model).__name__}) cannot be inspected: {error}")
     result = {
-        "model": shorten_name(model), "class": type(loaded).__name__, "texts": given, "max_length": max_length, **found,
+        "model": shorten_name(model), "class": type(subject.model).__name__, "called": subject.called,
+        "texts": subject.shown, "max_length": max_length, **found,
         "provenance": provenance(seed, torch.device(device)),
     }  # fmt: skip
     page = write(result, out)

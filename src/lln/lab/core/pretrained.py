@@ -1,10 +1,11 @@
 """A pretrained model, and what makes its inputs, by the name a user gives, or one sentence about why not."""
 
 import contextlib
+import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from lln.lab.core.errors import Refused, first_line
 
+CONFIG, PIPELINE = "config.json", "model_index.json"  # of a model, and of a pipeline of diffusers
 PATIENCE = 10.0  # seconds that the Hub has to answer whether it has a model
 
 
@@ -64,11 +66,12 @@ def load(
     return model.to(device).eval(), processor
 
 
-def is_here(name: str) -> bool:
-    """Whether the model is on this machine, else it is on the Hub; Refused for neither."""
+def is_here(name: str, kept: Sequence[str] = (CONFIG,)) -> bool:
+    """Whether the model is on this machine, else it is on the Hub; Refused for neither. kept: a file by which one can
+    be known."""
     path = Path(name).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not any((path / file).is_file() for file in kept):
             raise Refused(f"the folder {name} holds no config.json, so no model of transformers")
         return True
     if path.exists():
@@ -78,7 +81,7 @@ def is_here(name: str) -> bool:
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-    cached = isinstance(try_to_load_from_cache(name, "config.json"), (str, os.PathLike))
+    cached = any(isinstance(try_to_load_from_cache(name, file), (str, os.PathLike)) for file in kept)
     problem = "HF_HUB_OFFLINE is set"
     if not constants.HF_HUB_OFFLINE:
         try:
@@ -93,6 +96,41 @@ def is_here(name: str) -> bool:
     if not cached:
         raise Refused(f"there is no folder {name}, it is not in the local cache, and {problem}")
     return True
+
+
+def tell_library(name: str) -> str:
+    """Which library a model of that name is for: "transformers", "timm", or "diffusers" where it is a pipeline of that.
+    Refused where there is none, and for a part of a pipeline."""
+    if not is_here(name, (CONFIG, PIPELINE)) and not Path(name).expanduser().is_dir():
+        from huggingface_hub import HfApi
+
+        info = HfApi().model_info(name, timeout=PATIENCE)
+        if any(file.rfilename == PIPELINE for file in info.siblings or ()):
+            return "diffusers"
+        return "timm" if info.library_name == "timm" else "transformers"
+    if find_file(name, PIPELINE) is not None:
+        return "diffusers"
+    file = find_file(name, CONFIG)
+    try:
+        held = json.loads(file.read_text(encoding="utf-8")) if file is not None else {}
+    except (OSError, ValueError):  # transformers will say what is wrong with it
+        held = {}
+    if "_diffusers_version" in held:
+        raise Refused(
+            f"{name} is one part of a diffusers pipeline ({held.get('_class_name')}), and by itself it does not say "
+            f"what it is given; name the folder of the pipeline, which has a {PIPELINE}"
+        )
+    return "timm" if "architecture" in held and "model_type" not in held else "transformers"
+
+
+def find_file(name: str, file: str) -> Path | None:
+    """In the folder of that name, or in the local cache of the Hub."""
+    if (folder := Path(name).expanduser()).is_dir():
+        return folder / file if (folder / file).is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, file)
+    return Path(found) if isinstance(found, (str, os.PathLike)) else None
 
 
 def shorten_name(name: str) -> str:

@@ -52,7 +52,7 @@ def tabulate_layers(result: dict[str, Any]) -> Table:
             ]
             for layer in result["layers"]
         ],
-        title=f"{result['model']}: means over heads and {count_things(len(result['tokens']), 'text')}",
+        title=f"{result['model']}: means over heads and {count_shown(result)}",
         caption=f"{', '.join(kinds)}: how far LLN is from softmax, bits of entropy/gap",
         wrap=False,
         box=box.SIMPLE_HEAD,
@@ -67,9 +67,9 @@ def write(result: dict[str, Any], out: Path) -> Path:
     own, others = draw_charts(result["rows"]), draw_compared(result)
     kinds = list_matchings(result)
     page = write_document(
-        "inspect.html", result=result, count_things=count_things, charts=own, compared=others, matchings=kinds,
-        differences={kind: list_differences(result["rows"], kind) for kind in kinds}, number=format_number,
-        provenance=result["provenance"],
+        "inspect.html", result=result, count_things=count_things, shown=count_shown(result), charts=own,
+        compared=others, matchings=kinds, number=format_number, provenance=result["provenance"],
+        differences={kind: list_differences(result["rows"], kind) for kind in kinds},
     )  # fmt: skip
     write_json(out / f"{NAME}.json", result)
     for chart in (*own, *(chart for group in others for chart in group)):
@@ -113,7 +113,12 @@ def draw_compared(result: dict[str, Any]) -> list[list[Chart]]:
 
 
 def count_things(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+    return f"{count:,} {what}{'' if count == 1 else 'es' if what.endswith('s') else 's'}"
+
+
+def count_shown(result: dict[str, Any]) -> str:
+    """What the model was shown, as a number of things."""
+    return count_things(len(result["texts"]), result.get("called", "text"))
 
 
 def read_differences(rows: Rows, matching: str, field: str) -> list[float | None]:

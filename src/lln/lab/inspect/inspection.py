@@ -69,7 +69,7 @@ def inspect(
 @torch.no_grad()
 def inspect_batches(model: Any, batches: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """`rows` and `layers` of `inspect` for any model that `lln.instruments.record` sees, those of timm and diffusers
-    among them. batches: arguments of its forward.
+    among them; `tokens` of each sample, in the layer that has most. batches: arguments of its forward.
 
     >>> model = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True)
     >>> found = inspect_batches(model, [{"src": torch.randn(1, 6, 16)}])
@@ -77,8 +77,12 @@ def inspect_batches(model: Any, batches: Iterable[dict[str, Any]]) -> dict[str, 
     [(0, ['data', 'entropy', 'paper', 'variance']), (1, ['data', 'entropy', 'paper', 'variance'])]
     """
     found: dict[tuple[str, int, str], list[dict[str, Tensor]]] = {}
+    tokens: list[int] = []
     for batch in batches:
-        for call, seen in run(model, batch):
+        observed = run(model, batch)
+        longest = max((seen for _, seen in observed), key=lambda seen: seen.query.shape[2])
+        tokens += [longest.query.shape[2]] * longest.query.shape[0]
+        for call, seen in observed:
             key = seen.layer or type(model).__name__, call, seen.attention
             found.setdefault(key, []).append(compare(seen))
     labels = label_layers([(layer, call) for layer, call, _ in found])
@@ -89,7 +93,7 @@ def inspect_batches(model: Any, batches: Iterable[dict[str, Any]]) -> dict[str, 
             label = labels[layer, call]
             place = {"layer": layer, "call": call, "label": label, "head": head, "attention": kind}
             rows.append(place | nest({name: values[head] for name, values in means.items()}))
-    return {"rows": rows, "layers": average_layers(rows)}
+    return {"rows": rows, "layers": average_layers(rows), "tokens": tokens}
 
 
 def encode(
@@ -144,6 +148,8 @@ def run(model: Any, batch: dict[str, Tensor]) -> list[tuple[int, Observation]]:
 
 
 def name_inputs(batch: dict[str, Any]) -> str:
+    if "pixel_values" in batch or set(batch) == {"x"}:
+        return "pictures alone"
     return "text alone" if "input_ids" in batch else ", ".join(batch)
 
 
