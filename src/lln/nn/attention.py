@@ -286,9 +286,9 @@ class LLNAttention(MomentMatcher):
             check_value(value, self.value_dim, state is not None or return_state)
             query, key = self.convolve(query, key, where)
             value = convolve(value, self.conv_v, is_causal=is_causal, mask=key_mask, cu_seqlens=cu_seqlens)
-        new = None
+        new, started = None, 0
         if self.statistics == "running" and self.training and not is_in_backward():
-            self.commit()
+            started = self.start_update()
             new = self.sum_moments(query, key, where)
         alpha, beta = self.match(query, key, where)
         query, key = self._map(query, key)
@@ -297,7 +297,7 @@ class LLNAttention(MomentMatcher):
             inputs, alpha, beta, is_causal=is_causal, dropout_p=dropout_p, state=state, return_state=return_state
         )
         if new is not None:
-            self.pending.copy_(new)  # only now: a call that failed has not been seen
+            self.end_update(new, started)  # only now: a call that failed has not been seen
         return result
 
     def run_op(self, inputs: Inputs, alpha: Tensor | None, beta: Tensor, **call: Any) -> Any:
