@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.shared import Count, DeviceToRun, JsonForTable, ModelName, Seed, fail, need, need_folder
+from lln.lab.cli.shared import LONGEST, Count, DeviceToRun, JsonForTable, ModelName, Seed, fail, need, need_folder
 from lln.lab.core.errors import Refused, read_text
 from lln.lab.core.progress import progress_bar
 
@@ -35,7 +35,7 @@ def inspect(
     text: Path | None = None,
     texts: list[str] | None = None,
     out: Path = Path("inspected"),
-    max_length: Annotated[int, typer.Option(min=2)] = 512,
+    max_length: Annotated[int, typer.Option(min=2, max=LONGEST)] = 512,
     batch_size: Count = 8,
     device: DeviceToRun = "cpu",
     seed: Seed = 0,

@@ -102,7 +102,7 @@ def reproduce(
                 raise Refused(f"--from: {source} is not a folder, nor a result in JSON.")
             work = understand(
                 name, scale=scale.value, attentions=attentions, tasks=tasks, seeds=seeds or 1, first=seed,
-                tunings=tunings, changes=dict(map(shared.parse_pair, changes or [])), device=device, out=out,
+                tunings=tunings, changes=shared.parse_changes(changes), device=device, out=out,
             )  # fmt: skip
             if source is not None:
                 result = work.load(source)

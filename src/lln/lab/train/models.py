@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import BertConfig, PreTrainedModel, masking_utils
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -18,8 +19,9 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 import lln.hf  # registers the attentions
 from lln.files import read_json
 from lln.hf.options import OF_BLOCKS
+from lln.lab.core.errors import first_line
 from lln.lab.train.config import LEARNED, NONE, Attention, Config
-from lln.values import check_choice
+from lln.values import check_choice, check_positive
 
 SOFTMAX, CONVOLVED = "sdpa", "convolved_softmax"
 SLOWEST = 10_000.0  # the longest wave of sinusoidal positions, over 2 pi
@@ -81,7 +83,7 @@ SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"
 
 def read_start(start: str) -> Any:
     """The config of a saved model."""
-    found = read_json(Path(start) / "config.json")
+    found = read_json(Path(start) / "config.json", dict)
     if found is None:
         raise ValueError(f"model.start: {start} holds no saved model (no config.json).")
     return found
@@ -128,7 +130,10 @@ def build(config: Config, sizes: Sizes) -> Any:
     if config.model.start:
         fit_start(settings, config)
         anew = {"ignore_mismatched_sizes": not learned}  # a table of fixed positions is made anew, for any length
-        model = kind.from_pretrained(config.model.start, config=settings, attn_implementation=name, **anew)
+        try:
+            model = kind.from_pretrained(config.model.start, config=settings, attn_implementation=name, **anew)
+        except (OSError, RuntimeError, SafetensorError) as error:  # damaged weights, or those of something else
+            raise ValueError(f"model.start: {config.model.start} cannot be loaded: {first_line(error)}.") from error
     else:
         settings._attn_implementation = name
         model = kind(settings)
@@ -151,8 +156,8 @@ def read_options(attention: Attention) -> tuple[dict[str, Any] | None, dict[str,
         return {"implementation": name, "mechanisms": {name: options}}, {}
     given = {}
     if "alpha" in options:
-        alpha = float(options.pop("alpha"))
-        given = {"alpha": alpha, "beta": float(options.pop("beta", alpha))}
+        alpha = options.pop("alpha")
+        given = {"alpha": alpha, "beta": options.pop("beta", alpha)}
         options |= {"statistics": "fixed", "coefficients": "head"}
     return {"implementation": name, **options}, given
 
@@ -172,11 +177,16 @@ def check_attention(config: Config) -> None:
         raise ValueError(f"attention.options: softmax takes convolution alone; got {', '.join(foreign)}.")
     if name == "lln" and (foreign := [option for option in OF_BLOCKS if option in config.attention.options]):
         raise ValueError(f"attention.options: {foreign[0]} goes with lln_diag; got it with lln.")
-    held, _ = read_options(config.attention)
+    held, given = read_options(config.attention)
+    for option, number in given.items():
+        check_positive(f"attention.options.{option}", number)
     if held is not None:
         if unknown := sorted(set(held) - {field.name for field in dataclasses.fields(lln.hf.Options)}):
             raise ValueError(f"attention.options: {name} has no option {unknown[0]!r}.")
-        lln.hf.Options(**held)
+        try:
+            lln.hf.Options(**held)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"attention.options: {error}") from None
 
 
 def describe_model(config: Config, sizes: Sizes) -> tuple[Any, Any]:
