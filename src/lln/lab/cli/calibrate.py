@@ -5,7 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lln.lab.cli.shared import MOST, WIDEST, DeviceToMeasure, Seed, need_file, parse_lengths
+from lln.lab.cli.shared import DeviceToMeasure, Seed, need_file, parse_lengths
+from lln.lab.core.limits import MOST, WIDEST
 from lln.lab.core.progress import progress_bar
 
 

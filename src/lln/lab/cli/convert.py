@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.shared import LONGEST, Count, CountOrNone, DeviceToRun, ModelName, Seed, Steps, fail, need, need_folder
+from lln.lab.cli.shared import Count, CountOrNone, DeviceToRun, ModelName, Seed, Steps, fail, need, need_folder
+from lln.lab.core.limits import LONGEST
 from lln.lab.core.progress import Bars
 
 

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.shared import LONGEST, Count, DeviceToRun, JsonForTable, ModelName, Seed, fail, need, need_folder
+from lln.lab.cli.shared import Count, DeviceToRun, JsonForTable, ModelName, Seed, fail, need, need_folder
 from lln.lab.core.errors import Refused, read_text
+from lln.lab.core.limits import LONGEST
 from lln.lab.core.progress import progress_bar
 
 
@@ -23,7 +24,11 @@ def read_texts(file: Path | None, given: list[str]) -> list[str]:
         return texts or list(TEXTS)
     if given:
         raise Refused("--text and --texts are two ways to say one thing; give one of them")
-    lines = sys.stdin.read() if str(file) == "-" else read_text(file, "--text: ")
+    try:
+        lines = sys.stdin.read() if str(file) == "-" else read_text(file, "--text: ")
+        lines.encode()  # stdin may hold bytes that are no text
+    except UnicodeError:
+        raise Refused("--text: - is not UTF-8 text") from None
     texts = [line.strip() for line in lines.splitlines() if line.strip()]
     if not texts:
         raise Refused(f"--text: {file} is empty; it should hold a text in each line")

@@ -17,14 +17,10 @@ import typer
 
 from lln.files import Unreadable, write_text
 from lln.lab.core.errors import Refused, WrongOption, first_line
+from lln.lab.core.limits import LAST_SEED, LONGEST, MOST, STEPS
 from lln.lab.core.tables import print_wide
 
 N = TypeVar("N", int, float)
-# Limits of options: what is beyond them is a slip of the hand, and no machine could hold it.
-LONGEST = 2**24  # tokens of a sequence
-WIDEST = 2**12  # channels of a head
-MOST = 2**20  # of anything that is counted
-LAST_SEED = 2**32 - 1  # numpy's
 # What each extra of the package brings, by the modules that show it is there.
 CLI = ("typer", "rich", "jinja2")
 HF = ("transformers", "safetensors", "filelock")
@@ -57,8 +53,8 @@ def add_command(app: typer.Typer, command: Callable[..., None]) -> None:
 
 
 def settle(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with its options as they are meant: ~ is the home folder wherever a path is named, and a number that
-    is none is refused, which typer lets pass through any range."""
+    """The command with its options as they are meant: ~ is the home folder wherever a path is named. Numbers that are
+    none, which typer lets pass through any range, and text that is none are refused."""
 
     @functools.wraps(command)
     def settled(**options: Any) -> None:
@@ -66,6 +62,8 @@ def settle(command: Callable[..., None]) -> Callable[..., None]:
             shown = f"--{name.replace('_', '-')}"
             if isinstance(value, float) and not math.isfinite(value):
                 raise WrongOption(shown, f"must be a finite number; got {value}.")
+            for one in value if isinstance(value, list) else [value]:
+                check_text(shown, one)
             if isinstance(value, list):
                 options[name] = [expand(shown, one) if isinstance(one, Path) else one for one in value]
             elif isinstance(value, Path) or (name == "model" and isinstance(value, str)):
@@ -75,13 +73,19 @@ def settle(command: Callable[..., None]) -> Callable[..., None]:
     return settled
 
 
-def expand(option: str, path: Path | str) -> Path:
-    """Refused for a home folder that nobody has, and for what is no text: a file of that name could not be told."""
+def check_text(option: str, value: Any) -> None:
+    """Refused for bytes that are no text: neither could they be told, nor a file be named so."""
     try:
-        str(path).encode()
-        return Path(path).expanduser()
+        if isinstance(value, (str, Path)):
+            str(value).encode()
     except UnicodeEncodeError:
-        raise WrongOption(option, f"must be a name in UTF-8; got {str(path)!r}.") from None
+        raise WrongOption(option, f"must be text in UTF-8; got {str(value)!r}.") from None
+
+
+def expand(option: str, path: Path | str) -> Path:
+    """Refused for a home folder that nobody has."""
+    try:
+        return Path(path).expanduser()
     except RuntimeError:
         raise WrongOption(option, f"there is no such home folder; got {path}.") from None
 
@@ -150,7 +154,7 @@ def parse_device(text: str | None) -> str | None:
 # Kinds of options, and options that mean the same in several commands.
 Count = Annotated[int, typer.Option(min=1, max=MOST)]
 CountOrNone = Annotated[int | None, typer.Option(min=1, max=MOST)]
-Steps = Annotated[int, typer.Option(min=0, max=10**9)]
+Steps = Annotated[int, typer.Option(min=0, max=STEPS)]
 Seed = Annotated[int, typer.Option(min=0, max=LAST_SEED)]
 SeedOrNone = Annotated[int | None, typer.Option(min=0, max=LAST_SEED)]
 DeviceToMeasure = Annotated[str, typer.Option(help="Where to measure: cpu, cuda, ...", callback=parse_device)]
@@ -194,20 +198,36 @@ def publish(
 ) -> None:
     """Writes OUT/NAME.md and, where altair is there, the charts, and prints what is shown of the result or, as JSON,
     all of it. NAME is bench, model or compare."""
-    write_text(out / f"{name}.md", markdown)
+    drawn: dict[str, str] = {}
     said = f"Table and result are in {out}; charts need: pip install 'lln-attention[report]'"
     if not find_missing("report"):
         from lln.lab.bench import bench_charts
 
         drawn = getattr(bench_charts, f"draw_{name}")(result)
-        for chart, text in drawn.items():
-            write_text(out / f"{chart}.svg", text)
         said = f"Table, result and {len(drawn)} charts are in {out}."
+    write_text(out / f"{name}.md", markdown)
+    for chart, text in drawn.items():
+        write_text(out / f"{chart}.svg", text)
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
         print_wide(*shown)
     typer.echo(said, err=True)
+
+
+@contextlib.contextmanager
+def trust(option: str, file: Path | None) -> Iterator[None]:
+    """While what a stored result holds is taken as it is. Where it holds something else than we would have written, as
+    whoever edits one may find, that is said of the file. file: None where nothing is taken on trust."""
+    try:
+        yield
+    except (Refused, Unreadable, typer.BadParameter, typer.Exit, OSError):
+        raise
+    except Exception as error:  # whichever part of it is missed first
+        if file is None:
+            raise
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise WrongOption(option, f"{file} does not hold a whole result, as it was written here ({why}).") from error
 
 
 def parse_changes(texts: Sequence[str] | None) -> dict[str, str]:

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lln.files import explain_writing, read_json, replace_file, write_json
+from lln.files import Unreadable, explain_writing, read_json, replace_file, write_json
 from lln.lab.core.errors import Refused
 from lln.lab.train.run_folder import list_differences
 
@@ -39,7 +39,9 @@ class Workplace:
         self.result: dict[str, Any] | None = read_json(out / RESULT, dict)  # of a conversion that is finished
         if self.result is None and out.exists() and any(out.iterdir()):
             raise Refused(f"{out} is not empty and holds no conversion; name another folder")
-        finished: Any = None if self.result is None else self.result["request"]
+        finished: Any = None if self.result is None else self.result.get("request")
+        if self.result is not None and not isinstance(finished, dict):
+            raise Unreadable(f"{out / RESULT} is not the report of a conversion: it has no 'request'.")
         for folder, held in ((out, finished), (self.place, read_json(self.place / REQUEST, dict))):
             if held is not None and (changed := list_differences(held, self.request)):
                 raise Refused(

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
-from lln.values import check_count, check_listed, check_number, check_positive
+from lln.values import check_count, check_fraction, check_listed, check_number, check_positive
 
 T = TypeVar("T")
 
@@ -28,6 +28,10 @@ class Range:
     def check(self, name: str, value: Any, kind: type) -> None:
         if kind is int:
             check_count(name, value, self.least)
+        elif self.most == 1 and not self.positive:
+            check_fraction(name, value)
+        elif self.positive and self.most is not None and not 0 < check_number(name, value) <= self.most:
+            raise ValueError(f"{name} must be above 0 and at most {self.most:,}; got {value}.")
         elif self.positive:
             check_positive(name, value)
         elif check_number(name, value) < self.least:

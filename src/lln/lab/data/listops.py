@@ -15,6 +15,7 @@ from typing import Annotated
 import numpy as np
 
 from lln.lab.core.errors import DataError
+from lln.lab.core.limits import MOST
 from lln.lab.core.ranges import Range, check_ranges
 from lln.lab.core.seeds import generator
 from lln.lab.data.examples import Sequences, flatten
@@ -37,8 +38,8 @@ HOPELESS = 200  # rounds without one accepted tree
 class Grammar:
     """Lengths count operators, digits and closing brackets; both ends are included."""
 
-    min_length: Annotated[int, Range(least=4, most=2**20)] = 500
-    max_length: Annotated[int, Range(least=4, most=2**20)] = 2000
+    min_length: Annotated[int, Range(least=4, most=MOST)] = 500
+    max_length: Annotated[int, Range(least=4, most=MOST)] = 2000
     max_depth: Annotated[int, Range(least=2, most=100)] = 10
     max_args: Annotated[int, Range(least=2, most=100)] = 10
 

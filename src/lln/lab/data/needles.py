@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lln.lab.core.errors import DataError
+from lln.lab.core.limits import LONGEST, MOST
 from lln.lab.core.ranges import Range, check_ranges
 from lln.lab.core.seeds import draws, pick, stream_key
 from lln.lab.data.examples import IGNORE, Examples
@@ -39,10 +40,10 @@ class Planting:
     times. keys, values: how many there are; a needle is one of keys x values tokens.
     """
 
-    needles_every: Annotated[int, Range(least=1, most=2**24)] = 64
-    questions_every: Annotated[int, Range(least=1, most=2**24)] = 32
-    keys: Annotated[int, Range(least=1, most=2**20)] = 256
-    values: Annotated[int, Range(least=2, most=2**20)] = 4  # with one value there is nothing to guess
+    needles_every: Annotated[int, Range(least=1, most=LONGEST)] = 64
+    questions_every: Annotated[int, Range(least=1, most=LONGEST)] = 32
+    keys: Annotated[int, Range(least=1, most=MOST)] = 256
+    values: Annotated[int, Range(least=2, most=MOST)] = 4  # with one value there is nothing to guess
 
     def __post_init__(self) -> None:
         check_ranges(self)

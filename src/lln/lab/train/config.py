@@ -7,6 +7,7 @@ import typing
 from pathlib import Path
 from typing import Annotated, Any
 
+from lln.lab.core.limits import LAST_SEED, LONGEST, MOST, STEPS
 from lln.lab.core.ranges import OneOf, Range, check_ranges
 from lln.lab.data.embedded import PREFIX as EMBEDDED
 from lln.peers import mechanisms
@@ -20,9 +21,8 @@ TOKENISED = ("mlm", "glue", "needles")  # tasks that are read by a tokenizer
 ONLY = {"model.patch": ("image",), "model.pre_norm": TOKENISED, "data.vocabulary": TOKENISED}
 
 # Ranges that several options have.
-MOST = 10**9
-Steps = Annotated[int, Range(least=1, most=MOST)]
-StepsOrNever = Annotated[int, Range(most=MOST)]
+Steps = Annotated[int, Range(least=1, most=STEPS)]
+StepsOrNever = Annotated[int, Range(most=STEPS)]
 Share = Annotated[float, Range(most=1)]
 Positive = Annotated[float, Range(positive=True)]
 NotNegative = Annotated[float, Range()]
@@ -108,7 +108,7 @@ class Model:
     layers: Annotated[int, Range(least=1, most=1000)]
     width: Annotated[int, Range(least=1, most=2**16)]
     heads: Annotated[int, Range(least=1, most=2**12)]
-    inner: Annotated[int, Range(least=1, most=2**20)]
+    inner: Annotated[int, Range(least=1, most=MOST)]
     pre_norm: bool = False
     dropout: Share = 0.1
     attention_dropout: Share = 0.1
@@ -137,8 +137,8 @@ class Data:
 
     name: str
     subset: str = ""
-    length: Annotated[int, Range(most=2**24)] = 0
-    vocabulary: Annotated[int, Range(most=2**20)] = 0
+    length: Annotated[int, Range(most=LONGEST)] = 0
+    vocabulary: Annotated[int, Range(most=MOST)] = 0
     train: StepsOrNever = 0
     evaluation: StepsOrNever = 0
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -165,7 +165,7 @@ class Optimisation:
     """
 
     steps: Steps
-    batch: Annotated[int, Range(least=1, most=2**20)]
+    batch: Annotated[int, Range(least=1, most=MOST)]
     rate: Positive
     warmup: StepsOrNever = 0
     schedule: Annotated[str, OneOf(SCHEDULES)] = "linear"
@@ -173,7 +173,7 @@ class Optimisation:
     betas: Annotated[tuple[float, float], Range(below=1)] = (0.9, 0.98)
     epsilon: Positive = 1e-6
     clip: NotNegative = 0.0
-    accumulation: Annotated[int, Range(least=1, most=2**20)] = 1
+    accumulation: Annotated[int, Range(least=1, most=MOST)] = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Config:
     model: Model
     data: Data
     optimisation: Optimisation
-    seed: Annotated[int, Range(most=2**32 - 1)] = 0
+    seed: Annotated[int, Range(most=LAST_SEED)] = 0
     precision: Annotated[str, OneOf(PRECISIONS)] = "float32"  # or "bfloat16", "float16": autocast
     checkpointing: bool = False  # activations computed again in the backward pass
     compile: bool = False  # with torch.compile; in a graph, its layers
@@ -260,11 +260,19 @@ def change(config: Config, changes: dict[str, str]) -> Config:
             raise ValueError(f"{name} cannot be set: it says which recipe this is, and is named before its options.")
         if name in ONLY and config.task not in ONLY[name]:
             raise ValueError(f"{name} goes with {', '.join(ONLY[name])}, not with {config.task}; got {text!r}.")
-        given = str(Path(text).expanduser()) if name == "model.start" else text
+        given = str(find_home(name, text)) if name == "model.start" else text
         config = set_option(config, name.split("."), given, name)
     if changes.get("data.subset") and config.data.name.startswith(EMBEDDED) and config.task not in ("glue", "lra"):
         raise ValueError(f"data.subset: {config.data.name} is one set and has no others; got {config.data.subset!r}.")
     return dataclasses.replace(config)  # checked now: on the way two changes that go together need not fit
+
+
+def find_home(name: str, text: str) -> Path:
+    """A path where ~ is the home folder."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{name}: there is no such home folder; got {text!r}.") from None
 
 
 def set_option(holder: Any, path: list[str], text: str, name: str) -> Any:

@@ -17,7 +17,7 @@ from transformers import BertConfig, PreTrainedModel, masking_utils
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import lln.hf  # registers the attentions
-from lln.files import read_json
+from lln.files import Unreadable, read_json
 from lln.hf.options import OF_BLOCKS
 from lln.lab.core.errors import first_line
 from lln.lab.train.config import LEARNED, NONE, Attention, Config
@@ -83,7 +83,10 @@ SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"
 
 def read_start(start: str) -> Any:
     """The config of a saved model."""
-    found = read_json(Path(start) / "config.json", dict)
+    try:
+        found = read_json(Path(start) / "config.json", dict)
+    except Unreadable as error:
+        raise ValueError(f"model.start: {error}") from None
     if found is None:
         raise ValueError(f"model.start: {start} holds no saved model (no config.json).")
     return found
