@@ -154,7 +154,7 @@ def list_facts(config: Config) -> dict[str, Any]:
     start = None
     if config.model.start:
         folder = Path(config.model.start).absolute().parent
-        held = read_json(folder / CONFIG) or {}
+        held = read_json(folder / CONFIG, dict) or {}
         length = held.get("data", {}).get("length")
         start = {"folder": folder.name, "task": held.get("task"), "seed": held.get("seed"), "length": length}
     return {
