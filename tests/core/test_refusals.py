@@ -182,3 +182,22 @@ def test_running_statistics_refuse_to_be_lost() -> None:
         replica(Q, Q, Q, is_causal=True)
     replica.training = False
     replica(Q, Q, Q, is_causal=True)
+
+
+@pytest.mark.parametrize("kind", ["number", "tensor", "mixed"])
+def test_one_beta_is_the_same_to_a_millionth_and_no_further(kind: str) -> None:
+    """A beta that was saved as text, or cast, is the same one; another is not, however near."""
+
+    def state(beta: float) -> LLNState:
+        given = torch.full((1, 2, 1), beta, dtype=torch.float64) if kind != "number" else beta
+        return lln_attention(Q.double(), K.double(), V.double(), 2.0, given, return_state=True)[1]
+
+    first = (
+        state(1.5)
+        if kind != "mixed"
+        else lln_attention(Q.double(), K.double(), V.double(), 2.0, 1.5, return_state=True)[1]
+    )
+    first.merge(state(1.5 * (1 + 2e-7)))
+    for apart in (3e-6, -3e-6, 1e-4):
+        with pytest.raises(ValueError, match="were made with different beta"):
+            first.merge(state(1.5 * (1 + apart)))

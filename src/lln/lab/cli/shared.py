@@ -66,8 +66,10 @@ def settle(command: Callable[..., None]) -> Callable[..., None]:
                 check_text(shown, one)
             if isinstance(value, list):
                 options[name] = [expand(shown, one) if isinstance(one, Path) else one for one in value]
-            elif isinstance(value, Path) or (name == "model" and isinstance(value, str)):
-                options[name] = type(value)(expand(shown, value))
+            elif isinstance(value, Path):
+                options[name] = expand(shown, value)
+            elif name == "model" and isinstance(value, str) and value.startswith("~"):  # else as it was given
+                options[name] = str(expand(shown, value))
         command(**options)
 
     return settled
