@@ -20,7 +20,7 @@ from lln.kernels.carry import Layout
 from lln.kernels.common import compute_dtype, constant
 from lln.kernels.evidence import SIGNED, count_channels
 from lln.state import LLNState, check_state
-from lln.values import check_choice, check_flag, check_fraction, check_number, describe
+from lln.values import check_choice, check_flag, check_fraction, check_number, describe, show
 
 Coefficient = float | Tensor
 Mix = Coefficient | tuple[Coefficient, Coefficient] | Literal["evidence"]
@@ -161,7 +161,7 @@ def check_joint(mix: Any, read: str, block_size: int | None, overlap: bool, offs
                 raise ValueError(f"{name} goes with mix='evidence'; got mix={describe(mix)}.")
         return False
     if mix != "evidence":
-        raise ValueError(f"mix must be a number, a tensor, a pair of them, or 'evidence'; got {mix!r}.")
+        raise ValueError(f"mix must be a number, a tensor, a pair of them, or 'evidence'; got {show(mix)}.")
     if block_size is None or read != "evidence":
         raise ValueError(
             "mix='evidence' weighs blocks against what the evidence read says of all else, and needs block_size and "
@@ -285,7 +285,9 @@ def check_packing(cu_seqlens: Any, query: Tensor, key: Tensor) -> tuple[Tensor |
         if t.is_cpu and not torch.compiler.is_compiling():
             offsets = t.tolist()
             if offsets[0] != 0 or offsets[-1] != total or any(a > b for a, b in pairwise(offsets)):
-                raise ValueError(f"cu_seqlens must rise from 0 to the total length of {what}, {total}; got {offsets}.")
+                raise ValueError(
+                    f"cu_seqlens must rise from 0 to the total length of {what}, {total}; got {show(offsets)}."
+                )
     if pair[0].numel() != pair[1].numel():
         raise ValueError(
             "cu_seqlens: queries and keys must have the same number of sequences; "

@@ -26,7 +26,7 @@ from lln.kernels.common import is_autocast_enabled
 from lln.kernels.step import is_step, step
 from lln.kernels.triton import attend as triton
 from lln.state import LLNState
-from lln.values import check_choice
+from lln.values import check_choice, check_positive_values
 
 __all__ = ["Backend", "Coefficient", "CuSeqlens", "Mix", "lln_attention"]
 
@@ -181,6 +181,9 @@ def lln_attention(
     """
 
     def attend() -> Any:
+        for name, given in (("alpha", alpha), ("beta", beta)):
+            if isinstance(given, Tensor):
+                check_positive_values(name, given)
         inputs = check_inputs(*autocast(query, key, value), key_mask=key_mask, cu_seqlens=cu_seqlens)
         return attend_checked(
             inputs, alpha, beta, state=state, return_state=return_state, backend=backend, block_size=block_size,

@@ -27,6 +27,7 @@ from torch import Tensor
 from lln.kernels import evidence
 from lln.kernels.common import compute_dtype, wide_dtype
 from lln.kernels.fold import merge
+from lln.values import check_choice, check_count, check_flag, describe, is_readable, show
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,8 +107,18 @@ class LLNState:
         >>> LLNState.empty(1, 2, 8, block_size=4)
         LLNState(batch=1, heads=2, head_dim=8, value_dim=8, block_size=4, dtype=torch.float32, device=cpu)
         """
-        device = torch.empty(0, device=device).device
         value_dim = head_dim if value_dim is None else value_dim
+        sizes = {"heads": heads, "head_dim": head_dim, "value_dim": value_dim, "channels": channels}
+        check_count("LLNState.empty: batch", batch, least=0)
+        for name, size in (sizes | {"block_size": block_size}).items():
+            if size is not None:
+                check_count(f"LLNState.empty: {name}", size)
+        check_flag("LLNState.empty: overlap", overlap)
+        check_choice("LLNState.empty: dtype", dtype, torch.float32, torch.float64, torch.bfloat16, torch.float16)
+        try:
+            device = torch.empty(0, device=device).device
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"LLNState.empty: device {show(device)} is none: {str(error).splitlines()[0]}.") from None
         if read not in ("paper", "evidence"):
             raise ValueError(f"LLNState.empty: read must be 'paper' or 'evidence'; got {read!r}.")
         if channels is not None and read != "evidence":
@@ -286,6 +297,19 @@ class LLNState:
         torch.Size([3, 2, 8])
         """
         batch = self.log_sum.shape[0]
+        if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64) or index.ndim != 1:
+            raise TypeError(f"LLNState.index_select: index must be an int64 tensor, [n]; got {describe(index)}.")
+        if index.device != self.log_sum.device:
+            raise ValueError(
+                f"LLNState.index_select: index must be on the device of the state, {self.log_sum.device}; got "
+                f"{index.device}."
+            )
+        if index.numel() and is_readable(index) and not 0 <= int(index.min()) <= int(index.max()) < batch:
+            outside = int(index.max()) if int(index.max()) >= batch else int(index.min())
+            raise ValueError(
+                f"LLNState.index_select: index must lie between 0 and {batch - 1}, for a state of {batch} sequences; "
+                f"got {outside}."
+            )
         return self._map(lambda t: t.index_select(0, index) if t.shape[0] == batch else t)
 
     def __repr__(self) -> str:

@@ -4,6 +4,7 @@ seeds that follow from another."""
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Collection
 from numbers import Real
 from typing import Any
@@ -11,12 +12,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 100
 
-def describe(value: Any) -> str:
-    """What came, for the end of an error message."""
+
+def show(value: Any) -> str:
+    """A value in an error message: on one line, the beginning alone of what is long, and no array."""
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
-    return f"{value!r} ({type(value).__name__})"
+    if isinstance(shape := getattr(value, "shape", None), tuple):
+        return f"an array of shape {list(shape)}"
+    return " ".join(SHORT.repr(value).split())
+
+
+def describe(value: Any) -> str:
+    """What came, for the end of an error message, with its type."""
+    return show(value) if isinstance(value, Tensor) else f"{show(value)} ({type(value).__name__})"
+
+
+def is_readable(t: Tensor) -> bool:
+    """Whether the values of a tensor can be looked at without waiting for a device, and are there at all: not while
+    something compiles, transforms (torch.func) or records the call."""
+    if not t.is_cpu or torch.compiler.is_compiling() or type(t) not in (Tensor, torch.nn.Parameter):
+        return False
+    return torch._C._len_torch_dispatch_stack() == 0 and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+
+
+def check_positive_values(name: str, t: Tensor) -> None:
+    """ValueError for a tensor that holds something else than positive finite numbers, where that can be seen."""
+    if not is_readable(t) or not t.numel() or not t.is_floating_point():
+        return
+    low, high = (one.item() for one in t.detach().aminmax())
+    if not (low > 0.0 and high < math.inf):  # NaN is neither
+        wrong = low if low <= 0.0 else high
+        raise ValueError(f"{name} must be positive and finite in every place; got {wrong} in {describe(t)}.")
 
 
 def check_number(name: str, value: Any, or_tensor: str = "") -> float:
@@ -45,7 +74,7 @@ def check_positive(name: str, value: Any, unit: str = "") -> float:
 def check_count(name: str, value: Any, least: int = 1) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         allowed = "a positive int" if least == 1 else f"an int of at least {least}"
-        raise ValueError(f"{name} must be {allowed}; got {value!r}.")
+        raise ValueError(f"{name} must be {allowed}; got {show(value)}.")
     return value
 
 
@@ -55,15 +84,20 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_choice(name: str, value: Any, *allowed: Any) -> None:
-    if value not in allowed:
+    if not is_among(value, allowed):
         *first, last = map(repr, allowed)
-        raise ValueError(f"{name} must be {', '.join(first)} or {last}; got {value!r}.")
+        raise ValueError(f"{name} must be {', '.join(first)} or {last}; got {show(value)}.")
+
+
+def is_among(value: Any, allowed: Collection[Any]) -> bool:
+    """`value in allowed`, also of arrays, which have no single answer to whether they are equal to something."""
+    return not isinstance(value, Tensor) and not hasattr(value, "shape") and value in list(allowed)
 
 
 def check_listed(name: str, value: Any, allowed: Collection[str]) -> None:
     """As `check_choice`, of many names."""
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
+    if not is_among(value, allowed):
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {show(value)}.")
 
 
 def derive_seed(seed: int, number: int) -> int:

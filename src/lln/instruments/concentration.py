@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lln.instruments.heads import Heads, Rows, SoftmaxHeads, span_elements, take
-from lln.instruments.maps import AttentionMap, LLNMap, SoftmaxMap, lln_map, softmax_map
+from lln.instruments.maps import AttentionMap, LLNMap, SoftmaxMap, check_map, lln_map, softmax_map
 from lln.kernels.common import PAPER_A, PAPER_B
 from lln.values import check_count, check_number, check_positive, derive_seed
 
@@ -70,6 +70,7 @@ def entropy(
         >>> entropy(even).round(decimals=6).tolist(), entropy(even, samples=5).value.round(decimals=6).tolist()
         ([[3.0, 3.0]], [[3.0, 3.0]])
     """
+    check_map(p)
     if samples is None and width is None:
         return p.collect([mean_of_rows(heads, map(heads.entropies, heads.chunks())) for heads in p.groups()])
     if samples is not None and width is not None:
@@ -187,6 +188,7 @@ def variance(p: AttentionMap) -> Tensor:
         >>> variance(dense_map(torch.eye(4)))  # a row: one 1 and three 0, around 1/4
         tensor([[0.1875]], dtype=torch.float64)
     """
+    check_map(p)
     return p.collect([mean_of_rows(group, row_variances(group)) for group in p.groups()])
 
 
@@ -244,6 +246,7 @@ def log_moments(p: AttentionMap, *, rows: int | None = None, seed: int = 0) -> L
         >>> found.mean.exp(), found.variance
         (tensor([[0.1250]], dtype=torch.float64), tensor([[0.]], dtype=torch.float64))
     """
+    check_map(p)
     if rows is not None:
         check_count("rows", rows)
     found = []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lln.instruments.concentration import draw_rows
 from lln.instruments.heads import Heads, span_elements
-from lln.instruments.maps import AttentionMap, check_parts
+from lln.instruments.maps import AttentionMap, check_map, check_parts
 from lln.kernels.common import wide_dtype
 from lln.values import check_count
 
@@ -110,6 +110,7 @@ def lognormal_fit(p: AttentionMap, *, entries: int = 2**20, seed: int = 0) -> Lo
         >>> fit.distance.item() < 0.05, fit.qq_r2.item() > 0.99
         (True, True)
     """
+    check_map(p)
     check_count("entries", entries, 2)
     found = []
     for group in p.groups():

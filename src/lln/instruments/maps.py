@@ -378,6 +378,15 @@ def dense_map(
     return found
 
 
+def check_map(p: Any) -> None:
+    """TypeError for what is no map: a matrix, say."""
+    if not isinstance(p, AttentionMap):
+        raise TypeError(
+            "p must be an AttentionMap: of queries and keys as softmax_map, lln_map or kernel_map make it, of a matrix "
+            f"as dense_map(p) does; got {describe(p)}."
+        )
+
+
 def check_parts(q: Any, k: Any, names: tuple[str, str], key_mask: Any, query_mask: Any, is_causal: bool) -> None:
     check_pair(q, k, names)
     check_masks(q, k, key_mask, query_mask, is_causal, names)

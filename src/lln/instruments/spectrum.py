@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lln.instruments.heads import Heads
-from lln.instruments.maps import AttentionMap
+from lln.instruments.maps import AttentionMap, check_map
 from lln.values import check_positive
 
 DENSE = 256  # up to so many tokens all eigenvalues at once are cheaper than the products of an iteration
@@ -49,6 +49,7 @@ def spectral_gap(p: AttentionMap, *, tolerance: float = 1e-7) -> Tensor:
         >>> [round(gap, 6) for gap in gaps]  # all rows alike; nothing mixes
         [1.0, 0.0]
     """
+    check_map(p)
     check_positive("tolerance", tolerance)
     if not p.one_sequence:
         raise ValueError(
@@ -82,6 +83,7 @@ def principal_std(p: AttentionMap, *, tolerance: float = 1e-7) -> Tensor:
         >>> bool((1 - spectral_gap(p) <= principal_std(p)).all())
         True
     """
+    check_map(p)
     check_positive("tolerance", tolerance)
     if p.factored:
         return factor_spectrum(p)[..., 1]

@@ -322,9 +322,9 @@ class LLNAttention(MomentMatcher):
             check_taps(value, self.value_taps)
             given = autocast(query, key, value)[2]
             state, past = find_past(state, given, self.value_taps, is_causal, return_state)
-        new = None
+        new, started = None, 0
         if self.statistics == "running" and self.training and not is_in_backward():
-            self.commit()
+            started = self.start_update()
             new = self.sum_moments(query, key, where)
         alpha, beta = self.match(query, key, where)
         query, key = self._map(query, key)
@@ -335,7 +335,7 @@ class LLNAttention(MomentMatcher):
         if self.value_convolution is not None:
             result = self._add_near(result, given, where, past)
         if new is not None:
-            self.pending.copy_(new)  # only now: a call that failed has not been seen
+            self.end_update(new, started)  # only now: a call that failed has not been seen
         return result
 
     def _add_near(self, result: Any, value: Tensor, where: Where, past: Tensor | None) -> Any:

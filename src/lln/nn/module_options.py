@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from lln.checks import (
     BACKENDS,
     MATCHINGS,
@@ -14,7 +16,15 @@ from lln.checks import (
 )
 from lln.kernels.evidence import SIGNED
 from lln.nn.value_convolution import read_width
-from lln.values import check_choice, check_count, check_flag, check_fraction, check_positive
+from lln.values import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_fraction,
+    check_positive,
+    check_positive_values,
+    show,
+)
 
 
 def check_options(
@@ -52,11 +62,14 @@ def check_options(
     check_choice("learnable", learnable, None, "head", "channel")
     if statistics != "fixed" and not (alpha is None and beta is None and learnable is None):
         raise ValueError(f"alpha, beta and learnable go with statistics='fixed'; got statistics={statistics!r}.")
+    for name, given in (("alpha", alpha), ("beta", beta)):
+        if isinstance(given, Tensor):
+            check_positive_values(name, given)
     check_block_size(block_size, is_causal=True, cross=False, with_state=False)
     if not isinstance(mix, str):
         check_fraction("mix", mix)
     elif mix not in ("ratio", "scales", "evidence"):
-        raise ValueError(f"mix must be a number, 'ratio', 'scales' or 'evidence'; got {mix!r}.")
+        raise ValueError(f"mix must be a number, 'ratio', 'scales' or 'evidence'; got {show(mix)}.")
     if block_size is None:
         check_no_mix(mix)
     elif mix == "evidence":
@@ -89,10 +102,10 @@ def check_options(
 def check_convolution(convolution: int | None) -> None:
     odd = isinstance(convolution, int) and not isinstance(convolution, bool) and convolution % 2 == 1
     if convolution is not None and not (odd and convolution >= 3):
-        raise ValueError(f"convolution must be an odd int of 3 or more, or None for none; got {convolution!r}.")
+        raise ValueError(f"convolution must be an odd int of 3 or more, or None for none; got {show(convolution)}.")
 
 
 def check_overlap(overlap: bool, block_size: int | None) -> None:
     check_flag("overlap", overlap)
     if overlap and (block_size is None or block_size % 4):
-        raise ValueError(f"overlap needs a block_size that is a multiple of 4; got block_size={block_size!r}.")
+        raise ValueError(f"overlap needs a block_size that is a multiple of 4; got block_size={show(block_size)}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -22,6 +23,8 @@ from lln.matching.moments import (
     sigma,
 )
 
+LOCK = threading.RLock()  # one for all: modules are copied and pickled, which no lock can be
+
 
 class Where(NamedTuple):
     """Which tokens attend to which, as `lln.LLNAttention` is told: see its forward."""
@@ -39,6 +42,7 @@ class MomentMatcher(nn.Module):
     running_count: Tensor
     running_variance_q: Tensor
     running_variance_k: Tensor
+    updates = 0  # steps whose moments were kept, in whichever thread
 
     def __init__(
         self, num_heads: int, head_dim: int, num_key_heads: int | None, matching: Matching, statistics: Statistics, *,
@@ -180,11 +184,44 @@ class MomentMatcher(nn.Module):
             torch.distributed.all_reduce(both)
         return both
 
-    @torch.no_grad()
+    def start_update(self) -> int:
+        """The running averages with all that was seen before this training step. Returns what `end_update` takes."""
+        if torch.compiler.is_compiling():  # which happens in one thread
+            self.commit()
+            return 0
+        if getattr(self, "_is_replica", False):
+            raise RuntimeError(
+                "statistics='running' is lost in torch.nn.DataParallel, which throws its copies away after each step; "
+                "use DistributedDataParallel, or another statistics."
+            )
+        with LOCK:
+            self.commit()
+            return self.updates
+
+    def end_update(self, moments: Tensor, started: int) -> None:
+        """Keep the moments of a training step that did not fail. Those of a step in another thread that ended meanwhile
+        are brought into the averages first."""
+        if torch.compiler.is_compiling():
+            self.pending.copy_(moments)
+            return
+        with LOCK:
+            if self.updates != started:
+                self.commit()
+            self.pending.copy_(moments)
+            self.__dict__["updates"] = self.updates + 1
+
     def commit(self) -> None:
         """Bring the moments of the last training step into the running averages."""
         if self.statistics != "running":
             return
+        if torch.compiler.is_compiling():
+            self._commit()
+            return
+        with LOCK:
+            self._commit()
+
+    @torch.no_grad()
+    def _commit(self) -> None:
         # Nothing pending, no tokens, or an overflow somewhere: then nothing changes. No value is read on the host.
         good = ((self.pending[:, 0] > 1) & self.pending.isfinite().all(1)).all()
         # The first batch replaces the initial 1.

@@ -8,6 +8,7 @@ import torch
 
 from lln.lab.bench.attentions import ATTENTIONS, Shape
 from lln.lab.core.errors import WrongOption
+from lln.lab.core.limits import LONGEST, WIDEST
 
 LENGTHS = {"cpu": [2**i for i in range(9, 13)], "cuda": [2**i for i in range(9, 17)]}
 QUICK_LENGTHS = {"cpu": [256, 512, 1024], "cuda": [1024, 4096]}
@@ -47,7 +48,9 @@ def parse_shapes(text: str) -> list[Shape]:
             raise WrongOption(
                 "--shapes", f"must be batch x heads x length x dim, like 16x12x4096x64,1x12x16384x64; got {part!r}"
             )
-        shapes.append(Shape(*map(int, part.split("x"))))
+        shapes.append(shape := Shape(*map(int, part.split("x"))))
+        if max(shape) > LONGEST or shape[-1] > WIDEST:
+            raise WrongOption("--shapes", f"must be at most {LONGEST:,} long and {WIDEST:,} wide; got {part!r}")
     return list(dict.fromkeys(shapes))
 
 

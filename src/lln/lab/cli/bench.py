@@ -119,10 +119,11 @@ def bench(
                 result = measure(plan, store=store, progress=step)
     except CheckFailed as error:
         shared.fail(str(error), 1)
-    if "errors" in result:  # of a model
-        from lln.lab.bench.bench_tables import make_model_table, write_model
+    with shared.trust("--render", render):
+        if "errors" in result:  # of a model
+            from lln.lab.bench.bench_tables import make_model_table, write_model
 
-        shared.publish(result, out, "model", write_model(result), [make_model_table(result)], as_json=as_json)
-        return
-    shown = [make_bench_table(result), *describe_growth(result)]
-    shared.publish(result, out, "bench", write_bench(result), shown, as_json=as_json)
+            shared.publish(result, out, "model", write_model(result), [make_model_table(result)], as_json=as_json)
+            return
+        shown = [make_bench_table(result), *describe_growth(result)]
+        shared.publish(result, out, "bench", write_bench(result), shown, as_json=as_json)

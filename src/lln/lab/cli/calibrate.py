@@ -1,11 +1,12 @@
 """`lln calibrate` on the command line."""
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from lln.lab.cli.shared import DeviceToMeasure, Seed, parse_lengths
+from lln.lab.cli.shared import DeviceToMeasure, Seed, need_file, parse_lengths
+from lln.lab.core.limits import MOST, WIDEST
 from lln.lab.core.progress import progress_bar
 
 
@@ -13,7 +14,7 @@ def calibrate(
     out: Path = Path("curves.json"),
     head_dims: str = "",
     lengths: str = "",
-    seeds: Seed = 0,
+    seeds: Annotated[int, typer.Option(min=0, max=MOST)] = 0,
     seed: Seed = 0,
     device: DeviceToMeasure = "cpu",
 ) -> None:
@@ -28,6 +29,8 @@ def calibrate(
 
     Example: [bold]lln calibrate --head-dims 64 --lengths 1024 --seeds 8 --out my-curves.json[/bold]
     """
+    need_file(out)
+
     import dataclasses
 
     import torch
@@ -38,7 +41,7 @@ def calibrate(
 
     changed: dict[str, Any] = {}
     if head_dims:
-        changed["head_dims"] = tuple(parse_lengths(head_dims, "--head-dims"))
+        changed["head_dims"] = tuple(parse_lengths(head_dims, "--head-dims", WIDEST))
     if lengths:
         changed["lengths"] = tuple(parse_lengths(lengths))
     if seeds == 1:

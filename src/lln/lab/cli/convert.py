@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.shared import Count, CountOrNone, DeviceToRun, ModelName, Seed, fail, need
+from lln.lab.cli.shared import Count, CountOrNone, DeviceToRun, ModelName, Seed, Steps, fail, need, need_folder
+from lln.lab.core.limits import LONGEST
 from lln.lab.core.progress import Bars
 
 
@@ -18,18 +19,18 @@ def convert(
     attention: str = "lln_diag",
     layers: Annotated[str | None, typer.Option()] = None,
     read: str = "evidence",
-    directions: Annotated[int | None, typer.Option(min=1)] = None,
+    directions: CountOrNone = None,
     block_size: CountOrNone = None,
     tile: CountOrNone = None,
-    distill: Annotated[int, typer.Option(min=0)] = 400,
-    fine_tune: Annotated[int, typer.Option(min=0)] = 0,
+    distill: Steps = 400,
+    fine_tune: Steps = 0,
     match_only: Annotated[bool, typer.Option("--match-only")] = False,
     matching: str = "data",
     learn: str = "channel",
     mix: Annotated[str | None, typer.Option()] = None,
     overlap: str = "auto",
     feature_map: str = "linear",
-    length: Annotated[int | None, typer.Option(min=2)] = None,
+    length: Annotated[int | None, typer.Option(min=2, max=LONGEST)] = None,
     image_size: CountOrNone = None,
     batch_size: Count = 4,
     rate: float = 0.01,
@@ -84,6 +85,7 @@ def convert(
     that was stopped: the same command.
     """
     need("hf")
+    need_folder(out.parent, "OUT")
 
     import torch
 

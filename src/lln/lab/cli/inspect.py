@@ -9,6 +9,7 @@ import typer
 
 from lln.lab.cli.shared import Count, DeviceToRun, JsonForTable, ModelName, Seed, fail, need, need_folder
 from lln.lab.core.errors import Refused, read_text
+from lln.lab.core.limits import LONGEST
 from lln.lab.core.progress import progress_bar
 
 
@@ -21,7 +22,11 @@ def read_texts(file: Path | None, given: list[str]) -> list[str]:
         return texts
     if given:
         raise Refused("--text and --texts are two ways to say one thing; give one of them")
-    lines = sys.stdin.read() if str(file) == "-" else read_text(file, "--text: ")
+    try:
+        lines = sys.stdin.read() if str(file) == "-" else read_text(file, "--text: ")
+        lines.encode()  # stdin may hold bytes that are no text
+    except UnicodeError:
+        raise Refused("--text: - is not UTF-8 text") from None
     texts = [line.strip() for line in lines.splitlines() if line.strip()]
     if not texts:
         raise Refused(f"--text: {file} is empty; it should hold a text in each line")
@@ -34,7 +39,7 @@ def inspect(
     texts: list[str] | None = None,
     images: Annotated[list[Path] | None, typer.Option()] = None,
     out: Path = Path("inspected"),
-    max_length: Annotated[int, typer.Option(min=2)] = 512,
+    max_length: Annotated[int, typer.Option(min=2, max=LONGEST)] = 512,
     batch_size: Count = 8,
     device: DeviceToRun = "cpu",
     seed: Seed = 0,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lln.files import read_data, write_json, write_result
+from lln.files import read_data, read_json, write_json, write_result
 from lln.lab.cli import shared
 from lln.lab.core.errors import DataError, Refused
 from lln.lab.core.progress import Bars, describe_metrics, progress_bar
@@ -102,10 +102,11 @@ def reproduce(
                 raise Refused(f"--from: {source} is not a folder, nor a result in JSON.")
             work = understand(
                 name, scale=scale.value, attentions=attentions, tasks=tasks, seeds=seeds or 1, first=seed,
-                tunings=tunings, changes=dict(map(shared.parse_pair, changes or [])), device=device, out=out,
+                tunings=tunings, changes=shared.parse_changes(changes), device=device, out=out,
             )  # fmt: skip
             if source is not None:
-                result = work.load(source)
+                with shared.trust("--from", source):
+                    result = work.load(source)
             else:
                 plan = work.plan(retry=retry)
                 check_data(plan.jobs, data_root)
@@ -117,8 +118,9 @@ def reproduce(
             shared.fail(f"lln reproduce: {error}")
         if source is None:
             result = run(work, plan, data_root=data_root, retry=retry, keep=keep, at_once=at_once)
-        paths = work.write(result, charts=not no_charts)
-        tell(result, work.tell(result), paths, as_json=as_json, end=f"; runs: {source or work.asked.runs}.")
+        with shared.trust("--from", source):
+            paths = work.write(result, charts=not no_charts)
+            tell(result, work.tell(result), paths, as_json=as_json, end=f"; runs: {source or work.asked.runs}.")
         if source is None and result["failed"]:
             raise typer.Exit(1)
         return
@@ -185,7 +187,7 @@ def reproduce_costs(
             raise typer.BadParameter("a result is drawn as it is; leave it out with --from.", param_hint="--attentions")
         if not (source / file).exists():
             raise typer.BadParameter(f"{source} holds no {file}.", param_hint="--from")
-        result = json.loads((source / file).read_text(encoding="utf-8"))
+        result = read_json(source / file, dict)
     else:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         with progress_bar(len(cells)) as step:
@@ -193,8 +195,9 @@ def reproduce_costs(
                 table, cells, scale, setting, device=torch.device(device), repeats=repeats, seed=seed, progress=step,
                 store=lambda found: write_json(out / file, found),
             )  # fmt: skip
-    paths = write_files(table, result, out, charts=charts)
-    tell(result, write_costs(table, result), paths, as_json=as_json)
+    with shared.trust("--from", None if source is None else source / file):
+        paths = write_files(table, result, out, charts=charts)
+        tell(result, write_costs(table, result), paths, as_json=as_json)
 
 
 def refuse_charts(does: str) -> str | None:

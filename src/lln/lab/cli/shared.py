@@ -2,20 +2,22 @@
 
 import contextlib
 import copy
+import functools
 import importlib.util
 import inspect
 import json
 import math
-import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
-from lln.files import write_text
+from lln.files import Unreadable, write_text
 from lln.lab.core.errors import Refused, WrongOption, first_line
+from lln.lab.core.limits import LAST_SEED, LONGEST, MOST, STEPS
 from lln.lab.core.tables import print_wide
 
 N = TypeVar("N", int, float)
@@ -46,8 +48,48 @@ def add_command(app: typer.Typer, command: Callable[..., None]) -> None:
         option.help, option.show_default = said, default or option.show_default
         kinds[name] = Annotated[kind, option]
     command.__annotations__ = kinds
-    explained = explain(command.__name__)(command)
+    explained = explain(command.__name__)(settle(command))
     app.command(help=about, epilog=f"Example: {' '.join(example.split())}")(explained)
+
+
+def settle(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with its options as they are meant: ~ is the home folder wherever a path is named. Numbers that are
+    none, which typer lets pass through any range, and text that is none are refused."""
+
+    @functools.wraps(command)
+    def settled(**options: Any) -> None:
+        for name, value in options.items():
+            shown = f"--{name.replace('_', '-')}"
+            if isinstance(value, float) and not math.isfinite(value):
+                raise WrongOption(shown, f"must be a finite number; got {value}.")
+            for one in value if isinstance(value, list) else [value]:
+                check_text(shown, one)
+            if isinstance(value, list):
+                options[name] = [expand(shown, one) if isinstance(one, Path) else one for one in value]
+            elif isinstance(value, Path):
+                options[name] = expand(shown, value)
+            elif name == "model" and isinstance(value, str) and value.startswith("~"):  # else as it was given
+                options[name] = str(expand(shown, value))
+        command(**options)
+
+    return settled
+
+
+def check_text(option: str, value: Any) -> None:
+    """Refused for bytes that are no text: neither could they be told, nor a file be named so."""
+    try:
+        if isinstance(value, (str, Path)):
+            str(value).encode()
+    except UnicodeEncodeError:
+        raise WrongOption(option, f"must be text in UTF-8; got {str(value)!r}.") from None
+
+
+def expand(option: str, path: Path | str) -> Path:
+    """Refused for a home folder that nobody has."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise WrongOption(option, f"there is no such home folder; got {path}.") from None
 
 
 def find_missing(extra: str) -> list[str]:
@@ -61,28 +103,43 @@ def need(extra: str) -> None:
         )
 
 
-def need_folder(out: Path) -> None:
-    """Says at once, not after minutes of work, that nothing can be written there. Makes nothing."""
-    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not there.is_dir():
-        raise typer.BadParameter(f"{there} is a file; name a folder.", param_hint="--out")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise typer.BadParameter(f"{there} is a folder that you may not write to; name another.", param_hint="--out")
+def need_folder(out: Path, option: str = "--out") -> None:
+    """Says at once, not after minutes of work, that nothing can be written there: it is tried. Leaves nothing."""
+    try:
+        there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+        if not there.is_dir():
+            raise typer.BadParameter(f"{there} is a file; name a folder.", param_hint=option)
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"tried")
+    except PermissionError:
+        why = f"{there} is a folder that you may not write to; name another."
+        raise typer.BadParameter(why, param_hint=option) from None
+    except OSError as error:
+        raise typer.BadParameter(f"{out} cannot be written: {error.strerror}.", param_hint=option) from None
 
 
-def parse_numbers(text: str, option: str, kind: Callable[[str], N], said: str) -> list[N]:
+def need_file(out: Path, option: str = "--out") -> None:
+    """As `need_folder`, for a command that writes one file."""
+    if out.is_dir():
+        raise typer.BadParameter(f"{out} is a folder; name a file.", param_hint=option)
+    need_folder(out.parent, option)
+
+
+def parse_numbers(text: str, option: str, kind: Callable[[str], N], said: str, most: float = math.inf) -> list[N]:
     """Positive numbers of one kind with commas between, in order; each once."""
     try:
         numbers = sorted({kind(part) for part in text.split(",")})
     except ValueError:
         numbers = []
-    if not numbers or not 0 < numbers[0] <= numbers[-1] < math.inf:
+    if not numbers or not all(0 < number < math.inf for number in numbers):
         raise typer.BadParameter(f"must be positive {said}; got {text!r}", param_hint=option)
+    if numbers[-1] > most:
+        raise typer.BadParameter(f"must be at most {most:,}; got {numbers[-1]}", param_hint=option)
     return numbers
 
 
-def parse_lengths(text: str, option: str = "--lengths") -> list[int]:
-    return parse_numbers(text, option, int, "whole numbers with commas between, like 512,2048")
+def parse_lengths(text: str, option: str = "--lengths", most: int = LONGEST) -> list[int]:
+    return parse_numbers(text, option, int, "whole numbers with commas between, like 512,2048", most)
 
 
 def parse_device(text: str | None) -> str | None:
@@ -97,9 +154,11 @@ def parse_device(text: str | None) -> str | None:
 
 
 # Kinds of options, and options that mean the same in several commands.
-Count = Annotated[int, typer.Option(min=1)]
-CountOrNone = Annotated[int | None, typer.Option(min=1)]
-Seed = Annotated[int, typer.Option(min=0)]
+Count = Annotated[int, typer.Option(min=1, max=MOST)]
+CountOrNone = Annotated[int | None, typer.Option(min=1, max=MOST)]
+Steps = Annotated[int, typer.Option(min=0, max=STEPS)]
+Seed = Annotated[int, typer.Option(min=0, max=LAST_SEED)]
+SeedOrNone = Annotated[int | None, typer.Option(min=0, max=LAST_SEED)]
 DeviceToMeasure = Annotated[str, typer.Option(help="Where to measure: cpu, cuda, ...", callback=parse_device)]
 DeviceToRun = Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...", callback=parse_device)]
 DataRoot = Annotated[Path | None, typer.Option(help="Folder with data in the Hub's layout.", envvar="LLN_DATA_ROOT")]
@@ -122,8 +181,18 @@ def explain(command: str) -> Iterator[None]:
         yield
     except WrongOption as error:
         raise typer.BadParameter(str(error), param_hint=error.option) from None
-    except Refused as error:
+    except (Refused, Unreadable) as error:
         fail(f"lln {command}: {error}")
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        fail(f"lln {command}: there is not enough memory for that ({first_line(error)}).", 1)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch has an exception of its own for a GPU alone."""
+    said = str(error)
+    return isinstance(error, MemoryError) or "allocate memory" in said or "out of memory" in said
 
 
 def publish(
@@ -131,15 +200,16 @@ def publish(
 ) -> None:
     """Writes OUT/NAME.md and, where altair is there, the charts, and prints what is shown of the result or, as JSON,
     all of it. NAME is bench, model or compare."""
-    write_text(out / f"{name}.md", markdown)
+    drawn: dict[str, str] = {}
     said = f"Table and result are in {out}; charts need: pip install 'lln-attention[report]'"
     if not find_missing("report"):
         from lln.lab.bench import bench_charts
 
         drawn = getattr(bench_charts, f"draw_{name}")(result)
-        for chart, text in drawn.items():
-            write_text(out / f"{chart}.svg", text)
         said = f"Table, result and {len(drawn)} charts are in {out}."
+    write_text(out / f"{name}.md", markdown)
+    for chart, text in drawn.items():
+        write_text(out / f"{chart}.svg", text)
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
@@ -147,8 +217,29 @@ def publish(
     typer.echo(said, err=True)
 
 
-def parse_pair(text: str) -> tuple[str, str]:
-    name, sign, value = text.partition("=")
-    if not sign or not name:
-        raise typer.BadParameter(f"must be NAME=VALUE, like optimisation.rate=1e-3; got {text!r}.", param_hint="--set")
-    return name, value
+@contextlib.contextmanager
+def trust(option: str, file: Path | None) -> Iterator[None]:
+    """While what a stored result holds is taken as it is. Where it holds something else than we would have written, as
+    whoever edits one may find, that is said of the file. file: None where nothing is taken on trust."""
+    try:
+        yield
+    except (Refused, Unreadable, typer.BadParameter, typer.Exit, OSError):
+        raise
+    except Exception as error:  # whichever part of it is missed first
+        if file is None:
+            raise
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise WrongOption(option, f"{file} does not hold a whole result, as it was written here ({why}).") from error
+
+
+def parse_changes(texts: Sequence[str] | None) -> dict[str, str]:
+    """Of --set, by names. Of what is given twice the last counts, and the other is said to count for nothing."""
+    found: dict[str, str] = {}
+    for text in texts or []:
+        name, sign, value = text.partition("=")
+        if not sign or not name:
+            raise WrongOption("--set", f"must be NAME=VALUE, like optimisation.rate=1e-3; got {text!r}.")
+        if name in found:
+            typer.echo(f"--set {name}={found[name]} gives way to --set {name}={value}, which comes later.", err=True)
+        found[name] = value
+    return found

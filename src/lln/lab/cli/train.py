@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lln.lab.cli.shared import AsJson, DataRoot, Seed, fail, need, parse_pair
+from lln.lab.cli.shared import AsJson, DataRoot, SeedOrNone, fail, need, need_folder, parse_changes
+from lln.lab.core.errors import WrongOption
 from lln.lab.core.progress import Bars, describe_metrics
 
 
@@ -18,7 +19,7 @@ def train(
     name: str | None = None,
     out: Path | None = None,
     start: Path | None = None,
-    seed: Seed = 0,
+    seed: SeedOrNone = None,
     changes: Annotated[list[str] | None, typer.Option("--set")] = None,
     data_root: DataRoot = None,
     report_to: str = "",
@@ -37,7 +38,7 @@ def train(
         name: Which GLUE or LRA task. [default: the first]
         out: The run's folder. [default: runs/TASK-NAME-...]
         start: Folder of a trained model to begin from.
-        seed: Seed of weights, order and masks.
+        seed: Seed of weights, order and masks. [default: 0]
         changes: An option of the config, like optimisation.rate=1e-3.
         report_to: tensorboard, wandb, trackio, with commas between.
         device: cpu or cuda. [default: cuda if there is one]
@@ -61,11 +62,14 @@ def train(
     from lln.lab.train.config import change
     from lln.lab.train.run import train as run
 
-    asked = dict(map(parse_pair, changes or []))
-    asked["seed"] = str(seed)
-    asked |= {name: "yes" for name, on in (("graph", graph), ("fsdp", fsdp)) if on}
-    if start is not None:
-        asked["model.start"] = str(start)
+    asked = parse_changes(changes)
+    for option, held in (("seed", seed), ("graph", graph), ("fsdp", fsdp), ("start", start)):
+        name_there = "model.start" if option == "start" else option
+        if held is None or held is False:
+            continue
+        if name_there in asked:
+            raise WrongOption("--set", f"{name_there} is given twice, with --{option} and here.")
+        asked[name_there] = "yes" if held is True else str(held)
     where = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if where not in ("cpu", "cuda"):
         raise typer.BadParameter(f"must be cpu or cuda; got {where!r}.", param_hint="--device")
@@ -74,7 +78,8 @@ def train(
     first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes, the one that writes
     try:
         config = change(recipe(task, preset, attention, name), asked)
-        folder = out or Path("runs") / "-".join(filter(None, (task, name, preset, attention, f"seed{seed}")))
+        folder = out or Path("runs") / "-".join(filter(None, (task, name, preset, attention, f"seed{config.seed}")))
+        need_folder(folder)
         if dry_run:
             show_sizes(config, data_root)
             return
@@ -116,10 +121,13 @@ def show_result(result: dict[str, Any], folder: Path) -> None:
 
 def show_sizes(config: Any, data_root: Path | None) -> None:
     """What a run would be: the config, the model's size, tokens a step, an estimate of memory."""
+    from lln.lab.data.sources import resolve_root
     from lln.lab.train.models import build, check_attention, count_parameters
     from lln.lab.train.tasks import load
 
     check_attention(config)
+    if data_root is not None:
+        resolve_root(data_root)
     data = load(config, data_root)
     model = build(config, data.sizes)
     count, o = count_parameters(model), config.optimisation

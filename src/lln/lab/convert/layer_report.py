@@ -15,6 +15,7 @@ from lln.instruments.observation import Observation, measure
 from lln.instruments.watchers import Look, find_mix, observe_lln
 from lln.lab.core.documents import write_markdown, write_paragraphs
 from lln.lab.core.progress import ignore
+from lln.lab.core.tables import escape_markdown
 
 MEASURED = ("entropy", "spectral_gap")
 LARGEST = 2**25  # numbers of a map that must be a matrix
@@ -154,7 +155,13 @@ def describe_verdict(result: dict[str, Any]) -> list[str]:
 
 
 def write_report(result: dict[str, Any], licence: str | None = None) -> str:
-    """Markdown, for the model card. licence: of the model that it was made from, where that says so."""
+    """Markdown, for the model card, in which names that somebody chose are text and nothing else. licence: of the model
+    that it was made from, where that says so."""
+    result = result | {"request": result["request"] | {"model": escape_markdown(result["request"]["model"])}}
+    if "files" in result:
+        files = result["files"]
+        result["files"] = files | {"left_out": [escape_markdown(name) for name in files["left_out"]]}
+    licence = licence and escape_markdown(str(licence))
     columns, *rows = list_rows(result)
     facts = {"columns": columns, "rows": rows, "numbers": name_stages(result), "titles": TITLES, "licence": licence}
     facts |= {"size": name_size(result)}

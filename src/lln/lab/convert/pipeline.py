@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from lln.files import hash_file, write_text
+from lln.files import explain_writing, hash_file, write_text
 from lln.hf.converting import convert
 from lln.hf.distillation import Learner, distill, distillation, fine_tune, fine_tuning
 from lln.hf.find import attention_modules, read_sizes
@@ -272,7 +272,7 @@ def save(
     shutil.rmtree(folder, ignore_errors=True)
     held = transformers.AutoConfig.from_pretrained(place / inside if inside else name, local_files_only=True).dtype
     model.to(getattr(torch, held) if isinstance(held, str) else held or torch.float32)
-    with silence(transformers, bars=False):
+    with silence(transformers, bars=False), explain_writing(work.place):
         model.save_pretrained(own)
         made = list_files(folder)
         material.processor.save_pretrained(own)

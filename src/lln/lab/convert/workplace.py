@@ -22,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lln.files import read_json, replace_file, write_json
+from lln.files import Unreadable, explain_writing, read_json, replace_file, write_json
 from lln.lab.core.errors import Refused
 from lln.lab.train.run_folder import list_differences
 
@@ -36,11 +36,13 @@ class Workplace:
         self.request = json.loads(json.dumps(request))
         if out.exists() and not out.is_dir():
             raise Refused(f"{out} is a file; name a folder for the converted model")
-        self.result: dict[str, Any] | None = read_json(out / RESULT)  # of a conversion that is finished
+        self.result: dict[str, Any] | None = read_json(out / RESULT, dict)  # of a conversion that is finished
         if self.result is None and out.exists() and any(out.iterdir()):
             raise Refused(f"{out} is not empty and holds no conversion; name another folder")
-        finished: Any = None if self.result is None else self.result["request"]
-        for folder, held in ((out, finished), (self.place, read_json(self.place / REQUEST))):
+        finished: Any = None if self.result is None else self.result.get("request")
+        if self.result is not None and not isinstance(finished, dict):
+            raise Unreadable(f"{out / RESULT} is not the report of a conversion: it has no 'request'.")
+        for folder, held in ((out, finished), (self.place, read_json(self.place / REQUEST, dict))):
             if held is not None and (changed := list_differences(held, self.request)):
                 raise Refused(
                     f"{folder} holds a conversion that was asked for differently: {'; '.join(changed)}; name another "
@@ -79,7 +81,8 @@ class Workplace:
     def keep(self, name: str, notes: Any, tensors: Mapping[str, Tensor]) -> None:
         # Tied weights are one tensor under two names, which safetensors refuses.
         apart = {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}
-        with replace_file(self.place / f"{name}.safetensors") as temporary:
+        file = self.place / f"{name}.safetensors"
+        with explain_writing(self.place), replace_file(file) as temporary:
             save_file(apart, temporary, {"notes": json.dumps(notes, allow_nan=False)})
 
     def finish(self, result: dict[str, Any]) -> None:

@@ -62,8 +62,19 @@ def load(
         missing, there = len(about["missing_keys"]), len(model.state_dict())
         if 2 * missing > there:
             raise Refused(f"the weights in {name} do not fit its config: {missing} of {there} are missing")
+        if (damaged := find_not_finite(model)) is not None:
+            raise Refused(f"the weights in {name} are not finite: {damaged} holds NaN or infinity")
         processor = load_processor(model, name, options)
     return model.to(device).eval(), processor
+
+
+def find_not_finite(model: Any) -> str | None:
+    """The first of a model's weights in which there is NaN or infinity: nothing that is measured on it would be a
+    number."""
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and not bool(weight.isfinite().all()):
+            return str(name)
+    return None
 
 
 def is_here(name: str, kept: Sequence[str] = (CONFIG,)) -> bool:

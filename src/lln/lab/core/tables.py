@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,17 @@ def join_words(parts: Iterable[object]) -> str:
     """
     *most, last = (str(part) for part in parts)
     return f"{', '.join(most)} and {last}" if most else last
+
+
+def escape_markdown(text: str) -> str:
+    """Text that is no Markdown and no HTML wherever it stands in a line, and stays in its line: a name that somebody
+    chose.
+
+    >>> escape_markdown("my_model [click](x) <b>")
+    'my_model \\\\[click\\\\](x) &lt;b&gt;'
+    """
+    plain = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*|\[\]~!#])|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", plain)
 
 
 def show_number(value: float) -> str:

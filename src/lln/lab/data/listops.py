@@ -10,14 +10,16 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
 import numpy as np
 
 from lln.lab.core.errors import DataError
+from lln.lab.core.limits import MOST
+from lln.lab.core.ranges import Range, check_ranges
 from lln.lab.core.seeds import generator
 from lln.lab.data.examples import Sequences, flatten
 from lln.lab.data.made_once import Place, choose_split, generate
-from lln.values import check_count
 
 TOKENS = ("<pad>", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
 FIRST_DIGIT, FIRST_OPERATOR, CLOSE = 1, 11, 15
@@ -36,19 +38,18 @@ HOPELESS = 200  # rounds without one accepted tree
 class Grammar:
     """Lengths count operators, digits and closing brackets; both ends are included."""
 
-    min_length: int = 500
-    max_length: int = 2000
-    max_depth: int = 10
-    max_args: int = 10
+    min_length: Annotated[int, Range(least=4, most=MOST)] = 500
+    max_length: Annotated[int, Range(least=4, most=MOST)] = 2000
+    max_depth: Annotated[int, Range(least=2, most=100)] = 10
+    max_args: Annotated[int, Range(least=2, most=100)] = 10
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         if not 4 <= self.min_length <= self.max_length:
             raise ValueError(
                 "min_length must be at least 4 (an operator with two digits) and at most max_length; "
                 f"got {self.min_length} and {self.max_length}."
             )
-        check_count("max_depth", self.max_depth, least=2)
-        check_count("max_args", self.max_args, least=2)
 
 
 def evaluate(ids: Sequence[int] | np.ndarray) -> int:

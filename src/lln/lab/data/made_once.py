@@ -4,7 +4,6 @@ made here."""
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import islice
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lln.files import write_json
+from lln.files import name_part, write_json
 from lln.lab.core.errors import need
 from lln.lab.core.progress import track
 from lln.lab.core.seeds import fingerprint
@@ -51,7 +50,8 @@ def build_once(kind: str, key: Mapping[str, Any], build: Callable[[Path], None],
             shutil.rmtree(remains, ignore_errors=True)
         if folder.exists():
             shutil.rmtree(folder)
-        part = Path(tempfile.mkdtemp(dir=parent, prefix=f"{name}-", suffix=".part"))
+        part = name_part(folder)
+        part.mkdir()  # as the umask says
         try:
             build(part)
             sizes = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
@@ -59,7 +59,6 @@ def build_once(kind: str, key: Mapping[str, Any], build: Callable[[Path], None],
                 with path.open("rb+") as file:
                     os.fsync(file.fileno())
             write_json(part / MANIFEST, {"key": dict(key), "sizes": sizes})
-            part.chmod(0o755)
             part.rename(folder)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)

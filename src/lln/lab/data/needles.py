@@ -12,20 +12,21 @@ whether two layers learn in a short run to work together (one that brings a key 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Unpack
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lln.lab.core.errors import DataError
+from lln.lab.core.limits import LONGEST, MOST
+from lln.lab.core.ranges import Range, check_ranges
 from lln.lab.core.seeds import draws, pick, stream_key
 from lln.lab.data.examples import IGNORE, Examples
 from lln.lab.data.sources import Selection, read
 from lln.lab.data.text import PlacedTokens, tokenise
 from lln.lab.data.tokenizer import TextTokenizer
-from lln.values import check_count
 
 EDGES = tuple(4**power for power in range(3, 12))  # of bands of distances: 64, 256, 1024, ...
 
@@ -39,22 +40,13 @@ class Planting:
     times. keys, values: how many there are; a needle is one of keys x values tokens.
     """
 
-    needles_every: int = 64
-    questions_every: int = 32
-    keys: int = 256
-    values: int = 4
+    needles_every: Annotated[int, Range(least=1, most=LONGEST)] = 64
+    questions_every: Annotated[int, Range(least=1, most=LONGEST)] = 32
+    keys: Annotated[int, Range(least=1, most=MOST)] = 256
+    values: Annotated[int, Range(least=2, most=MOST)] = 4  # with one value there is nothing to guess
 
     def __post_init__(self) -> None:
-        for name, number in asdict(self).items():
-            check_count(name, number, least=2 if name == "values" else 1)  # with one value there is nothing to guess
-
-    @classmethod
-    def from_options(cls, options: dict[str, Any]) -> Planting:
-        """From a config's data.options; ValueError for names that are none."""
-        known = [field.name for field in fields(cls)]
-        if unknown := [name for name in options if name not in known]:
-            raise ValueError(f"data.options: needles have {', '.join(known)}; got {unknown[0]!r}.")
-        return cls(**options)
+        check_ranges(self)
 
     def count_needles(self, length: int) -> int:
         return min(length // self.needles_every, self.keys)

@@ -10,14 +10,15 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
 import numpy as np
 
 from lln.lab.core.errors import DataError
+from lln.lab.core.ranges import Range, check_ranges
 from lln.lab.core.seeds import generator
 from lln.lab.data.examples import Sequences, cut_evenly
 from lln.lab.data.made_once import Place, generate
-from lln.values import check_count
 
 Point = tuple[int, int]  # (y, x)
 TURN = 0.25  # how strongly a path bends from step to step, in radians
@@ -31,15 +32,14 @@ DOT = 1  # how far a dot reaches around its pixel
 class Scene:
     """dashes: of each long path; distractors: how many shorter paths, of a third as many dashes. dash, gap: pixels."""
 
-    size: int = 32
-    dashes: int = 6
-    distractors: int = 2
-    dash: int = 2
-    gap: int = 1
+    size: Annotated[int, Range(least=12, most=2**12)] = 32
+    dashes: Annotated[int, Range(least=2, most=1000)] = 6
+    distractors: Annotated[int, Range(most=1000)] = 2
+    dash: Annotated[int, Range(least=1, most=1000)] = 2
+    gap: Annotated[int, Range(least=1, most=1000)] = 1
 
     def __post_init__(self) -> None:
-        for name, lowest in (("size", 12), ("dashes", 2), ("distractors", 0), ("dash", 1), ("gap", 1)):
-            check_count(name, getattr(self, name), lowest)
+        check_ranges(self)
 
     @property
     def reach(self) -> int:

@@ -183,7 +183,7 @@ def resolve_root(data_root: Place) -> Path | None:
         return None
     root = Path(chosen).expanduser()
     if not root.is_dir():
-        raise DataError(f"The data root {root} is not a folder.")
+        raise DataError(f"The data root {root} is not a folder (--data-root or LLN_DATA_ROOT).")
     return root
 
 
@@ -191,7 +191,11 @@ def read_layout(folder: Path) -> tuple[Layout, str]:
     """(which files hold which split, the card's prose): from the card's `configs`, as the Hub does; without them from
     the names of the files."""
     path = folder / "README.md"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise DataError(f"The card {path} cannot be read: {reason}.") from None
     match = re.match(r"---\s*\n(.*?)\n---\s*(?:\n|$)", text, re.DOTALL)
     found: Layout = {}
     if match:
@@ -200,12 +204,17 @@ def read_layout(folder: Path) -> tuple[Layout, str]:
             head = yaml.safe_load(match[1])
         except yaml.YAMLError as error:
             raise DataError(f"The card {path} cannot be read: {first_line(error)}.") from None
-        for config in (head.get("configs") or []) if isinstance(head, dict) else []:
-            if files := config.get("data_files"):
-                if isinstance(files, str) or isinstance(files[0], str):
-                    files = [{"split": "train", "path": files}]
-                paths = {entry["split"]: entry["path"] for entry in files}
-                found[config["config_name"]] = {k: [v] if isinstance(v, str) else list(v) for k, v in paths.items()}
+        try:
+            for config in (head.get("configs") or []) if isinstance(head, dict) else []:
+                if files := config.get("data_files"):
+                    if isinstance(files, str) or isinstance(files[0], str):
+                        files = [{"split": "train", "path": files}]
+                    paths = {str(entry["split"]): entry["path"] for entry in files}
+                    kept = {k: [v] if isinstance(v, str) else list(map(str, v)) for k, v in paths.items()}
+                    found[str(config["config_name"])] = kept
+        except (AttributeError, KeyError, TypeError) as error:
+            why = f"{error} is missing" if isinstance(error, KeyError) else "they are of another form than the Hub's"
+            raise DataError(f"The card {path} cannot be read: of its configs, {why}.") from None
     for path in [] if found else sorted(folder.rglob("*.parquet")):
         relative, piece = path.relative_to(folder), PIECE.fullmatch(path.name)
         inner = relative.parts[0] if len(relative.parts) > 1 else "data"

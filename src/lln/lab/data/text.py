@@ -2,7 +2,7 @@
 guess, and what it sees in their place."""
 
 from dataclasses import KW_ONLY, asdict, dataclass
-from typing import Any, Unpack
+from typing import Annotated, Any, Unpack
 
 import numpy as np
 import torch
@@ -10,12 +10,13 @@ from torch import Tensor
 
 from lln.lab.core.errors import DataError
 from lln.lab.core.progress import track
+from lln.lab.core.ranges import Range, check_ranges
 from lln.lab.core.seeds import UNIT, draws, pick, stream_key, to_unit
 from lln.lab.data.examples import IGNORE, Examples, choose_id_type
 from lln.lab.data.made_once import build_arrays
 from lln.lab.data.sources import Rows, Selection, read
 from lln.lab.data.tokenizer import CHUNK, TextTokenizer
-from lln.values import check_count, check_fraction
+from lln.values import check_count
 
 HIGHEST = 2**63 - 1
 
@@ -43,15 +44,12 @@ class Masking:
     fairseq, special tokens are neither guessed nor put in.
     """
 
-    probability: float = 0.15
-    random_share: float = 0.1
-    keep_share: float = 0.1
+    probability: Annotated[float, Range(positive=True, most=1)] = 0.15
+    random_share: Annotated[float, Range(most=1)] = 0.1
+    keep_share: Annotated[float, Range(most=1)] = 0.1
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.probability <= 1.0:
-            raise ValueError(f"probability must be above 0 and at most 1; got {self.probability}.")
-        check_fraction("random_share", self.random_share)
-        check_fraction("keep_share", self.keep_share)
+        check_ranges(self)
         if self.random_share + self.keep_share > 1.0:
             raise ValueError(
                 f"random_share + keep_share must be at most 1; got {self.random_share} + {self.keep_share}."

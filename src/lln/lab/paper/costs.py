@@ -9,6 +9,7 @@ import torch
 
 from lln.files import write_result
 from lln.lab.core.documents import write_markdown
+from lln.lab.core.limits import LONGEST
 from lln.lab.core.progress import Progress
 from lln.lab.core.provenance import provenance
 from lln.lab.core.tables import show_number
@@ -37,11 +38,17 @@ class Setting:
         return (f"-{self.tokens}-tokens" if self.tokens else "") + ("-compiled" if self.compile else "")
 
 
+def read_count(text: str, most: int) -> int:
+    if not 0 < (count := int(text)) <= most:
+        raise ValueError(f"it must lie between 1 and {most:,}")
+    return count
+
+
 def parse_setting(changes: list[str]) -> Setting:
     """ValueError, in one sentence, for what is no setting."""
     readers: dict[str, Callable[[str], Any]] = {
-        "lengths": lambda text: tuple(int(part) for part in text.split(",")),
-        "tokens": int,
+        "lengths": lambda text: tuple(read_count(part, LONGEST) for part in text.split(",")),
+        "tokens": lambda text: read_count(text, LONGEST),
         "compile": {"yes": True, "no": False}.__getitem__,
         "precision": {name: name for name in ("float32", "bfloat16")}.__getitem__,
     }

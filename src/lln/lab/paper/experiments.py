@@ -11,6 +11,7 @@ import torch
 
 import lln.hf
 from lln.files import read_data
+from lln.lab.core.ranges import make
 from lln.lab.data.needles import Planting
 from lln.lab.paper.jobs import DEIT, Job, configure, name_folder
 from lln.lab.paper.published import TABLES
@@ -116,7 +117,7 @@ def list_lengths(asked: Asked) -> list[Job]:
     found, lengths = [], asked.lengths or LENGTHS[asked.scale]
     usual = configure("needles", asked.scale, "softmax", 0, asked.changes)
     for length in lengths:
-        Planting.from_options(usual.data.options).check(length)
+        make(Planting, usual.data.options, "needles").check(length)
     if usual.model.positions == LEARNED and len(lengths) > 1:
         raise ValueError(
             "model.positions: a model that goes on with longer sequences has not learned their positions; use none or "

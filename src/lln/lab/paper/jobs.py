@@ -1,11 +1,11 @@
 """The training runs that a table or figure needs, each in a folder of its own: their configs, and what is there."""
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 from typing import Any
 
+from lln.files import read_json
 from lln.lab.recipes import NAMES, PRESETS, recipe
 from lln.lab.recipes.image import deit_tiny
 from lln.lab.train.config import TASKS, Config, change, choose_attention, parse_json
@@ -120,7 +120,7 @@ def check_jobs(jobs: list[Job], runs: Path) -> None:
         path, now = runs / job.folder, find_state(runs / job.folder)
         if now in ("finished", "failed"):
             # Only what a result depends on: logging may have been set otherwise.
-            there = json.loads((path / CONFIG).read_text())
+            there = read_json(path / CONFIG, dict)
             if changed := list_differences(find_shape(there), find_shape(job.config.to_dict())):
                 raise ValueError(
                     f"{path} holds a run with other settings: {'; '.join(changed)}. Name another --out or remove it."

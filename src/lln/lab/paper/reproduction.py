@@ -120,7 +120,7 @@ class Reproduction:
         """From the runs in a folder and those that a result there holds; a result alone, or named itself, is taken as
         it is. Refused where there is none of these."""
         name, asked = self.experiment.name, self.asked
-        self.stored = read_json(source if source.is_file() else source / f"{name}.json")
+        self.stored = read_json(source if source.is_file() else source / f"{name}.json", dict)
         if source.is_file() or not find_runs(source):
             if self.stored is None:
                 raise Refused(f"--from: there are no runs in {source}, and no {name}.json.")
@@ -139,7 +139,7 @@ class Reproduction:
     def plan(self, *, retry: bool) -> Workload:
         """What is to be run: what neither a folder nor the stored result holds. ValueError where folders hold other
         runs."""
-        self.stored = read_json(self.out / f"{self.experiment.name}.json")
+        self.stored = read_json(self.out / f"{self.experiment.name}.json", dict)
         jobs, runs = self.experiment.jobs(self.asked), self.asked.runs
         check_jobs(jobs, runs)
         kept = find_stored_jobs(jobs, restore_runs(self.stored, self.asked.scale, self.asked.changes)[0], runs)

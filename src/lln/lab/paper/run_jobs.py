@@ -140,7 +140,7 @@ def attempt(path: Path, device: torch.device, beside: int = 0) -> Iterator[None]
     finally:
         seconds = time.monotonic() - start
         if (path / CONFIG).exists():
-            before = read_json(path / ATTEMPTS) or []
+            before = read_json(path / ATTEMPTS, list) or []
             date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
             most = torch.cuda.max_memory_allocated(device) - held if cuda else None
             write_json(path / ATTEMPTS, [*before, {"ended": date, "seconds": seconds, "beside": beside, "bytes": most}])

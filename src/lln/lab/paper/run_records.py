@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lln.files import read_json, read_json_lines
+from lln.files import read_json
 from lln.lab.paper.jobs import DEIT, FAILED, Job, configure, find_recipe, find_shape, find_state
 from lln.lab.paper.published import describe_differences
 from lln.lab.paper.run_jobs import ATTEMPTS
@@ -20,7 +20,16 @@ from lln.lab.recipes.needles import lengthen, set_length
 from lln.lab.train.config import TASKS, Attention
 from lln.lab.train.earlier import as_before
 from lln.lab.train.run import MODEL
-from lln.lab.train.run_folder import CHECKPOINT, CONFIG, ENVIRONMENT, FACTS, METRICS, RESULT, list_differences
+from lln.lab.train.run_folder import (
+    CHECKPOINT,
+    CONFIG,
+    ENVIRONMENT,
+    FACTS,
+    METRICS,
+    RESULT,
+    list_differences,
+    read_metrics,
+)
 
 T = TypeVar("T")
 STANDS_FOR = {"topics": "sst2", "pairs": "qqp"}  # the embedded tasks for those of GLUE
@@ -130,10 +139,11 @@ def find_runs(folder: Path) -> list[RunRecord]:
         path = Path(place)
         config = read_json(path / CONFIG) if CONFIG in files else None
         if isinstance(config, dict) and {"task", "preset", "attention", "optimisation", "seed"} <= config.keys():
-            result = read_json(path / RESULT)
+            result = read_json(path / RESULT, dict)
             found[path / CONFIG] = RunRecord(
                 folder=path.relative_to(folder).as_posix(), config=config, path=path, cost=read_cost(path, result),
-                facts=read_json(path / FACTS) or derive_facts(config), result=result, failure=read_json(path / FAILED),
+                facts=read_json(path / FACTS, dict) or derive_facts(config), result=result,
+                failure=read_json(path / FAILED, dict),
             )  # fmt: skip
     return [found[file] for file in sorted(found)]
 
@@ -141,8 +151,8 @@ def find_runs(folder: Path) -> list[RunRecord]:
 def read_cost(path: Path, result: dict[str, Any] | None) -> dict[str, Any]:
     """Seconds over all times it was started, beside how many other runs at most, and bytes of the GPU; what a killed
     process took is not known."""
-    times = read_json(path / ATTEMPTS) or []
-    starts = len(read_json(path / ENVIRONMENT) or [])
+    times = read_json(path / ATTEMPTS, list) or []
+    starts = len(read_json(path / ENVIRONMENT, list) or [])
     seconds = sum(t["seconds"] for t in times) if times else (result or {}).get("seconds")
     most = max((t["bytes"] for t in times if t["bytes"] is not None), default=None)
     beside = max((t.get("beside", 0) for t in times), default=0)
@@ -152,7 +162,7 @@ def read_cost(path: Path, result: dict[str, Any] | None) -> dict[str, Any]:
 def read_curves(path: Path) -> Curves:
     """What a run logged, and of what it recorded of its layers the mean over heads: `alpha, layer 1`."""
     found: Curves = {}
-    for line in read_json_lines(path / METRICS):
+    for line in read_metrics(path / METRICS):
         values = {name: [line[name]] for name in LOGGED if name in line}
         heads = line.get("heads", [])
         for number, layer in enumerate(dict.fromkeys(head["layer"] for head in heads), 1):

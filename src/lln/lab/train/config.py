@@ -4,8 +4,12 @@ import copy
 import dataclasses
 import json
 import typing
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
+from lln.lab.core.limits import LAST_SEED, LONGEST, MOST, STEPS
+from lln.lab.core.ranges import OneOf, Range, check_ranges
+from lln.lab.data.embedded import PREFIX as EMBEDDED
 from lln.peers import mechanisms
 
 TASKS = ("mlm", "glue", "image", "lra", "needles")
@@ -15,6 +19,16 @@ BY_WIDTH, OF_ARCHITECTURE, OF_TORCH = INITIALISATIONS = ("width", "architecture"
 # What the tasks had before there was a choice; the others the architecture's.
 INITIALISED = {"lra": BY_WIDTH, "needles": BY_WIDTH}
 BLOCK_SIZE = 64  # of kernels with blocks, where a preset says nothing
+TOKENISED = ("mlm", "glue", "needles")  # tasks that are read by a tokenizer
+# Options that other tasks would pass over in silence.
+ONLY = {"model.patch": ("image",), "model.pre_norm": TOKENISED, "data.vocabulary": TOKENISED}
+
+# Ranges that several options have.
+Steps = Annotated[int, Range(least=1, most=STEPS)]
+StepsOrNever = Annotated[int, Range(most=STEPS)]
+Share = Annotated[float, Range(most=1)]
+Positive = Annotated[float, Range(positive=True)]
+NotNegative = Annotated[float, Range()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,17 +113,17 @@ class Model:
         'learned'
     """
 
-    layers: int
-    width: int
-    heads: int
-    inner: int
+    layers: Annotated[int, Range(least=1, most=1000)]
+    width: Annotated[int, Range(least=1, most=2**16)]
+    heads: Annotated[int, Range(least=1, most=2**12)]
+    inner: Annotated[int, Range(least=1, most=MOST)]
     pre_norm: bool = False
-    dropout: float = 0.1
-    attention_dropout: float = 0.1
-    patch: int = 0
-    initial: float = 0.0
-    initialisation: str = ""
-    positions: str = LEARNED
+    dropout: Share = 0.1
+    attention_dropout: Share = 0.1
+    patch: Annotated[int, Range(most=2**12)] = 0
+    initial: NotNegative = 0.0
+    initialisation: Annotated[str, OneOf(("", *INITIALISATIONS))] = ""
+    positions: Annotated[str, OneOf(POSITIONS)] = LEARNED
     start: str = ""
     untrained: bool = False
 
@@ -135,10 +149,10 @@ class Data:
 
     name: str
     subset: str = ""
-    length: int = 0
-    vocabulary: int = 0
-    train: int = 0
-    evaluation: int = 0
+    length: Annotated[int, Range(most=LONGEST)] = 0
+    vocabulary: Annotated[int, Range(most=MOST)] = 0
+    train: StepsOrNever = 0
+    evaluation: StepsOrNever = 0
     windows: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -163,16 +177,16 @@ class Optimisation:
         'linear'
     """
 
-    steps: int
-    batch: int
-    rate: float
-    warmup: int = 0
-    schedule: str = "linear"
-    decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.98)
-    epsilon: float = 1e-6
-    clip: float = 0.0
-    accumulation: int = 1
+    steps: Steps
+    batch: Annotated[int, Range(least=1, most=MOST)]
+    rate: Positive
+    warmup: StepsOrNever = 0
+    schedule: Annotated[str, OneOf(SCHEDULES)] = "linear"
+    decay: NotNegative = 0.01
+    betas: Annotated[tuple[float, float], Range(below=1)] = (0.9, 0.98)
+    epsilon: Positive = 1e-6
+    clip: NotNegative = 0.0
+    accumulation: Annotated[int, Range(least=1, most=MOST)] = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,22 +202,22 @@ class Config:
     ('lln', 'linear')
     """
 
-    task: str
+    task: Annotated[str, OneOf(TASKS)]
     preset: str
     attention: Attention
     model: Model
     data: Data
     optimisation: Optimisation
-    seed: int = 0
-    precision: str = "float32"  # or "bfloat16", "float16": autocast
+    seed: Annotated[int, Range(most=LAST_SEED)] = 0
+    precision: Annotated[str, OneOf(PRECISIONS)] = "float32"  # or "bfloat16", "float16": autocast
     checkpointing: bool = False  # activations computed again in the backward pass
     compile: bool = False  # with torch.compile; in a graph, its layers
     graph: bool = False  # the whole step as one CUDA graph
     fsdp: bool = False  # weights, gradients and moments spread over the processes
-    log_every: int = 10  # steps
-    evaluate_every: int = 100
-    save_every: int = 100
-    record_every: int = 0  # temperature, entropy and so on of every layer; 0 for never
+    log_every: Steps = 10
+    evaluate_every: Steps = 100
+    save_every: Steps = 100
+    record_every: StepsOrNever = 0  # temperature, entropy and so on of every layer; 0 for never
 
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
@@ -218,12 +232,9 @@ class Config:
         return found
 
     def __post_init__(self) -> None:
+        check_ranges(self)
         o, m = self.optimisation, self.model
-        choices = {"task": (self.task, TASKS), "precision": (self.precision, PRECISIONS)}
-        choices |= {"schedule": (o.schedule, SCHEDULES), "model.positions": (m.positions, POSITIONS)}
-        choices |= {"model.initialisation": (m.initialisation or BY_WIDTH, INITIALISATIONS)}
         need(
-            *((v in known, f"{k} must be one of {', '.join(known)}; got {v!r}.") for k, (v, known) in choices.items()),
             (  # a mean over steps on both sides of a checkpoint would differ after going on from it
                 self.save_every % self.log_every == 0,
                 f"save_every must be a multiple of log_every; got {self.save_every} and {self.log_every}.",
@@ -234,11 +245,14 @@ class Config:
                 "which records in steps that are not compiled.",
             ),
             (
-                min(o.steps, o.batch, o.accumulation) > 0 and o.batch % o.accumulation == 0,
-                "steps, batch and accumulation must be positive and batch a multiple of accumulation; got "
-                f"{o.steps}, {o.batch} and {o.accumulation}.",
+                o.batch % o.accumulation == 0,
+                "optimisation.batch must be a multiple of optimisation.accumulation; got "
+                f"{o.batch} and {o.accumulation}.",
             ),
-            (m.initial >= 0, f"model.initial must be positive, or 0 for the usual; got {m.initial}."),
+            (
+                self.task != "image" or (m.patch > 0 and self.data.length % m.patch == 0),
+                f"model.patch must divide data.length; got {m.patch} and {self.data.length}.",
+            ),
             (
                 not (self.data.windows and self.task != "mlm"),
                 f"data.windows goes with mlm, whose text has no places of its own; got it with {self.task}.",
@@ -268,8 +282,23 @@ def change(config: Config, changes: dict[str, str]) -> Config:
     ValueError: optimisation.steps must be a whole number; got 'many'.
     """
     for name, text in changes.items():
-        config = set_option(config, name.split("."), text, name)
+        if name in ("task", "preset"):
+            raise ValueError(f"{name} cannot be set: it says which recipe this is, and is named before its options.")
+        if name in ONLY and config.task not in ONLY[name]:
+            raise ValueError(f"{name} goes with {', '.join(ONLY[name])}, not with {config.task}; got {text!r}.")
+        given = str(find_home(name, text)) if name == "model.start" else text
+        config = set_option(config, name.split("."), given, name)
+    if changes.get("data.subset") and config.data.name.startswith(EMBEDDED) and config.task not in ("glue", "lra"):
+        raise ValueError(f"data.subset: {config.data.name} is one set and has no others; got {config.data.subset!r}.")
     return dataclasses.replace(config)  # checked now: on the way two changes that go together need not fit
+
+
+def find_home(name: str, text: str) -> Path:
+    """A path where ~ is the home folder."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{name}: there is no such home folder; got {text!r}.") from None
 
 
 def set_option(holder: Any, path: list[str], text: str, name: str) -> Any:

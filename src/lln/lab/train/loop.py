@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 from transformers.trainer_pt_utils import safe_globals
 
+from lln.files import explain_writing
 from lln.hf.distillation import NotFinite
 from lln.lab.data.examples import Stream
 from lln.lab.train.config import Config, Optimisation
@@ -258,7 +259,10 @@ class Loop:
     # Checkpoints
 
     def save(self) -> None:
-        folder = self.run.path / f"{CHECKPOINT}{self.step}"
+        with explain_writing(self.run.path):
+            self.save_here(self.run.path / f"{CHECKPOINT}{self.step}")
+
+    def save_here(self, folder: Path) -> None:
         weights, moments = self.gather_weights(), self.gather_moments()  # all processes have to ask
         folder.mkdir(exist_ok=True)
         if self.writes:

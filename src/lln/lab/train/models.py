@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import BertConfig, PreTrainedModel, masking_utils
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 import lln.hf  # registers the attentions
-from lln.files import read_json
+from lln.files import Unreadable, read_json
 from lln.hf.options import OF_BLOCKS
+from lln.lab.core.errors import first_line
 from lln.lab.train.config import (
     BY_WIDTH,
     INITIALISED,
@@ -28,7 +30,7 @@ from lln.lab.train.config import (
     Attention,
     Config,
 )
-from lln.values import check_choice
+from lln.values import check_choice, check_positive
 
 SOFTMAX = "sdpa"
 # What softmax is called with the one option of it that is asked for.
@@ -92,7 +94,10 @@ SHAPE = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"
 
 def read_start(start: str) -> Any:
     """The config of a saved model."""
-    found = read_json(Path(start) / "config.json")
+    try:
+        found = read_json(Path(start) / "config.json", dict)
+    except Unreadable as error:
+        raise ValueError(f"model.start: {error}") from None
     if found is None:
         raise ValueError(f"model.start: {start} holds no saved model (no config.json).")
     return found
@@ -149,7 +154,10 @@ def build(config: Config, sizes: Sizes) -> Any:
         fit_start(settings, config)
     if config.model.start and not config.model.untrained:
         anew = {"ignore_mismatched_sizes": not learned}  # a table of fixed positions is made anew, for any length
-        model = kind.from_pretrained(config.model.start, config=settings, attn_implementation=name, **anew)
+        try:
+            model = kind.from_pretrained(config.model.start, config=settings, attn_implementation=name, **anew)
+        except (OSError, RuntimeError, SafetensorError) as error:  # damaged weights, or those of something else
+            raise ValueError(f"model.start: {config.model.start} cannot be loaded: {first_line(error)}.") from error
     else:
         settings._attn_implementation = name
         model = kind(settings)
@@ -176,8 +184,8 @@ def read_options(attention: Attention) -> tuple[dict[str, Any] | None, dict[str,
         return {"implementation": name, "mechanisms": {name: options}}, {}
     given = {}
     if "alpha" in options:
-        alpha = float(options.pop("alpha"))
-        given = {"alpha": alpha, "beta": float(options.pop("beta", alpha))}
+        alpha = options.pop("alpha")
+        given = {"alpha": alpha, "beta": options.pop("beta", alpha)}
         options |= {"statistics": "fixed", "coefficients": "head"}
     return {"implementation": name, **options}, given
 
@@ -200,11 +208,16 @@ def check_attention(config: Config) -> None:
         )
     if name == "lln" and (foreign := [option for option in OF_BLOCKS if option in config.attention.options]):
         raise ValueError(f"attention.options: {foreign[0]} goes with lln_diag; got it with lln.")
-    held, _ = read_options(config.attention)
+    held, given = read_options(config.attention)
+    for option, number in given.items():
+        check_positive(f"attention.options.{option}", number)
     if held is not None:
         if unknown := sorted(set(held) - {field.name for field in dataclasses.fields(lln.hf.Options)}):
             raise ValueError(f"attention.options: {name} has no option {unknown[0]!r}.")
-        lln.hf.Options(**held)
+        try:
+            lln.hf.Options(**held)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"attention.options: {error}") from None
 
 
 def describe_model(config: Config, sizes: Sizes) -> tuple[Any, Any]:

@@ -1,6 +1,7 @@
 """`train(config, folder)`: from a config to a result, however often it is stopped on the way."""
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import math
@@ -15,15 +16,27 @@ import transformers
 from torch import distributed
 from transformers.integrations import rewrite_logs
 
-from lln.files import read_json
+from lln.files import explain_writing, read_json
+from lln.lab.core.errors import DataError
 from lln.lab.core.provenance import provenance
 from lln.lab.data.made_once import Place
+from lln.lab.data.sources import resolve_root
 from lln.lab.train.config import Config, need
 from lln.lab.train.earlier import as_before
 from lln.lab.train.graph import GraphLoop, check_graph
 from lln.lab.train.loop import Loop, Progress, Report, count_processes
 from lln.lab.train.models import build, check_attention, count_parameters, read_start
-from lln.lab.train.run_folder import CONFIG, ENVIRONMENT, RESULT, Run, Say, list_differences, list_facts, read_step
+from lln.lab.train.run_folder import (
+    CONFIG,
+    ENVIRONMENT,
+    FINAL,
+    RESULT,
+    Run,
+    Say,
+    list_differences,
+    list_facts,
+    read_step,
+)
 from lln.lab.train.shard import ShardedLoop, check_shards
 from lln.lab.train.tasks import load
 
@@ -68,30 +81,36 @@ def train(
     check(config, device, processes, report_to or [])
     if config.graph and device == "cpu":
         say("graph: there is no CUDA graph on a CPU; the same steps are run one by one.")
+    if data_root is not None:
+        resolve_root(data_root)  # refused, whether the data come from there or not
     run = Run(folder, config.to_dict(), list_facts(config))
-    result: dict[str, Any] | None = run.read(RESULT)
-    if result is not None:
+    if (result := run.read_result()) is not None:
+        compare_data(run, config, data_root, cache_dir, say)
         say(f"{folder} is finished: its result is shown again.")
         return result
     start = time.monotonic()
+    transformers.utils.logging.disable_progress_bar()  # there is one bar, ours
+    where = join_processes(torch.device(device), processes)
+    transformers.set_seed(config.seed)
+    data = load(config, data_root, cache_dir)
+    model = build(config, data.sizes).to(where)
+    transformers.set_seed(config.seed)  # what training draws does not depend on how many weights were drawn
+    sizes = {"parameters": count_parameters(model), "data": data.identity}
+    run.check_data(data.identity)
+    there = folder.exists()
+    # What is refused is refused before here, and nothing has been written.
     with contextlib.ExitStack() as stack:
-        if rank == 0:
-            stack.enter_context(run.lock())
-        transformers.utils.logging.disable_progress_bar()  # there is one bar, ours
-        where = join_processes(torch.device(device), processes)
-        transformers.set_seed(config.seed)
-        data = load(config, data_root, cache_dir)
-        model = build(config, data.sizes).to(where)
-        transformers.set_seed(config.seed)  # what training draws does not depend on how many weights were drawn
-        sizes = {"parameters": count_parameters(model), "data": data.identity}
         checkpoint = None
         if rank == 0:
+            stack.enter_context(run.lock())
+            run = Run(folder, config.to_dict(), run.facts)  # another process may have begun it meanwhile
+            stack.push(functools.partial(undo_early, run, not there))
             run.begin()
             checkpoint = run.find_newest(say)
             run.go_back(0 if checkpoint is None else read_step(checkpoint))
             versions = {"transformers": transformers.__version__, "processes": processes}
             environment = {**provenance(config.seed, where), **versions, **sizes}
-            run.write(ENVIRONMENT, [*(run.read(ENVIRONMENT) or []), environment])
+            run.write(ENVIRONMENT, [*(run.read(ENVIRONMENT, list) or []), environment])
             if checkpoint is not None:
                 say(f"Going on from step {read_step(checkpoint)}.")
         names = [checkpoint and checkpoint.name]
@@ -106,12 +125,12 @@ def train(
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
             loop.prepare(checkpoint)
             loop.train()
-            measured = loop.evaluate("final")
+            measured = loop.evaluate(FINAL)
         weights = loop.gather_weights()
         result = {
             "config": config.to_dict(),
             "facts": run.facts,
-            "metrics": {name.removeprefix("final_"): v for name, v in measured.items() if math.isfinite(v)},
+            "metrics": {name.removeprefix(f"{FINAL}_"): v for name, v in measured.items() if math.isfinite(v)},
             "guess": data.guess,
             **sizes,
             "notes": data.notes,
@@ -120,7 +139,8 @@ def train(
             "step_seconds": loop.pace.median(),
         }
         if rank == 0:
-            model.save_pretrained(folder / MODEL, state_dict=weights)
+            with explain_writing(folder):
+                model.save_pretrained(folder / MODEL, state_dict=weights)
             if data.tokenizer is not None:
                 data.tokenizer.save(folder / MODEL)
             run.write(RESULT, result)
@@ -136,6 +156,21 @@ def go_on_as_begun(config: Config, folder: Path, say: Say) -> Config:
     changed = "; ".join(list_differences(held, config.to_dict()))
     say(f"{folder} was begun with an earlier release and goes on with its settings ({changed}).")
     return earlier
+
+
+def compare_data(run: Run, config: Config, data_root: Place, cache_dir: Place, say: Say) -> None:
+    """ValueError where a finished run was trained on other data than it is asked for now. Where these are not here a
+    sentence says that nobody looked."""
+    try:
+        run.check_data(load(config, data_root, cache_dir).identity)
+    except DataError as error:
+        say(f"Whether its data are the same is not known: {error}")
+
+
+def undo_early(run: Run, with_folder: bool, kind: type[BaseException] | None, *_: Any) -> None:
+    """As `ExitStack.push` calls it at the end. After Ctrl-C a run goes on; after an error a better one may begin."""
+    if kind is not None and issubclass(kind, Exception):
+        run.undo(with_folder=with_folder)
 
 
 def check(config: Config, device: str, processes: int, report_to: list[str]) -> None:

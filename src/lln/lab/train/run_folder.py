@@ -16,13 +16,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lln.files import hash_file, read_json, read_json_lines, write_json, write_text
+from lln.files import PART, Unreadable, hash_file, read_json, read_json_lines, write_json, write_text
 from lln.lab.train.config import Config
 
 CONFIG, FACTS, ENVIRONMENT, METRICS, RESULT, MANIFEST = (
     "config.json", "facts.json", "environment.json", "metrics.jsonl", "result.json", "manifest.json"
 )  # fmt: skip
 CHECKPOINT, LOCK = "checkpoint-", ".lock"
+FINAL = "final"  # begins the names of what is measured when all steps are done
 
 Say = Callable[[str], None]
 
@@ -48,7 +49,8 @@ class Run:
         if path.exists() and not path.is_dir():
             raise ValueError(f"{path} is a file; a run needs a folder.")
         held = self.read(CONFIG)
-        if held is None and path.exists() and any(p.name != LOCK for p in path.iterdir()):
+        self.is_new = held is None
+        if held is None and path.exists() and not all(is_left_over(p) for p in path.iterdir()):
             raise ValueError(f"{path} has files in it but no {CONFIG}, so it is no run; name another folder.")
         self.config = json.loads(json.dumps(config))
         if held is not None and (changed := list_differences(held, self.config)):
@@ -56,18 +58,50 @@ class Run:
                 f"{path} holds a run with other settings: {'; '.join(changed)}. Name another folder or remove this one."
             )
 
-    def read(self, name: str) -> Any:
+    def read(self, name: str, kind: type = dict) -> Any:
         """What a JSON file of the run holds, None where there is none."""
-        return read_json(self.path / name)
+        return read_json(self.path / name, kind)
+
+    def read_result(self) -> dict[str, Any] | None:
+        """None: the run is not finished."""
+        result: dict[str, Any] | None = self.read(RESULT)
+        shapes: dict[str, Any] = {
+            "config": dict, "metrics": dict, "guess": dict, "notes": list, "parameters": int, "seconds": (int, float),
+        }  # fmt: skip
+        for name, kind in shapes.items() if result is not None else ():
+            if not isinstance(result.get(name), kind):
+                raise Unreadable(f"{self.path / RESULT} is not the result of a run: its {name!r} is missing or wrong.")
+        return result
 
     def write(self, name: str, value: Any) -> None:
         write_json(self.path / name, value)
 
     def begin(self) -> None:
         """From now on the folder is this run's. What is refused before leaves no trace there."""
+        for rest in self.path.glob(f"*{PART}"):  # of a process that was killed while it wrote
+            rest.unlink()
         self.write(CONFIG, self.config)
         if self.facts is not None:
             self.write(FACTS, self.facts)
+
+    def undo(self, *, with_folder: bool) -> None:
+        """Of a new run that failed before anything was measured: nothing of it is left that would refuse a better
+        one."""
+        if self.is_new and not self.list_checkpoints() and not self.read_metrics():
+            for path in self.path.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if with_folder:
+                self.path.rmdir()
+
+    def check_data(self, found: dict[str, str]) -> None:
+        """ValueError where the run was begun with other data. found: fingerprints, as `TaskData.identity`."""
+        started = self.read(ENVIRONMENT, list) or [{}]
+        held = started[-1].get("data") if isinstance(started[-1], dict) else None
+        if held is not None and (changed := list_differences(held, found, "data")):
+            raise ValueError(
+                f"{self.path} holds a run with other data: {'; '.join(changed)}. Name the folder that they were read "
+                "from (--data-root), or another folder for the run."
+            )
 
     def lock(self) -> contextlib.AbstractContextManager[Any]:
         """One process at a time: two would mix their metrics. A killed process leaves no lock behind."""
@@ -81,8 +115,7 @@ class Run:
     # Metrics
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines that are whole: a killed process may have left half of one."""
-        return read_json_lines(self.path / METRICS)
+        return read_metrics(self.path / METRICS)
 
     def log(self, values: dict[str, Any]) -> None:
         """JSON has no NaN and no infinity: text says what was measured."""
@@ -91,8 +124,9 @@ class Run:
             file.write(json.dumps(spelt_out, allow_nan=False) + "\n")
 
     def go_back(self, step: int) -> None:
-        """Forget what was measured after this step: it will be measured again."""
-        kept = [values for values in self.read_metrics() if values["step"] <= step]
+        """Forget what was measured after the checkpoint of this step: it will be measured again. So will the model at
+        the end of a run that was killed before it wrote its result."""
+        kept = [row for row in self.read_metrics() if row["step"] <= step and not any(n.startswith(FINAL) for n in row)]
         write_text(self.path / METRICS, "".join(json.dumps(values) + "\n" for values in kept))
 
     # Checkpoints
@@ -120,13 +154,27 @@ def list_facts(config: Config) -> dict[str, Any]:
     start = None
     if config.model.start:
         folder = Path(config.model.start).absolute().parent
-        held = read_json(folder / CONFIG) or {}
+        held = read_json(folder / CONFIG, dict) or {}
         length = held.get("data", {}).get("length")
         start = {"folder": folder.name, "task": held.get("task"), "seed": held.get("seed"), "length": length}
     return {
         "task": config.task, "name": config.data.subset, "preset": config.preset, "attention": config.attention.name,
         "label": config.attention.label, "seed": config.seed, "length": config.data.length, "start": start,
     }  # fmt: skip
+
+
+def is_left_over(path: Path) -> bool:
+    """Whether a file says nothing of what its folder is for: a process was killed before it wrote what does."""
+    return path.name == LOCK or path.name.endswith(PART)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl."""
+    found = read_json_lines(path)
+    for number, row in enumerate(found, 1):
+        if not isinstance(row.get("step"), int):
+            raise Unreadable(f"{path} cannot be read: measurement {number} has no step.")
+    return found
 
 
 def read_step(checkpoint: Path) -> int:
@@ -146,16 +194,17 @@ def seal(checkpoint: Path) -> None:
 def find_damage(checkpoint: Path) -> str | None:
     """Why a checkpoint cannot be used, or None."""
     try:
-        files = read_json(checkpoint / MANIFEST)
-    except (OSError, ValueError):
+        files = read_json(checkpoint / MANIFEST, dict)
+        expected = {name: (facts["bytes"], facts["sha256"]) for name, facts in (files or {}).items()}
+    except (KeyError, TypeError, ValueError):
         return f"{MANIFEST} cannot be read"
-    if files is None:
+    if not expected:
         return "it was not written to its end"
-    for name, expected in files.items():
+    for name, (size, digest) in expected.items():
         path = checkpoint / name
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != expected["bytes"] or hash_file(path) != expected["sha256"]:
+        if path.stat().st_size != size or hash_file(path) != digest:
             return f"{name} has changed"
     return None
 

@@ -5,24 +5,42 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from lln.lab.core.ranges import make
 from lln.lab.data.examples import Examples
 from lln.lab.data.images import load_images
 from lln.lab.data.labelled import list_tasks, load_byte_text, load_glue, load_pixels, load_retrieval
 from lln.lab.data.listops import Grammar, load_listops
 from lln.lab.data.made_once import Place
 from lln.lab.data.needles import Planting, load_needles
-from lln.lab.data.pathfinder import DIFFICULTY, load_pathfinder
+from lln.lab.data.pathfinder import DIFFICULTY, Scene, load_pathfinder
 from lln.lab.data.sources import list_splits, read
 from lln.lab.data.text import Masking, load_text
 from lln.lab.data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from lln.lab.train.config import Config
 from lln.lab.train.models import Sizes, read_start
 from lln.lab.train.objective import Guesses, NeedleGuesses, Objective
+from lln.values import check_flag, check_listed
 
 Parts = tuple[Any, dict[str, Any], Any]  # examples to train on, by split those to evaluate on, and the first of these
 HOLD_OUT = 0.1  # of the training split, for sets without a validation split
 GENERATED = {"train": 96_000, "validation": 2_000, "test": 2_000}  # examples of ListOps and Pathfinder
+TASKS = ("listops", "text", "retrieval", "pathfinder", "image")  # of Long Range Arena
 NEEDLES = {"train": 2**16, "validation": 256, "test": 256}  # sequences; each epoch draws new ones
+
+
+@dataclasses.dataclass(frozen=True)
+class NoOptions:
+    """data.options of sets that are as they are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PictureOptions:
+    """data.options of images. augment: mirrored and shifted ones, too."""
+
+    augment: bool = False
+
+    def __post_init__(self) -> None:
+        check_flag("augment", self.augment)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +118,8 @@ class Sets:
 
 
 def load_mlm(sets: Sets) -> TaskData:
-    d, tokenizer = sets.config.data, sets.find_tokenizer()
-    masking = Masking(**d.options)
+    d = sets.config.data
+    masking, tokenizer = make(Masking, d.options, "masks"), sets.find_tokenizer()
     train, held, first = sets.read(load_text, tokenizer=tokenizer, length=d.length, masking=masking, **sets.drawn)
     if d.windows:
         train = dataclasses.replace(train, tokens=train.placed.tokens, windows=True)
@@ -110,8 +128,8 @@ def load_mlm(sets: Sets) -> TaskData:
 
 
 def load_planted(sets: Sets) -> TaskData:
-    d, tokenizer = sets.config.data, sets.find_tokenizer()
-    planting = Planting.from_options(d.options)
+    d = sets.config.data
+    planting, tokenizer = make(Planting, d.options, "needles"), sets.find_tokenizer()
     given = {"tokenizer": tokenizer, "length": d.length, "planting": planting, **sets.drawn}
     train, held, first = sets.read(load_needles, NEEDLES, **given)
     sizes = Sizes(train.vocab_size, padding=tokenizer.pad_id)
@@ -124,7 +142,10 @@ def load_planted(sets: Sets) -> TaskData:
 
 
 def load_sentences(sets: Sets) -> TaskData:
-    d, task = sets.config.data, list_tasks()[sets.config.data.subset]
+    d, tasks = sets.config.data, list_tasks()
+    check_listed("data.subset", d.subset, tasks)
+    task = tasks[d.subset]
+    make(NoOptions, d.options, "stored sets")
     sets = dataclasses.replace(sets, name=task.name, subset=task.config)
     tokenizer, known = sets.find_tokenizer(), sets.list_splits()
     first, *others = task.validation
@@ -135,8 +156,9 @@ def load_sentences(sets: Sets) -> TaskData:
 
 def load_pictures(sets: Sets) -> TaskData:
     d = sets.config.data
+    options = make(PictureOptions, d.options, "pictures")
     train, held, first = sets.read(load_images, size=d.length, **sets.drawn)
-    if d.options.get("augment", False):
+    if options.augment:
         train = dataclasses.replace(train, augment=True)
     sizes = Sizes(labels=train.num_labels, channels=train.pixels.shape[-1])
     return TaskData(train, held, sizes, {"accuracy": first.majority})
@@ -145,18 +167,22 @@ def load_pictures(sets: Sets) -> TaskData:
 def load_lra(sets: Sets) -> TaskData:
     sets = dataclasses.replace(sets, subset=None)
     d, side, seed = sets.config.data, round(sets.config.data.length**0.5), sets.config.seed
+    check_listed("data.subset", d.subset, TASKS)
     if d.subset == "listops":
-        grammar = Grammar(**({"min_length": max(d.length // 4, 4), "max_length": d.length} | d.options))
+        grammar = make(Grammar, {"min_length": max(d.length // 4, 4), "max_length": d.length} | d.options, "lists")
         made = sets.make(load_listops, ["validation"], GENERATED, grammar=grammar, seed=seed)
     elif d.subset == "pathfinder":
         if side * side != d.length:
             raise ValueError(f"data.length of Pathfinder is a number of pixels, a square; got {d.length}.")
-        options = {"size": side, "difficulty": "hard"} | d.options
-        scene = dataclasses.replace(DIFFICULTY[options.pop("difficulty")], **options)
+        options = {"difficulty": "hard"} | d.options
+        check_listed("data.options.difficulty", difficulty := options.pop("difficulty"), DIFFICULTY)
+        scene = make(Scene, dataclasses.asdict(DIFFICULTY[difficulty]) | {"size": side} | options, "paths")
         made = sets.make(load_pathfinder, ["validation"], GENERATED, scene=scene, seed=seed)
     elif d.subset == "image":
+        make(NoOptions, d.options, "stored sets")
         made = sets.read(load_pixels, size=side)
     else:
+        make(NoOptions, d.options, "stored sets")
         made = sets.read({"text": load_byte_text, "retrieval": load_retrieval}[d.subset], length=d.length)
     return classify_sequences(made, sets.config)
 
