@@ -4,12 +4,15 @@ seeds that follow from another."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lln.rules import check_choice as check_choice
+from lln.rules import check_count as check_count
+from lln.rules import check_listed as check_listed
 
 
 def describe(value: Any) -> str:
@@ -42,28 +45,9 @@ def check_positive(name: str, value: Any, unit: str = "") -> float:
     return number
 
 
-def check_count(name: str, value: Any, least: int = 1) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        allowed = "a positive int" if least == 1 else f"an int of at least {least}"
-        raise ValueError(f"{name} must be {allowed}; got {value!r}.")
-    return value
-
-
 def check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False; got {describe(value)}.")
-
-
-def check_choice(name: str, value: Any, *allowed: Any) -> None:
-    if value not in allowed:
-        *first, last = map(repr, allowed)
-        raise ValueError(f"{name} must be {', '.join(first)} or {last}; got {value!r}.")
-
-
-def check_listed(name: str, value: Any, allowed: Collection[str]) -> None:
-    """As `check_choice`, of many names."""
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
 
 
 def derive_seed(seed: int, number: int) -> int:
