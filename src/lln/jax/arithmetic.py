@@ -73,7 +73,7 @@ def softmax_or_zero(logits: Array) -> Array:
 
 
 def sum_by_run(x: Array, runs: Array, largest: bool = False) -> Array:
-    """For each row of x [B, H, N, C] the sum, or the largest, over the rows of its run; runs [B, N] as in `segments`."""
+    """For each row of x [B, H, N, C] the sum, or the largest, over the rows of its run (runs [B, N])."""
     length = x.shape[2]
     reduce = jax.ops.segment_max if largest else jax.ops.segment_sum
 

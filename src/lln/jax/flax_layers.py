@@ -28,6 +28,8 @@ from lln.kernels.paper_line import SIGMA_FLOOR
 from lln.points import LENGTH
 from lln.rules import check_choice, check_count
 
+LECUN, ZEROS = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
+
 
 class Fixed(nnx.Variable):
     """An array that is neither learned nor measured: alpha or beta as given."""
@@ -253,8 +255,8 @@ class MultiHeadAttention(nnx.Module):
     def __init__(
         self, num_heads: int, in_features: int, qkv_features: int | None = None, out_features: int | None = None,
         num_kv_heads: int | None = None, in_kv_features: int | None = None, *, dtype: Any = None,
-        param_dtype: Any = jnp.float32, kernel_init: Any = nnx.initializers.lecun_normal(),
-        out_kernel_init: Any = None, bias_init: Any = nnx.initializers.zeros_init(), use_bias: bool = True,
+        param_dtype: Any = jnp.float32, kernel_init: Any = LECUN,
+        out_kernel_init: Any = None, bias_init: Any = ZEROS, use_bias: bool = True,
         rngs: nnx.Rngs, **options: Any,
     ) -> None:  # fmt: skip
         width = qkv_features or in_features
