@@ -43,22 +43,28 @@ def pchip(x: Any, y: Any) -> Any:
     return np.stack([x, y, np.concatenate([secant[:1], inner, secant[-1:]])])
 
 
-def find_interval(xp: Any, x: Any, at: Any) -> Any:
-    """i with x[i] < at <= x[i + 1]; beyond the ends the first or the last."""
-    return (x[1:-1] < at[..., None]).sum(-1)
-
-
 def interpolate(xp: Any, at: Any, x: Any, y: Any, slope: Any) -> Any:
     """y(at) by monotone cubic Hermite interpolation; straight lines beyond the ends. y and slope may be of several
-    curves over one x: [*curves, n], and the result is [*curves, *at.shape]."""
+    curves over one x: [*curves, n], and the result is [*curves, *at.shape]. By masks rather than by indices, which
+    frameworks have in different ways; there are few points."""
+    lead = y.shape[:-1] + (1,) * len(at.shape)
+    y, slope = (t.reshape((*lead, t.shape[-1])) for t in (y, slope))
     inside = xp.minimum(xp.maximum(at, x[0]), x[-1])
-    i = find_interval(xp, x, inside)
-    (x0, y0, m0), (x1, y1, m1) = ([t[..., j] for t in (x, y, slope)] for j in (i, i + 1))
+    chosen = mark_interval(xp, x, inside)  # [*at.shape, n - 1]
+    (x0, y0, m0), (x1, y1, m1) = (
+        [(t[..., part] * chosen).sum(-1) for t in (x, y, slope)] for part in (slice(None, -1), slice(1, None))
+    )
     step, rise = x1 - x0, y1 - y0
     u, m0, m1 = (inside - x0) / step, m0 * step, m1 * step
     found = y0 + u * (m0 + u * (3 * rise - 2 * m0 - m1 + u * (m0 + m1 - 2 * rise)))
-    first, last = (slope[..., j].reshape(slope.shape[:-1] + (1,) * at.ndim) for j in (0, -1))
-    return found + (at - inside) * xp.where(at < x[0], first, last)
+    return found + (at - inside) * xp.where(at < x[0], slope[..., 0], slope[..., -1])
+
+
+def mark_interval(xp: Any, x: Any, at: Any) -> Any:
+    """[*at.shape, n - 1]: 1 for the interval x[i] < at <= x[i + 1], 0 for the others. The first begins nowhere."""
+    low, at = x[:-1], at[..., None]
+    after = xp.minimum((low < at).astype(x.dtype) + (low == x[0]).astype(x.dtype), 1)
+    return after * (at <= x[1:]).astype(x.dtype)
 
 
 def interpolate_dims(per_dim: list[list[float]], head_dim: int) -> Any:
@@ -91,33 +97,34 @@ def find_points(matching: str, head_dim: int) -> Any:
     return np.concatenate([np.stack(made), lengths], 1)
 
 
-def find_s2(xp: Any, matching: str, t: Any, head_dim: int, length: Any) -> Any:
+def find_s2(xp: Any, points: Any, matching: str, t: Any, length: Any) -> Any:
     """s2 of the matching for softmax scores of variance t; `entropy` is that over `length` keys. Beyond the measured
-    lengths the nearest one serves."""
+    lengths the nearest one serves. points: of `find_points` as an array of t's dtype; all arrays are `xp`'s."""
     if matching == "paper":
         return (t - PAPER_B) / PAPER_A
-    points = xp.asarray(find_points(matching, head_dim), dtype=t.dtype)
     if matching == "variance":
-        return xp.exp(interpolate(xp, xp.log(t), *points))
+        return xp.exp(interpolate(xp, xp.log(t), points[0], points[1], points[2]))
     known = points[:, 3, 0]
     values = interpolate(xp, xp.log(t), points[0, 0], points[:, 1], points[:, 2])  # [lengths, *t.shape]
-    at = xp.broadcast_to(xp.log(xp.asarray(length, dtype=t.dtype)), t.shape)
-    at = xp.minimum(xp.maximum(at, known[0]), known[-1])
-    i = find_interval(xp, known, at)
-    shorter, longer = known[i], known[i + 1]
+    at = xp.minimum(xp.maximum(xp.log(length) + 0 * t, known[0]), known[-1])
+    chosen = mark_interval(xp, known, at)  # [*t.shape, lengths - 1]
+    shorter, longer = ((part * chosen).sum(-1) for part in (known[:-1], known[1:]))
     u = (at - shorter) / (longer - shorter)
-    low, high = (xp.take_along_axis(values, j[None], 0)[0] for j in (i, i + 1))
+    low = high = 0 * t
+    for i in range(known.shape[0] - 1):
+        low, high = low + values[i] * chosen[..., i], high + values[i + 1] * chosen[..., i]
     return xp.exp(low + u * (high - low))
 
 
 def match_spreads(
-    xp: Any, sigma_q: Any, sigma_k: Any, head_dim: int, matching: str, scale: float | None, length: Any
+    xp: Any, points: Any, sigma_q: Any, sigma_k: Any, head_dim: int, matching: str, scale: float | None, length: Any
 ) -> tuple[Any, Any]:
-    """(alpha, beta) for queries and keys with these standard deviations, arrays of one dtype."""
+    """(alpha, beta) for queries and keys with these standard deviations, arrays of one dtype and of one shape, as
+    length must expand to."""
     t = (sigma_q * sigma_k) ** 2
     if scale is not None:
         t = t * (scale * scale * head_dim)
-    half = xp.sqrt(find_s2(xp, matching, t, head_dim, length) / 2)
+    half = xp.sqrt(find_s2(xp, points, matching, t, length) / 2)
     return half / sigma_q, half / sigma_k
 
 
@@ -131,5 +138,6 @@ def match_numbers(
     2.1355 2.1355
     """
     q, k = (np.asarray(number, dtype=np.float64) for number in (sigma_q, sigma_k))
-    alpha, beta = match_spreads(np, q, k, head_dim, matching, scale, length)
+    points = None if matching == "paper" else find_points(matching, head_dim)
+    alpha, beta = match_spreads(np, points, q, k, head_dim, matching, scale, np.asarray(float(length)))
     return float(alpha), float(beta)

@@ -12,7 +12,7 @@ from lln.jax.arguments import check_mask
 from lln.jax.arithmetic import compute_dtype, sum_by_run, wide_dtype
 from lln.jax.segments import number_runs
 from lln.kernels.paper_line import SIGMA_FLOOR
-from lln.points import LENGTH, match_numbers, match_spreads
+from lln.points import LENGTH, find_points, match_numbers, match_spreads
 from lln.rules import check_choice, check_count
 
 MATCHINGS = ("paper", "variance", "entropy")
@@ -50,7 +50,8 @@ def match_moments(
         return match_numbers(sigma_q, sigma_k, head_dim, matching, scale, length)
     wide = wide_dtype()
     q, k = jnp.broadcast_arrays(*(lax.stop_gradient(jnp.asarray(s, wide)) for s in (sigma_q, sigma_k)))
-    return match_spreads(jnp, q, k, head_dim, matching, scale, length)
+    points = None if matching == "paper" else jnp.asarray(find_points(matching, head_dim), wide)
+    return match_spreads(jnp, points, q, k, head_dim, matching, scale, jnp.asarray(length, wide))
 
 
 def moments(t: Array, key_heads: int, mask: Array | None, runs: Array | None) -> tuple[Array, Array, Array]:
