@@ -76,8 +76,10 @@ def interpolate_dims(per_dim: list[list[float]], head_dim: int) -> Any:
 
 @functools.cache
 def find_points(matching: str, head_dim: int) -> Any:
-    """Of "variance" the curve log V -> log s2, as `pchip` has it. Of "entropy" for each measured length N the curve
+    """Of "paper" the line's (a, b). Of "variance" the curve log V -> log s2, as `pchip` has it. Of "entropy" for each measured length N the curve
     log t -> log s2, likewise, and a fourth row of log N: [lengths, 4, n]. All are over the same t."""
+    if matching == "paper":
+        return np.asarray([PAPER_A, PAPER_B])
     curves = read_curves()
     dims = curves["head_dims"]
     if not dims[0] <= head_dim <= dims[-1]:
@@ -101,7 +103,7 @@ def find_s2(xp: Any, points: Any, matching: str, t: Any, length: Any) -> Any:
     """s2 of the matching for softmax scores of variance t; `entropy` is that over `length` keys. Beyond the measured
     lengths the nearest one serves. points: of `find_points` as an array of t's dtype; all arrays are `xp`'s."""
     if matching == "paper":
-        return (t - PAPER_B) / PAPER_A
+        return (t - points[1]) / points[0]
     if matching == "variance":
         return xp.exp(interpolate(xp, xp.log(t), points[0], points[1], points[2]))
     known = points[:, 3, 0]
@@ -138,6 +140,6 @@ def match_numbers(
     2.1355 2.1355
     """
     q, k = (np.asarray(number, dtype=np.float64) for number in (sigma_q, sigma_k))
-    points = None if matching == "paper" else find_points(matching, head_dim)
+    points = find_points(matching, head_dim)
     alpha, beta = match_spreads(np, points, q, k, head_dim, matching, scale, np.asarray(float(length)))
     return float(alpha), float(beta)

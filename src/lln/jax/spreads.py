@@ -50,7 +50,7 @@ def match_moments(
         return match_numbers(sigma_q, sigma_k, head_dim, matching, scale, length)
     wide = wide_dtype()
     q, k = jnp.broadcast_arrays(*(lax.stop_gradient(jnp.asarray(s, wide)) for s in (sigma_q, sigma_k)))
-    points = None if matching == "paper" else jnp.asarray(find_points(matching, head_dim), wide)
+    points = jnp.asarray(find_points(matching, head_dim), wide)
     return match_spreads(jnp, points, q, k, head_dim, matching, scale, jnp.asarray(length, wide))
 
 
