@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import mindspore as ms
@@ -37,6 +36,7 @@ def lln_attention(
         key: [batch, key heads, key length, dim]. Fewer key heads than query heads is grouped-query attention.
         value: [batch, key heads, key length, value dim].
         alpha: factor of the queries: a positive number, or a tensor [heads], [batch, heads, 1] or [batch, heads, dim].
+            In a graph MindSpore keeps numbers in float32; what must be exact in float64 is given as a tensor.
         beta: factor of the keys, likewise with key heads.
         block_size: LLN+Diag: adds softmax attention inside consecutive blocks of so many tokens, counted from each
             sequence's first valid token. None: LLN alone.
@@ -92,8 +92,8 @@ def lln_attention(
             log_sum, mean = merge(log_sum, mean, own_sum, own_mean)
         out = read(q, a, log_sum, mean)
     if block_size is not None:
-        softness = 1.0 / math.sqrt(dim) if scale is None else scale
-        near = attend_blocks(q, k, v, block_size, is_causal, softness, key_mask, batch)
+        softness = 1 / ops.sqrt(ops.full((1,), dim, dtype=dtype)) if scale is None else as_tensor(scale, dtype)
+        near = attend_blocks(q * softness, k, v, block_size, is_causal, key_mask, batch)
         r, p = mix if isinstance(mix, (tuple, list)) else (mix, 1.0 - mix)
         out = spread_heads(r, batch, key_heads, group, dtype) * out
         out = out + spread_heads(p, batch, key_heads, group, dtype) * near
@@ -103,20 +103,20 @@ def lln_attention(
     return out, (log_sum.reshape(batch, key_heads, dim), mean.reshape(batch, key_heads, dim, width))
 
 
+def as_tensor(value: Any, dtype: Any) -> Any:
+    return ops.full((1,), value, dtype=dtype) if isinstance(value, (int, float)) else value.astype(dtype)
+
+
 def spread_heads(factor: Any, batch: int, key_heads: int, group: int, dtype: Any) -> Any:
-    """A number, [heads] or [batch, heads, D] -> [P, 1, G, D or 1]."""
-    if isinstance(factor, (int, float)):
-        return ops.full((batch * key_heads, 1, group, 1), factor, dtype=dtype)
-    t = factor.astype(dtype)
-    if t.ndim == 1:
+    """A number, [], [heads] or [batch, heads, D] -> [P, 1, G, D or 1]."""
+    t = as_tensor(factor, dtype)
+    if t.ndim < 2:
         t = t.reshape(1, -1, 1)
     t = t.broadcast_to((batch, key_heads * group, t.shape[2]))
     return t.reshape(batch * key_heads, 1, group, t.shape[2])
 
 
-def attend_blocks(
-    q: Any, k: Any, v: Any, size: int, is_causal: bool, scale: float, key_mask: Any, batch: int
-) -> Any:
+def attend_blocks(q: Any, k: Any, v: Any, size: int, is_causal: bool, key_mask: Any, batch: int) -> Any:
     """Softmax attention inside blocks [P, N, G, E]. Where a mask moves the blocks, rows are taken in groups of `size`,
     whose blocks lie in three groups of keys: the one before, itself and the one behind."""
     rows, length, group, dim = q.shape
@@ -155,16 +155,14 @@ def attend_blocks(
     hidden = hidden.broadcast_to((batch, rows // batch, count, size, group, many))
     hidden = hidden.reshape(rows, count, size * group, many)
     queries = lay(q, 0.0, False).reshape(rows, count, size * group, dim)
-    scores = ops.matmul(queries * ops.full((1,), scale, dtype=q.dtype), keys.swapaxes(-1, -2))
+    scores = ops.matmul(queries, keys.swapaxes(-1, -2))
     p = softmax_or_zero(hide(scores, hidden))
     out = ops.matmul(p, values).reshape(rows, count * size, group, width)
     return out[:, :length]
 
 
 @ms.constexpr
-def check_shapes(
-    query: Any, key: Any, value: Any, block_size: int | None, is_causal: bool, with_state: bool
-) -> None:
+def check_shapes(query: Any, key: Any, value: Any, block_size: int | None, is_causal: bool, with_state: bool) -> None:
     """Run while a graph is made, by Python itself."""
     came = f"got query {list(query)}, key {list(key)} and value {list(value)}."
     if not len(query) == len(key) == len(value) == 4:

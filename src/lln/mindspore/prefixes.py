@@ -59,9 +59,7 @@ def find_states(log_sum: Any, mean: Any, first_sum: Any, first_mean: Any) -> tup
     return sums[:, :-1], means[:, :-1], sums[:, -1], means[:, -1]
 
 
-def attend_causally(
-    q: Any, v: Any, x: Any, alpha: Any, first_sum: Any, first_mean: Any
-) -> tuple[Any, Any, Any]:
+def attend_causally(q: Any, v: Any, x: Any, alpha: Any, first_sum: Any, first_mean: Any) -> tuple[Any, Any, Any]:
     """(o [P, N, G, E], L and S after all rows): a row sees the state, the rows before it and itself."""
     rows, length, group, dim = q.shape
     size = 1
