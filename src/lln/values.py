@@ -4,25 +4,17 @@ seeds that follow from another."""
 from __future__ import annotations
 
 import math
-import reprlib
-from collections.abc import Collection
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-SHORT = reprlib.Repr()
-SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 100
-
-
-def show(value: Any) -> str:
-    """A value in an error message: on one line, the beginning alone of what is long, and no array."""
-    if isinstance(value, Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
-    if isinstance(shape := getattr(value, "shape", None), tuple):
-        return f"an array of shape {list(shape)}"
-    return " ".join(SHORT.repr(value).split())
+from lln.rules import check_choice as check_choice
+from lln.rules import check_count as check_count
+from lln.rules import check_listed as check_listed
+from lln.rules import is_among as is_among
+from lln.rules import show as show
 
 
 def describe(value: Any) -> str:
@@ -71,33 +63,9 @@ def check_positive(name: str, value: Any, unit: str = "") -> float:
     return number
 
 
-def check_count(name: str, value: Any, least: int = 1) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        allowed = "a positive int" if least == 1 else f"an int of at least {least}"
-        raise ValueError(f"{name} must be {allowed}; got {show(value)}.")
-    return value
-
-
 def check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False; got {describe(value)}.")
-
-
-def check_choice(name: str, value: Any, *allowed: Any) -> None:
-    if not is_among(value, allowed):
-        *first, last = map(repr, allowed)
-        raise ValueError(f"{name} must be {', '.join(first)} or {last}; got {show(value)}.")
-
-
-def is_among(value: Any, allowed: Collection[Any]) -> bool:
-    """`value in allowed`, also of arrays, which have no single answer to whether they are equal to something."""
-    return not isinstance(value, Tensor) and not hasattr(value, "shape") and value in list(allowed)
-
-
-def check_listed(name: str, value: Any, allowed: Collection[str]) -> None:
-    """As `check_choice`, of many names."""
-    if not is_among(value, allowed):
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {show(value)}.")
 
 
 def derive_seed(seed: int, number: int) -> int:

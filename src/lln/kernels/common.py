@@ -25,13 +25,12 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
+from lln.kernels.paper_line import PAPER_A as PAPER_A
+from lln.kernels.paper_line import PAPER_B as PAPER_B
+from lln.kernels.paper_line import SIGMA_FLOOR as SIGMA_FLOOR
+
 F = TypeVar("F", bound=Callable[..., Tensor])
 K = TypeVar("K")
-
-# Eq. (10): the line sigma_lln^2 = a s2 + b of the authors' released code.
-PAPER_A, PAPER_B = 0.14855178144710912, -0.35487039130661086
-# A constant input has no spread; this keeps alpha and beta finite.
-SIGMA_FLOOR = 1e-6
 
 # Temporaries of about this many elements: they stay in a CPU's cache; on other devices launches cost more than memory.
 SPAN_ELEMENTS = {"cpu": 2**20}

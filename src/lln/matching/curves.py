@@ -11,15 +11,12 @@ and across d, linear across log N.
 
 from __future__ import annotations
 
-import functools
-import math
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from lln.files import read_data
+from lln import points
 from lln.kernels.common import make_once, trace_as_constant, wide_dtype
+from lln.points import read_curves as read_curves
 
 
 def interpolate(at: Tensor, x: Tensor, y: Tensor, slope: Tensor) -> Tensor:
@@ -55,32 +52,8 @@ def take_ends(t: Tensor, at: Tensor) -> list[Tensor]:
 
 
 def pchip(x: Tensor, y: Tensor) -> Tensor:
-    """(x, y, slope) [3, n] for `interpolate`, x ascending. Fritsch and Carlson's slopes: the curve rises where the
-    points rise and overshoots nowhere."""
-    step, secant = x.diff(), y.diff() / x.diff()
-    w1, w2 = 2 * step[1:] + step[:-1], step[1:] + 2 * step[:-1]
-    same_sign = secant[1:] * secant[:-1] > 0
-    harmonic = (w1 + w2) / (w1 / secant[:-1] + w2 / secant[1:])
-    inner = torch.where(same_sign, harmonic, torch.zeros_like(harmonic))
-    return torch.stack([x, y, torch.cat([secant[:1], inner, secant[-1:]])])
-
-
-@functools.cache
-def read_curves() -> dict[str, Any]:
-    """`data/curves.json`, as `lln calibrate` wrote it."""
-    curves: dict[str, Any] = read_data("curves")
-    return curves
-
-
-def take_logarithms(values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device="cpu").log()
-
-
-def interpolate_dims(per_dim: list[list[float]], head_dim: int) -> Tensor:
-    """The logarithms [n] of values at this head dim, from the values at the measured ones."""
-    dims = take_logarithms(read_curves()["head_dims"])
-    at = torch.tensor([math.log(head_dim)], dtype=torch.float64, device="cpu")
-    return torch.cat([interpolate(at, *pchip(dims, values)) for values in take_logarithms(per_dim).unbind(-1)])
+    """(x, y, slope) [3, n] for `interpolate`, x ascending, as `lln.points.pchip` makes them."""
+    return torch.from_numpy(points.pchip(x.cpu().numpy(), y.cpu().numpy())).to(x.device)
 
 
 # By (matching, head_dim, device). Tensors, not curves: objects that torch.compile had made itself while tracing it
@@ -94,24 +67,7 @@ def find_curves(matching: str, head_dim: int, device: torch.device) -> Tensor:
     log t -> log s2, likewise, and a fourth row of log N: [lengths, 4, n]. All are over the same t."""
 
     def make() -> Tensor:
-        curves = read_curves()
-        dims = curves["head_dims"]
-        if not dims[0] <= head_dim <= dims[-1]:
-            raise ValueError(
-                f"matching={matching!r}: the curves cover head_dim {dims[0]} to {dims[-1]}; got {head_dim}. "
-                "Use matching='paper', or match_data on real queries and keys."
-            )
-        if matching == "variance":
-            per_dim = [curves["variance"][str(dim)]["value"] for dim in dims]
-            points = pchip(interpolate_dims(per_dim, head_dim), take_logarithms(curves["s2"]))
-        else:
-            log_t, log_n = take_logarithms(curves["t"]), take_logarithms(curves["lengths"])
-            made = []
-            for length in curves["lengths"]:
-                per_dim = [curves["entropy"][str(dim)][str(length)]["s2"] for dim in dims]
-                made.append(pchip(log_t, interpolate_dims(per_dim, head_dim)))
-            points = torch.cat([torch.stack(made), log_n[:, None, None].expand(-1, 1, len(log_t))], 1)
-        return points.to(wide_dtype(device))
+        return torch.from_numpy(points.find_points(matching, head_dim)).to(wide_dtype(device))
 
     return make_once(MADE, (matching, head_dim, str(device)), make, device)
 

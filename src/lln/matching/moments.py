@@ -23,11 +23,11 @@ from lln.kernels.common import PAPER_A, PAPER_B, SIGMA_FLOOR, compute_dtype, spa
 from lln.kernels.triton import support
 from lln.kernels.triton.support import explain_refusal
 from lln.matching.curves import s2_for_entropy, s2_for_variance
+from lln.points import LENGTH as LENGTH
 from lln.values import check_choice, check_count
 
 # query, key, number of key heads, mask of the queries, of the keys, offsets of packed queries, of packed keys
 Data = tuple[Tensor, Tensor, int, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-LENGTH = 1024  # of the entropy curves where no other is known
 
 
 def match_moments(
