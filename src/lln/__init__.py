@@ -43,7 +43,7 @@ _OFFERS = {
     "lln.state": ("LLNState",),
 }
 _PLACES = {name: room for room, names in _OFFERS.items() for name in names}
-_ROOMS = ("checks", "functional", "instruments", "kernels", "matching", "naive", "nn", "peers", "state")
+_ROOMS = ("checks", "distributed", "functional", "instruments", "kernels", "matching", "naive", "nn", "peers", "state")
 
 if not TYPE_CHECKING:  # a type checker would take every name for one of lln's
 

@@ -25,6 +25,7 @@ from lln.functional import Backend, Coefficient, Mix, attend_checked
 from lln.kernels.common import raw_stream
 from lln.nn.attention import LLNAttention
 from lln.nn.overlap import attend_apart, mix_parts
+from lln.ranks import refuse_ranks
 from lln.state import LLNState
 
 REMEDY = "use block_size, which cuts tokens in their order"
@@ -177,6 +178,7 @@ def tiled_attention(
             "tile: an image is seen as a whole, so causal attention, a state and packed sequences have no tiles; "
             f"{REMEDY}."
         )
+    refuse_ranks("tile", "an image is not spread over ranks; use block_size")
     linear = attend_checked(inputs, alpha, beta, dropout_p=dropout_p, backend=backend, scale=scale, **read)
     assert isinstance(linear, Tensor)
     return mix_parts(inputs, linear, attend_tiles(inputs, tiles, scale, dropout_p), mix, block_size)
