@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from lln.checks import BACKENDS, Coefficient, Inputs, check_call
@@ -64,6 +63,8 @@ def attend(
 
 def refuse(inputs: Inputs, state: LLNState | None, return_state: bool, options: dict[str, Any]) -> None:
     """What cannot be spread, each in one sentence."""
+    from torch.distributed.tensor import DTensor  # on demand: it imports sympy
+
     for name, t in zip(("query", "key", "value"), inputs[:3], strict=True):
         if isinstance(t, DTensor):
             raise TypeError(
@@ -106,20 +107,18 @@ class Shared:
     def __init__(self, ranks: Ranks, call: Call, backend: Any, return_state: bool) -> None:
         self.ranks, self.call, self.backend, self.return_state = ranks, call, backend, return_state
         self.packed, self.masked = call.cu_query is not None, call.key_mask is not None
-        self.pieces: list[Piece] | None = None
-        self.reaches = [Reach(0, 0)] * ranks.size
-        if call.block_size is not None or self.packed:
-            self.find_pieces()
+        cut = call.block_size is not None or self.packed  # only then does it matter where borders are
+        self.pieces = self.find_pieces() if cut else None
         self.mine = None if self.pieces is None else self.pieces[ranks.rank]
+        self.reaches = [Reach(0, 0)] * ranks.size
+        if self.pieces is not None and call.block_size is not None:
+            known = call.block_size, call.is_causal, self.masked
+            self.reaches = [find_block_reach(piece, *known) for piece in self.pieces]
 
-    def find_pieces(self) -> None:
-        lengths, masks = measure(self.ranks, self.call.key.shape[2], self.masked)
-        self.masked = masks
+    def find_pieces(self) -> list[Piece]:
+        lengths, self.masked = measure(self.ranks, self.call.key.shape[2], self.masked)
         offsets = None if self.call.cu_query is None else self.call.cu_query.tolist()
-        self.pieces = find_pieces(lengths, check_offsets(offsets, lengths))
-        size = self.call.block_size
-        if size is not None:
-            self.reaches = [find_block_reach(p, size, self.call.is_causal, masks) for p in self.pieces]
+        return find_pieces(lengths, check_offsets(offsets, lengths))
 
     def offsets(self, before: int = 0, after: int = 0) -> Tensor | None:
         """Of the packed sequences that have rows here."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from lln.checks import Coefficient
 from lln.distributed import across
@@ -17,9 +16,14 @@ from lln.functional import lln_attention
 from lln.ranks import Ranks, share
 from lln.values import check_count, describe
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 def make_ranks(mesh: Any, lengths: Sequence[int] | None = None) -> Ranks:
     """The processes of a mesh, as attention needs to know them."""
+    from torch.distributed.device_mesh import DeviceMesh  # on demand: it imports numpy and more
+
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh must be a DeviceMesh, as torch.distributed.init_device_mesh makes it; got {describe(mesh)}."
@@ -177,7 +181,8 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dim: int, *, lengths: Sequence[int] 
     """
     ranks = make_ranks(mesh, lengths)
     counts = ranks.lengths or split_evenly(tensor.shape[dim], ranks.size)
-    return tensor.split(list(counts), dim)[ranks.rank]
+    mine: Tensor = tensor.split(list(counts), dim)[ranks.rank]
+    return mine
 
 
 @torch.no_grad()
