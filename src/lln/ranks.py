@@ -33,6 +33,9 @@ class Ranks:
         backends = str(dist.get_backend_config(self.group))
         return torch.device("cpu" if "cpu" in backends or backends == "gloo" else "cuda")
 
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        return self  # the processes are the same for a copy of what they share
+
     def tell(self, *numbers: int) -> list[list[int]]:
         """These numbers of every rank. Where processes can only talk on a GPU, this waits for it."""
         mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)

@@ -10,7 +10,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed.tensor", "lln", "lln.distributed", "lln.nn"]
+PRELOAD = [
+    "torch",
+    "torch.distributed.tensor",
+    "lln",
+    "lln.distributed",
+    "lln.nn",
+    "lln.hf",
+]
 WAIT = 20.0  # seconds for one exchange: what a rank raises must not keep the others for long
 LIMIT = 120.0  # seconds for one answer
 
