@@ -45,7 +45,10 @@ _OFFERS = {
     "lln.state": ("LLNState",),
 }
 _PLACES = {name: room for room, names in _OFFERS.items() for name in names}
-_ROOMS = ("checks", "functional", "instruments", "kernels", "matching", "naive", "nn", "peers", "state", "testing")
+_ROOMS = (
+    "checks", "distributed", "functional", "instruments", "kernels", "matching", "naive", "nn", "peers", "state",
+    "testing",
+)  # fmt: skip
 
 if not TYPE_CHECKING:  # a type checker would take every name for one of lln's
 

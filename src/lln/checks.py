@@ -19,6 +19,7 @@ from lln.kernels.call import Call
 from lln.kernels.carry import Layout
 from lln.kernels.common import compute_dtype, constant
 from lln.kernels.evidence import SIGNED, count_channels
+from lln.ranks import find_ranks
 from lln.state import LLNState, check_state
 from lln.values import check_choice, check_flag, check_fraction, check_number, describe, show
 
@@ -284,7 +285,8 @@ def check_packing(cu_seqlens: Any, query: Tensor, key: Tensor) -> tuple[Tensor |
             raise ValueError(f"cu_seqlens must be on the device of query, {query.device}; got {t.device}.")
         if t.is_cpu and not torch.compiler.is_compiling():
             offsets = t.tolist()
-            if offsets[0] != 0 or offsets[-1] != total or any(a > b for a, b in pairwise(offsets)):
+            apart = find_ranks() is not None  # then they are of all ranks' rows, see `lln.distributed.across`
+            if offsets[0] != 0 or (offsets[-1] != total and not apart) or any(a > b for a, b in pairwise(offsets)):
                 raise ValueError(
                     f"cu_seqlens must rise from 0 to the total length of {what}, {total}; got {show(offsets)}."
                 )

@@ -25,6 +25,7 @@ from lln.kernels.carry import open_block
 from lln.kernels.common import is_autocast_enabled
 from lln.kernels.step import is_step, step
 from lln.kernels.triton import attend as triton
+from lln.ranks import find_ranks
 from lln.state import LLNState
 from lln.values import check_choice, check_positive_values
 
@@ -194,6 +195,7 @@ def lln_attention(
     found: Tensor | tuple[Tensor, LLNState]
     special = state is not None or return_state is not False or cu_seqlens is not None or read != "paper"
     special = special or directions is not None or overlap is not False or isinstance(evidence_offset, Tensor)
+    special = special or find_ranks() is not None
     if special or backend == "eager":
         found = attend()
     else:
@@ -210,6 +212,19 @@ def attend_checked(
 ) -> Tensor | tuple[Tensor, LLNState]:  # fmt: skip
     """`lln_attention` of tensors that `check_inputs` has seen, for modules, which look at them before the op does.
     They have the dtype of `autocast`. options: the other keywords of `check_call`."""
+    ranks = find_ranks()
+    attend, shared = (attend_here, ()) if ranks is None else (ranks.attend, (ranks,))
+    found: Tensor | tuple[Tensor, LLNState] = attend(
+        *shared, inputs, alpha, beta, state=state, return_state=return_state, backend=backend, **options
+    )
+    return found
+
+
+def attend_here(
+    inputs: Inputs, alpha: Coefficient | None, beta: Coefficient | None, *, state: LLNState | None = None,
+    return_state: bool = False, backend: Backend = "auto", **options: Any,
+) -> Tensor | tuple[Tensor, LLNState]:  # fmt: skip
+    """`attend_checked` of rows that are all here, whatever context there is."""
     call = check_call(inputs, alpha=alpha, beta=beta, state=state, return_state=return_state, **options)
     check_choice("backend", backend, *BACKENDS)
     run = choose(backend, call)

@@ -15,8 +15,8 @@ SRC = Path(__file__).parents[2] / "src"
 FRONT_DOORS = {"lln", "lln.__main__", "lln._moved"}  # the package's names, the command, the old import paths
 MOST_LINES = 350
 # File names that may be there twice, since the folders say what they are: a thing and the same by the other back end, a
-# task's data and its recipe.
-TWICE = {"causal.py", "fold.py", "moments.py", "needles.py", "step.py"}
+# task's data and its recipe, and the command that plans a cluster beside what plans a launch.
+TWICE = {"causal.py", "fold.py", "moments.py", "needles.py", "plan.py", "step.py"}
 
 
 def name_module(path: Path) -> str:

@@ -21,6 +21,7 @@ from lln.hf.interface import register
 from lln.hf.layers import make_cache
 from lln.hf.options import IMPLEMENTATIONS, Options
 from lln.hf.positions import extend_positions
+from lln.hf.spreading import prefill, spread
 
 register()
 install()
@@ -35,4 +36,6 @@ __all__ = [
     "fine_tune",
     "fit",
     "make_cache",
+    "prefill",
+    "spread",
 ]

@@ -38,6 +38,7 @@ from lln.nn.tiles import TiledAttention
 from lln.nn.weights import check_size, check_weights, dense_weights
 from lln.peers import attention, mechanism, mechanisms
 from lln.peers.registry import Mechanism
+from lln.ranks import Ranks
 
 CAUSAL = "lln_causal"  # the attribute of an attention module that says whether it attends causally
 
@@ -82,6 +83,8 @@ def first_weight(host: nn.Module) -> Tensor:
 
 class ModelAttention(Attached, TiledAttention):
     """LLNAttention of one attention module of a model, made from the model's options."""
+
+    ranks: Ranks | None = None  # who shares its sequences, see `spreading`
 
     def __init__(self, host: Any, name: str, options: Options) -> None:
         """Of `host`, the model's own attention module, on its device and in its dtype."""

@@ -24,6 +24,7 @@ from lln.hf.mixed import attend_softmax, drop_scores, narrow
 from lln.hf.options import IMPLEMENTATIONS, LLN, take_new_names
 from lln.kernels.triton.attend import attend_known
 from lln.peers.registry import LISTENERS
+from lln.ranks import find_ranks, refuse_ranks, share
 from lln.state import LLNState
 
 # Arguments that change which pairs attend or how much, by what they are.
@@ -100,7 +101,9 @@ class Request:
             if key.shape[2] and not attention.cross:
                 layer.record(key.shape[2], functools.partial(self.fold, layer.state))
             if key.shape[2]:
-                layer.keep(after, key.shape[2], attention.cross, key.dtype)
+                ranks = find_ranks()
+                new = key.shape[2] if ranks is None else sum(ranks.measure(key.shape[2]))
+                layer.keep(after, new, attention.cross, key.dtype)
         # After the call, which first brings running statistics up to date.
         weights = attention.weights(query, key, self.where) if self.wanted else None
         return out.transpose(1, 2).contiguous(), weights
@@ -128,6 +131,7 @@ def attend(
     """As transformers' other functions."""
     if (runs := vars(module).get(RUNS)) is not None:
         if runs not in IMPLEMENTATIONS:
+            refuse_ranks(type(module).__name__, f"it runs {runs!r}, which sees one rank's rows alone; use LLN")
             own = {} if is_causal is None else {"is_causal": is_causal}
             own |= kwargs | {"dropout": dropout, "scaling": scaling}
             result: Result = attend_softmax(runs, module, query, key, value, attention_mask, **own)
@@ -136,6 +140,15 @@ def attend(
     attention = module._modules.get("lln" if implementation in LLN else "lln_peer")
     if type(attention) is not ModelAttention:
         attention = find_active(attention)
+    ranks = find_ranks() or getattr(attention, "ranks", None)
+    if ranks is not None:  # see `spreading`
+        if not isinstance(attention, ModelAttention):
+            raise ValueError(
+                f"{type(module).__name__} runs {implementation!r}, which is not spread over ranks; use LLN."
+            )
+        p = dropout if module.training else 0.0
+        with share(ranks):
+            return attend_request(attention, module, query, key, value, attention_mask, p, scaling, is_causal, kwargs)
     p, layer = dropout if module.training else 0.0, getattr(key, TAG, None)
     if isinstance(layer, StateLayer) and query.shape[2] == 1 and p == 0.0 and not torch.is_grad_enabled():
         call = module, attention, layer, query, key, value, attention_mask, scaling
@@ -228,8 +241,10 @@ def attend_request(
         keys = kwargs.get("cu_seq_lens_k")
         where["cu_seqlens"] = (lengths, keys) if attention.cross and keys is not None else lengths
     elif offsets is not None:
+        refuse_ranks("position_ids that begin anew", "pass cu_seq_lens_q, offsets in the rows of all ranks")
         return attend_packed(call, offsets)
     if causal and key.shape[2] > query.shape[2]:
+        refuse_ranks("past_key_values", "keys of earlier tokens have no place there; use LLNCache")
         return attend_after_cached(call)
     if attention.cross or query.shape[2] != key.shape[2]:
         call.count_all()

@@ -24,6 +24,7 @@ from lln.kernels.triton import support
 from lln.kernels.triton.support import explain_refusal
 from lln.matching.curves import s2_for_entropy, s2_for_variance
 from lln.points import LENGTH as LENGTH
+from lln.ranks import find_ranks, share
 from lln.values import check_choice, check_count
 
 # query, key, number of key heads, mask of the queries, of the keys, offsets of packed queries, of packed keys
@@ -132,7 +133,7 @@ def match_samples(data: Data, matching: Matching, scale: float | None, backend: 
     the dtype that attention of these queries computes in."""
     query, key = data[:2]
     head_dim = query.shape[-1]
-    if matching == "paper" and has_kernels(query, key, backend):  # eq. (10) in the same kernel
+    if matching == "paper" and find_ranks() is None and has_kernels(query, key, backend):  # eq. (10) in the same kernel
         alpha, beta = find_kernel("paper_coefficients")(*data, score_factor(scale, head_dim))
         return alpha, beta
     found = both_moments(*data, backend)
@@ -164,7 +165,12 @@ def both_moments(
 ) -> Tensor:
     """The `moments` of queries and of keys: [2, 3, samples, key heads], on a GPU in one pass over both.
 
-    Neither may require grad."""
+    Neither may require grad. Where sequences lie on several ranks, those of all their rows."""
+    if (ranks := find_ranks()) is not None:
+        cu_query, cu_key = (ranks.cut_offsets(one, t.shape[2]) for one, t in ((cu_query, query), (cu_key, key)))
+        with share(None):
+            own = both_moments(query, key, key_heads, query_mask, key_mask, cu_query, cu_key, backend)
+        return ranks.add_up(own)
     if has_kernels(query, key, backend):
         found: Tensor = find_kernel("both_moments")(query, key, key_heads, query_mask, key_mask, cu_query, cu_key)
         return found

@@ -29,6 +29,7 @@ from lln.nn.value_convolution import (
     read_width,
     take_near,
 )
+from lln.ranks import find_ranks
 from lln.state import LLNState
 
 
@@ -277,8 +278,8 @@ class LLNAttention(MomentMatcher):
         Raises ValueError for statistics that would let a causal output see later tokens."""
         where = Where(is_causal, key_mask, query_mask, cu_seqlens)
         p = 0.0 if not self.training else self.dropout if dropout is None else dropout
-        states = state is not None or return_state
-        if torch.compiler.is_compiling() or states or cu_seqlens is not None or (settings := self.settings) is None:
+        special = state is not None or return_state or find_ranks() is not None
+        if torch.compiler.is_compiling() or special or cu_seqlens is not None or (settings := self.settings) is None:
             result: Tensor | tuple[Tensor, LLNState] = self._attend(query, key, value, where, p, state, return_state)
             return result
         given = (query, key, value, key_mask, query_mask, *self.sources)

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln.distributed.halo import fetch_neighbours
 from lln.functional import CuSeqlens
 from lln.kernels.carry import owners
 from lln.nn.value_convolution import Convolve
+from lln.ranks import find_ranks, tie
 
 
 def convolve(
@@ -27,13 +29,21 @@ def convolve(
     x [B, H, N, D], kernel [H, D, W]. mask [B, N]: tokens that are there; what is hidden reaches nobody. cu_seqlens:
     offsets of packed sequences, which do not reach into one another."""
     shown = x if mask is None else x.masked_fill(~mask[:, None, :, None], 0.0)
+    assert cu_seqlens is None or isinstance(cu_seqlens, Tensor)  # see check_sequence
+    width = kernel.shape[-1]
+    left = width - 1 if is_causal else width // 2
+    if (ranks := find_ranks()) is None:
+        return x + run_along(shown, kernel, cu_seqlens, left)
+    wide = fetch_neighbours(ranks, shown, left, width - 1 - left, cu_seqlens)
+    return tie(x + wide.take(run_along(wide.rows, kernel, wide.cu_seqlens, left)), wide.token)
+
+
+def run_along(x: Tensor, kernel: Tensor, cu_seqlens: Tensor | None, left: int) -> Tensor:
+    """The convolution alone."""
     sequence = None
     if cu_seqlens is not None:
-        assert isinstance(cu_seqlens, Tensor)  # see check_sequence
-        at = torch.arange(x.shape[2], device=x.device)
-        sequence = owners(at, cu_seqlens)
-    width = kernel.shape[-1]
-    out: Tensor = x + Convolve.apply(shown, kernel, sequence, width - 1 if is_causal else width // 2, 1, x.dtype)
+        sequence = owners(torch.arange(x.shape[2], device=x.device), cu_seqlens)
+    out: Tensor = Convolve.apply(x, kernel, sequence, left, 1, x.dtype)
     return out
 
 

@@ -10,6 +10,7 @@ from lln.functional import Backend, Coefficient, Mix, attend_checked, autocast
 from lln.kernels.triton.attend import attend_known
 from lln.matching.moments import LENGTH, match_moments, match_samples
 from lln.nn.torch_masks import can_read, read_added
+from lln.ranks import find_ranks
 from lln.values import check_flag, describe
 
 
@@ -105,7 +106,8 @@ def scaled_dot_product_attention(
     tensors = tuple(t if isinstance(t, Tensor) else None for t in (alpha, beta))
     numbers = tuple(None if isinstance(t, Tensor) else t for t in (alpha, beta))
     options = ("dot_product", numbers, block_size, mix, is_causal, dropout_p, scale, enable_gqa, matching, backend)
-    out = attend_known(options, (query, key, value, key_mask, *tensors), backend, attend)
+    apart = find_ranks() is not None
+    out = attend() if apart else attend_known(options, (query, key, value, key_mask, *tensors), backend, attend)
     return out.squeeze(1) if flat else out
 
 

@@ -14,6 +14,7 @@ from lln.matching.moments import LENGTH
 from lln.nn.attention import LLNAttention
 from lln.nn.torch_masks import can_read, read_hidden, split_mask
 from lln.nn.weights import check_weights, dense_weights
+from lln.ranks import refuse_ranks
 from lln.values import describe
 
 
@@ -214,6 +215,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             raise ValueError(
                 "is_causal: keys that add_bias_kv and add_zero_attn append have no place in time; use neither."
             )
+        if extra:
+            refuse_ranks("add_bias_kv and add_zero_attn", "they append a key to the rows of every rank; use neither")
         for more_k, more_v in extra:
             k = torch.cat([k, self._heads(more_k.to(k)).expand(batch, -1, -1, -1)], 2)
             v = torch.cat([v, self._heads(more_v.to(v)).expand(batch, -1, -1, -1)], 2)

@@ -22,6 +22,7 @@ from lln.functional import Backend, Coefficient, Mix, attend_checked
 from lln.kernels.blocks import gather_rows
 from lln.kernels.carry import first_valid, owners
 from lln.kernels.common import compute_dtype
+from lln.ranks import refuse_ranks
 from lln.state import LLNState
 
 
@@ -52,6 +53,7 @@ def overlapping_attention(
             "overlap: a state keeps one open block, and overlapping windows reach further back; leave out state and "
             "return_state (in generate: cache_implementation='dynamic')."
         )
+    refuse_ranks("overlap", "windows that overlap are not spread over ranks; use blocks, overlap=False")
     query, key = inputs.query, inputs.key
     check_block_size(block_size, is_causal, inputs.cross or query.shape[2] != key.shape[2], with_state=False)
     linear = attend_checked(

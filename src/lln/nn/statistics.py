@@ -22,6 +22,7 @@ from lln.matching.moments import (
     score_factor,
     sigma,
 )
+from lln.ranks import find_ranks, share
 
 LOCK = threading.RLock()  # one for all: modules are copied and pickled, which no lock can be
 
@@ -179,7 +180,11 @@ class MomentMatcher(nn.Module):
 
     def sum_moments(self, query: Tensor, key: Tensor, where: Where) -> Tensor:
         """The moments of the whole batch on all ranks, as `pending` holds them."""
-        both = both_moments(*self._data(query, key, where), self.backend).sum(2)
+        data = self._data(query, key, where)
+        if (ranks := find_ranks()) is not None:
+            data = *data[:5], *(ranks.cut_offsets(one, t.shape[2]) for one, t in zip(data[5:], data[:2], strict=True))
+        with share(None):  # of the rows here: those of all ranks, also of ranks with other sequences, come just below
+            both = both_moments(*data, self.backend).sum(2)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(both)
         return both

@@ -27,6 +27,7 @@ from lln.nn.attention import LLNAttention
 from lln.nn.image_grid import REMEDIES, require_patches
 from lln.nn.image_grid import Patches as Patches  # by this path saved models know it
 from lln.nn.overlap import attend_apart, mix_parts
+from lln.ranks import refuse_ranks
 from lln.state import LLNState
 
 MOST_GRIDS = 64  # whose tiles are kept
@@ -148,6 +149,7 @@ def tiled_attention(
             "tile: an image is seen as a whole, so causal attention, a state and packed sequences have no tiles; "
             f"{REMEDIES['tile']}."
         )
+    refuse_ranks("tile", "an image is not spread over ranks; use block_size")
     linear = attend_checked(inputs, alpha, beta, dropout_p=dropout_p, backend=backend, scale=scale, **read)
     assert isinstance(linear, Tensor)
     return mix_parts(inputs, linear, attend_tiles(inputs, tiles, scale, dropout_p), mix, block_size)

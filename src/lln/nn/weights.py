@@ -12,12 +12,14 @@ from lln.checks import Inputs, check_packing
 from lln.functional import autocast
 from lln.nn.attention import LLNAttention
 from lln.nn.statistics import Where
+from lln.ranks import refuse_ranks
 
 MAX_WEIGHTS = 2**28  # elements: 1 GiB in float32
 
 
 def check_weights(attention: LLNAttention, query: Tensor, key: Tensor, name: str, remedy: str) -> None:
     """ValueError where P would be too large or does not exist; `name` is the argument that asks for it."""
+    refuse_ranks(name, f"P has a column for the keys of every rank; {remedy}")
     check_size(query, key, name, remedy)
     if attention.mix == "scales":
         raise ValueError(f"{name}: every value channel has its own P with mix='scales'; {remedy}.")

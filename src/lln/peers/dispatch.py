@@ -19,6 +19,7 @@ from lln.nn.image_grid import Patches
 from lln.nn.statistics import check_heads
 from lln.nn.value_convolution import add_near, check_taps, check_tokens, take_near
 from lln.peers.registry import REGISTRY, Mechanism, check_names, find
+from lln.ranks import refuse_ranks
 from lln.values import describe
 
 Attend = Callable[[Call], Tensor]  # [B, Hq, N, E] of a call, in any dtype
@@ -111,6 +112,7 @@ def run(
 ) -> Tensor:  # fmt: skip
     """A checked call, sequence by sequence where packed, with blocks where asked for. heads: query heads, key heads and
     head dim, where they have to be these. taps, patches: of a value convolution."""
+    refuse_ranks(entry.name, "of all mechanisms LLN attention alone is spread over ranks; use lln.LLNAttention")
     block_size = check_blocks(entry, block_size, mix)
     query, key, value = autocast(query, key, value)
     inputs = check_inputs(query, key, value, key_mask=key_mask, cu_seqlens=cu_seqlens)

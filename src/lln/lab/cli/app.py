@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli import bench, calibrate, compare, convert, info, inspect, report, reproduce, shared, train
+from lln.lab.cli import bench, calibrate, compare, convert, info, inspect, plan, report, reproduce, shared, train
 
 app = typer.Typer(
     help="Linear-time attention that behaves like softmax attention.",
@@ -21,7 +21,18 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-for module in (report, inspect, compare, convert, train, reproduce, bench, calibrate, info):  # as --help lists them
+for module in (
+    report,
+    inspect,
+    compare,
+    convert,
+    train,
+    plan,
+    reproduce,
+    bench,
+    calibrate,
+    info,
+):  # as --help lists them
     shared.add_command(app, getattr(module, module.__name__.rpartition(".")[2]))
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lln.lab.cli.shared import AsJson, DataRoot, SeedOrNone, fail, need, need_folder, parse_changes
+from lln.lab.cli.shared import AsJson, Count, DataRoot, SeedOrNone, fail, need, need_folder, parse_changes
 from lln.lab.core.errors import WrongOption
 from lln.lab.core.progress import Bars, describe_metrics
 
@@ -26,6 +26,7 @@ def train(
     device: str | None = None,
     graph: bool = False,
     fsdp: bool = False,
+    context_parallel: Count = 1,
     dry_run: bool = False,
     as_json: AsJson = False,
 ) -> None:
@@ -44,6 +45,7 @@ def train(
         device: cpu or cuda. [default: cuda if there is one]
         graph: Capture the whole step in a CUDA graph.
         fsdp: Spread weights over the processes of torchrun.
+        context_parallel: So many of them share each sequence, of which each holds some tokens (mlm, lln and lln_diag).
         dry_run: Print the config and sizes, and train nothing.
 
     Example: [bold]lln train mlm[/bold] for a tiny run on embedded text; [bold]lln train lra --name listops --attention
@@ -88,7 +90,7 @@ def train(
             result = run(
                 config, folder, device=where, data_root=data_root, say=bars.say,
                 progress=lambda number, values: update(completed=number, description=describe_metrics(values)),
-                report_to=report_to.split(",") if report_to else [],
+                report_to=report_to.split(",") if report_to else [], context_parallel=context_parallel,
             )  # fmt: skip
     except (ValueError, TypeError, DataError) as error:
         fail(str(error))

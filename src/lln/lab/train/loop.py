@@ -56,7 +56,8 @@ class Loop:
         self.processes, self.rank = count_processes()
         self.writes = self.rank == 0
         o = config.optimisation
-        self.micro = o.batch // (o.accumulation * self.processes)
+        self.readers, self.reader = self.count_readers()
+        self.micro = o.batch // (o.accumulation * self.readers)
         self.stream = Stream(data.train, seed=config.seed, length=o.steps * o.batch)
         self.objective = data.make_objective(model)
         # All that hold a part of a gradient have to measure.
@@ -139,10 +140,14 @@ class Loop:
 
     # Parts of a step
 
+    def count_readers(self) -> tuple[int, int]:
+        """(how many parts a batch is read in, which of them by this process)"""
+        return self.processes, self.rank
+
     def open_batches(self) -> None:
         # Processes take turns, so that a global batch is the one that a single process sees.
-        first = self.step * self.config.optimisation.batch + self.rank * self.micro
-        starts = range(first, len(self.stream), self.processes * self.micro)
+        first = self.step * self.config.optimisation.batch + self.reader * self.micro
+        starts = range(first, len(self.stream), self.readers * self.micro)
         self.batches = self.load(self.stream, (range(at, at + self.micro) for at in starts))
 
     def load(self, examples: Any, places: Any) -> Iterator[Batch]:
@@ -206,7 +211,14 @@ class Loop:
         distributed.all_gather(parts, rows.contiguous())
         return torch.cat(parts)
 
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """Those of examples, of all processes that read others."""
+        return self.gather(rows)
+
     # What is measured
+
+    def measure(self, batch: Batch) -> Tensor:
+        return self.objective.measure(self.run_model, batch)
 
     def log(self, values: dict[str, float]) -> None:
         self.last |= values
@@ -245,14 +257,14 @@ class Loop:
     def score(self, examples: Any) -> dict[str, float]:
         """Each example counts once: where there are several processes the last batches begin again with the first
         examples, which are cut off."""
-        turn = self.processes * self.micro
-        places = math.ceil(len(examples) / turn) * turn if self.processes > 1 else len(examples)
+        turn = self.readers * self.micro
+        places = math.ceil(len(examples) / turn) * turn if self.readers > 1 else len(examples)
         order = np.resize(np.arange(len(examples)), places)
-        starts = range(self.rank * self.micro, places, turn)
+        starts = range(self.reader * self.micro, places, turn)
         found, labels = [], []
         for batch in map(self.move, self.load(examples, [order[at : at + self.micro].tolist() for at in starts])):
-            found.append(self.gather(self.objective.measure(self.run_model, batch)))
-            labels.append(self.gather(batch["labels"]))
+            found.append(self.gather_rows(self.measure(batch)))
+            labels.append(self.gather_rows(batch["labels"]))
         rows, wanted = (torch.cat(parts)[: len(examples)].cpu().numpy() for parts in (found, labels))
         return self.objective.score(rows, wanted)
 

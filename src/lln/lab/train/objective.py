@@ -51,6 +51,7 @@ class Guesses(Objective):
     def __init__(self, head: nn.Module, share: float) -> None:
         self.share = share
         self.places: Tensor | None = None  # [B, most]
+        self.whole: int | None = None  # tokens of a sequence, where there are only some of them here
         head.register_forward_pre_hook(self.pick)
 
     def pick(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -62,7 +63,7 @@ class Guesses(Objective):
     @contextlib.contextmanager
     def narrow(self, labels: Tensor) -> Iterator[Tensor]:
         """Yields the labels [B, most] of the places, in their order."""
-        most = min(math.ceil(self.share * labels.shape[1]) + 1, labels.shape[1])
+        most = min(math.ceil(self.share * (self.whole or labels.shape[1])) + 1, labels.shape[1])
         self.places = torch.sort((labels == IGNORE).to(torch.uint8), dim=1, stable=True).indices[:, :most]
         try:
             yield labels.gather(1, self.places)

@@ -38,7 +38,9 @@ from lln.lab.train.run_folder import (
     read_step,
 )
 from lln.lab.train.shard import ShardedLoop, check_shards
+from lln.lab.train.spread_loop import SpreadLoop, SpreadShardedLoop, check_spread
 from lln.lab.train.tasks import load
+from lln.values import check_count
 
 MODEL = "model"  # folder with the trained model
 REPORTS = ("tensorboard", "wandb", "trackio")  # modules that are packages of the same name
@@ -52,6 +54,7 @@ def train(
     data_root: Place = None,
     cache_dir: Place = None,
     report_to: list[str] | None = None,
+    context_parallel: int = 1,
     say: Say = lambda text: None,
     progress: Progress = lambda step, values: None,
 ) -> dict[str, Any]:
@@ -59,7 +62,9 @@ def train(
     whole checkpoint; one that is finished is not run again.
 
     device: "cpu" or "cuda". data_root, cache_dir: where data are found and kept, see `lln.lab.data`. report_to: among
-    tensorboard, wandb and trackio. say: gets sentences about what happens; progress: each step and the last values.
+    tensorboard, wandb and trackio. context_parallel: so many of torchrun's processes share each sequence; as how many
+    there are in all, it may be another when a run goes on. say: gets sentences about what happens; progress: each step
+    and the last values.
 
         >>> import tempfile
         >>> from lln.lab.recipes import recipe
@@ -78,7 +83,7 @@ def train(
     """
     processes, rank = count_processes()
     config = go_on_as_begun(config, folder, say)
-    check(config, device, processes, report_to or [])
+    check(config, device, processes, report_to or [], context_parallel)
     if config.graph and device == "cpu":
         say("graph: there is no CUDA graph on a CPU; the same steps are run one by one.")
     if data_root is not None:
@@ -118,8 +123,10 @@ def train(
             distributed.broadcast_object_list(names, 0)  # what the writing process found
         checkpoint = folder / names[0] if names[0] else None
         reports = [open_report(name, folder, config, stack) for name in report_to or [] if rank == 0]
-        kind = GraphLoop if config.graph else ShardedLoop if config.fsdp else Loop
-        loop = kind(config, data, model, where, run, reports, progress)
+        kind: Any = GraphLoop if config.graph else ShardedLoop if config.fsdp else Loop
+        if context_parallel > 1:
+            kind = functools.partial(SpreadShardedLoop if config.fsdp else SpreadLoop, ranks=context_parallel)
+        loop: Loop = kind(config, data, model, where, run, reports, progress)
         with warnings.catch_warnings():
             # Some parts of the head return views of what they got. Nothing here changes them in place.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -173,7 +180,7 @@ def undo_early(run: Run, with_folder: bool, kind: type[BaseException] | None, *_
         run.undo(with_folder=with_folder)
 
 
-def check(config: Config, device: str, processes: int, report_to: list[str]) -> None:
+def check(config: Config, device: str, processes: int, report_to: list[str], context_parallel: int = 1) -> None:
     """ValueError or TypeError, in one sentence, for what cannot be run, before anything is written."""
     if config.model.start:
         read_start(config.model.start)
@@ -191,12 +198,16 @@ def check(config: Config, device: str, processes: int, report_to: list[str]) -> 
         check_graph(config, processes)
     if config.fsdp:
         check_shards(config, processes)
+    check_count("context_parallel", context_parallel)
+    if context_parallel > 1:
+        check_spread(config, processes, context_parallel)
+    readers = processes // context_parallel
     o, precision = config.optimisation, config.precision
     need(
         (
-            o.batch % (o.accumulation * processes) == 0,
+            o.batch % (o.accumulation * readers) == 0,
             f"optimisation.batch must be a multiple of accumulation times processes; got {o.batch} for "
-            f"{o.accumulation} x {processes}.",
+            f"{o.accumulation} x {readers}.",
         ),
         (
             device != "cpu" or precision != "float16",

@@ -1,0 +1,75 @@
+"""Models of transformers over several processes: a training step, a prompt and its cache are those of one process."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from helpers.processes import Processes
+from helpers.spread_models import attempt_models, compare_generation, compare_sharded, compare_training
+
+TOLERANCE = 1e-10
+RUNS: list[tuple[str, tuple[int, ...], str | None, dict[str, Any]]] = [
+    ("bert", (20, 27), "right", {"implementation": "lln_diag", "block_size": 8}),
+    ("bert", (8, 30, 9), None, {"implementation": "lln", "matching": "entropy", "checkpointed": True}),
+    ("roberta", (20, 27), "left", {"implementation": "lln_diag", "block_size": 8, "convolution": 3}),
+    ("llama", (8, 30, 9), "left", {"implementation": "lln_diag", "block_size": 8, "statistics": "fixed"}),
+    ("llama", (20, 27), None, {"implementation": "lln", "statistics": "fixed", "learnable": "head"}),
+    ("gpt2", (20, 27), None, {"implementation": "lln_diag", "block_size": 16, "statistics": "fixed"}),
+]
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    made = Processes(3)
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize(("kind", "lengths", "padding", "options"), RUNS)
+def test_a_training_step_is_that_of_one_process(
+    processes: Processes, kind: str, lengths: tuple[int, ...], padding: str | None, options: dict[str, Any]
+) -> None:
+    for found in processes.run(len(lengths), compare_training, kind, lengths, padding, options):
+        assert {name: x for name, x in found.items() if not x <= TOLERANCE} == {}
+
+
+def test_running_statistics_are_those_of_all_ranks(processes: Processes) -> None:
+    options = {"implementation": "lln", "statistics": "running"}
+    for found in processes.run(3, compare_training, "llama", (8, 30, 9), None, options):
+        assert any("running_variance" in name for name in found)
+        assert {name: x for name, x in found.items() if not x <= TOLERANCE} == {}
+
+
+@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("implementation", ["lln", "lln_diag"])
+def test_a_prompt_read_by_all_goes_on_with_one(processes: Processes, implementation: str, padding: str | None) -> None:
+    options: dict[str, Any] = {"implementation": implementation, "statistics": "fixed"}
+    options |= {"block_size": 8} if implementation == "lln_diag" else {}
+    for found in processes.run(3, compare_generation, padding, options):
+        assert found["same"]
+        assert found["state"] <= TOLERANCE
+        assert found["length"] == 37 + 6 - 1  # all that was seen
+
+
+def test_parameters_may_be_sharded_over_the_same_ranks(processes: Processes) -> None:
+    for found in processes.run(2, compare_sharded, (20, 27)):
+        assert len(found) > 20
+        assert {name: x for name, x in found.items() if not x <= TOLERANCE} == {}
+
+
+def test_models_that_would_see_one_rank_alone_are_refused(processes: Processes) -> None:
+    words = {
+        "positions": "takes no position_ids, so that every rank's rows would be the first ones",
+        "mixed": "does not run LLN attention, and other attention sees one rank's rows alone",
+        "softmax": "of BertModel does not run LLN attention",
+        "labels": "give shift_labels, cut from labels[:, 1:] of the whole sequence",
+        "packed": "pass cu_seq_lens_q, offsets in the rows of all ranks",
+        "heads": "query and key must have 4 and 2 heads of 8",
+    }
+    for found in processes.run(2, attempt_models):
+        assert found.keys() == words.keys()
+        for name, message in found.items():
+            assert words[name] in message
