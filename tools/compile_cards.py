@@ -149,7 +149,8 @@ def compile_call(found: list[dict[str, Any]], dtype: str, dim: int, mode: str, h
     call = survey.build_call(getattr(torch, dtype), dim, mode, torch.device("cpu"), hard=hard)
     wanted = {"query"}
     if hard:
-        wanted |= {"beta"} | ({"alpha"} if call.read == "paper" else set())
+        wanted |= {"directions"} if isinstance(call.directions, torch.Tensor) else {"beta"}
+        wanted |= {"alpha"} if call.read == "paper" else set()
         wanted |= {"lln_weight", "block_weight"} if call.block_size else set()
     row: dict[str, Any] = {}
     for name in ("forward", "backward"):
@@ -199,6 +200,7 @@ def name_sources(mode: str) -> str:
     names = ["parts", "fold", "read", "causal", "causal_backward"]
     if mode in survey.EVIDENCE:
         names += ["evidence_fold", "evidence_read", "evidence_keys", "evidence_launch"]
+        names += ["evidence_directed", "evidence_directed_keys", "evidence_directed_launch"]
     text = b"".join((SOURCES / f"{name}.py").read_bytes() for name in names)
     return hashlib.sha256(text).hexdigest()[:12]
 

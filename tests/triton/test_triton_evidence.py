@@ -2,6 +2,7 @@
 own tests hold to the dense definition."""
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -29,7 +30,7 @@ class Case:
     lengths: tuple[int, ...] = (70, 70)
     key_lengths: tuple[int, ...] | None = None
     packed: bool = False
-    directions: str | None = None
+    directions: str | int | None = None  # a number: so many learned ones
     heads: int = 2  # of keys
     group: int = 1
     dim: int = 16
@@ -57,8 +58,12 @@ def build(case: Case) -> dict[str, Any]:
         "query": normal(0, rows, case.heads * case.group, n, case.dim).to(case.dtype),
         "key": (normal(1, rows, case.heads, m, case.dim) + case.shift).to(case.dtype),
         "value": normal(2, rows, case.heads, m, case.value_dim).to(case.dtype),
-        "beta": draw_coefficient(case.beta, 4, batch, case.heads, case.dim, torch.float32),
     }
+    channels = case.dim
+    if isinstance(case.directions, int):
+        channels = case.directions
+        given["directions"] = 0.5 * normal(5, case.heads, channels, case.dim).float()
+    given["beta"] = draw_coefficient(case.beta, 4, batch, case.heads, channels, torch.float32)
     if isinstance(given["beta"], Tensor):
         given["beta"] = given["beta"] * case.size
     if case.block_size is not None:
@@ -68,11 +73,15 @@ def build(case: Case) -> dict[str, Any]:
         widths = case.dim, case.value_dim
         keys, values = (normal(20 + i, batch, case.heads, 30, width).float() for i, width in enumerate(widths))
         held = lln_attention(
-            keys[:, :, :0], keys, values, beta=given["beta"], read="evidence", directions=case.directions,
+            keys[:, :, :0], keys, values, beta=given["beta"], read="evidence", directions=name_directions(case, given),
             return_state=True, backend="eager",
         )[1]  # fmt: skip
         given |= {f"state {name}": getattr(held, name) for name in STATE}
     return given
+
+
+def name_directions(case: Case, given: dict[str, Any]) -> Any:
+    return given.get("directions", case.directions)
 
 
 def evaluate(case: Case, backend: str = BACKEND, wide: bool = False) -> dict[str, Tensor]:
@@ -83,7 +92,7 @@ def evaluate(case: Case, backend: str = BACKEND, wide: bool = False) -> dict[str
         if isinstance(x, Tensor):
             given[name] = leaves[name] = x.to(device, torch.float64 if wide else x.dtype).requires_grad_()
     options: dict[str, Any] = {n: x for n, x in given.items() if " " not in n}
-    options |= {"directions": case.directions, "scale": case.scale, "return_state": case.return_state}
+    options |= {"directions": name_directions(case, given), "scale": case.scale, "return_state": case.return_state}
     mix = tuple(x for n, x in given.items() if n.startswith("mix"))
     if case.block_size is not None:
         options |= {"block_size": case.block_size, "mix": mix[0] if len(mix) == 1 else mix}
@@ -125,7 +134,7 @@ def check(case: Case) -> None:
 
 
 OPTIONS: dict[str, list[Any]] = {
-    "directions": [None, "signed"],
+    "directions": [None, "signed", 40],
     "packed": [False, True],
     "group": [1, 2],
     "block_size": [None, 16, 48],
@@ -163,11 +172,23 @@ MORE = {
     "no keys": Case((40, 40), key_lengths=(0, 0), state=True),
     "nothing": Case((20, 20), key_lengths=(0, 0)),
     "narrow": Case(dim=5, value_dim=3, directions="signed"),
+    "several sets": Case((50, 50), directions=150, group=2, block_size=16, mask="holes", mix="wide pair"),
+    "several sets packed": Case((40, 0, 9), directions=130, packed=True, beta="[B, H]", return_state=True),
+    "directions, state": Case((40, 40), directions=20, state=True, return_state=True, beta="[H, D]", mask="left"),
+    "directions, no queries": Case((0, 0), key_lengths=(40, 40), directions=20, return_state=True),
+    "directions, no keys": Case((40, 40), key_lengths=(0, 0), directions=20, state=True),
+    "directions, narrow": Case(dim=5, value_dim=3, directions=7),
+    "directions, large": Case(directions=24, beta="[H, D]", size=30.0),
+    "directions, far": Case(directions=70, shift=50.0, beta="[H, D]"),
     "large": Case(beta="[H, D]", size=30.0),
     "far": Case(shift=50.0, directions="signed", beta="[H, D]"),
     "far, blocks": Case((100, 100), shift=50.0, block_size=32),
     "bfloat16": Case(dtype=torch.bfloat16, dim=32),
     "bfloat16 far": Case(dtype=torch.bfloat16, dim=32, shift=50.0, directions="signed", beta="[H, D]"),
+    "bfloat16 directions": Case(dtype=torch.bfloat16, dim=32, directions=130, beta="[H, D]"),
+    "bfloat16 directions, blocks": Case(dtype=torch.bfloat16, dim=32, directions=70, group=2, block_size=16),
+    "bfloat16 directions, far": Case(dtype=torch.bfloat16, dim=32, directions=70, shift=50.0),
+    "float16 directions": Case(dtype=torch.float16, dim=32, directions=70, block_size=16, mask="left"),
     "float16": Case(dtype=torch.float16, dim=32, directions="signed", group=2, block_size=16),
     "float16 far": Case(dtype=torch.float16, dim=32, shift=50.0, beta="[H, D]"),
 }
@@ -181,7 +202,7 @@ def test_other_calls(case: Case) -> None:
 def test_outputs_and_gradients_equal_the_dense_definition() -> None:
     given = build(Case((37, 37), directions="signed", beta="[H, D]", group=2))
     ways = []
-    for attention, place in ((naive_evidence, ("cpu", torch.float64)), (attend, (DEVICE, torch.float32))):
+    for attention, place in ((naive_evidence, ("cpu", torch.float64)), (attend_by_kernels, (DEVICE, torch.float32))):
         q, k, v, beta = (given[n].to(*place).requires_grad_() for n in ("query", "key", "value", "beta"))
         out = attention(q, k, v, beta=beta, directions="signed")
         grads = torch.autograd.grad(out, (q, k, v, beta), normal(3, *out.shape).to(out))
@@ -190,7 +211,7 @@ def test_outputs_and_gradients_equal_the_dense_definition() -> None:
         assert relative_error(ours, theirs) <= 2e-5
 
 
-def attend(*qkv: Tensor, **options: Any) -> Any:
+def attend_by_kernels(*qkv: Tensor, **options: Any) -> Any:
     return lln_attention(*qkv, read="evidence", backend=BACKEND, **options)
 
 
@@ -198,15 +219,18 @@ def test_a_sample_without_a_key_gives_zeros_and_no_nan() -> None:
     q, k, v = (normal(i, 2, 1, 40, 16).float().to(DEVICE).requires_grad_() for i in range(3))
     mask = torch.ones(2, 40, dtype=torch.bool, device=DEVICE)
     mask[0] = False
-    out = attend(q, k, v, beta=1.3, directions="signed", key_mask=mask)
+    out = attend_by_kernels(q, k, v, beta=1.3, directions="signed", key_mask=mask)
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     assert not out[0].any()
     assert all(not g[0].any() and bool(g.isfinite().all()) for g in grads)
     assert out[1].any()
 
 
-def test_dropout_leaves_what_it_keeps_unbiased_and_its_gradients_are_those_of_one_mask() -> None:
+@pytest.mark.parametrize("channels", [None, 70])
+def test_dropout_leaves_what_it_keeps_unbiased_and_its_gradients_are_those_of_one_mask(channels: int | None) -> None:
     q, k, v = (normal(i, 1, 1, 64, 16).float().to(DEVICE).requires_grad_() for i in range(3))
+    way = None if channels is None else 0.5 * normal(9, channels, 16).float().to(DEVICE)
+    attend = functools.partial(attend_by_kernels, directions=way)
     dense = attend(q, k, v, beta=1.3)
     torch.manual_seed(0)
     several = torch.stack([attend(q, k, v, beta=1.3, dropout_p=0.3) for _ in range(24)])
@@ -244,30 +268,31 @@ def test_what_has_no_kernels_is_refused_in_a_sentence_and_auto_runs_it(monkeypat
     cases: list[tuple[dict[str, Any], str]] = [
         ({"is_causal": True}, "the evidence read has kernels without is_causal"),
         ({"mix": "evidence", "block_size": 4}, "with numbers or tensors for mix"),
-        ({"directions": normal(4, 3, 16).float().to(DEVICE)}, "with directions=None or 'signed'"),
         ({"value": wide}, "with head dims up to 128, and these are 16 and 144"),
         ({"block_size": 4, "scale": -1.0}, "with blocks that fit into a program"),
     ]
     for options, message in cases:
         given = {"value": v, "beta": 1.3} | options
         with pytest.raises(ValueError, match=message):
-            attend(q, k, **given)
+            attend_by_kernels(q, k, **given)
         assert lln_attention(q, k, **given, read="evidence", backend="auto").isfinite().all()
     ran: list[str] = []
     monkeypatch.setattr(eager, "attend", lambda call: ran.append("eager"))
-    assert attend(q, k, v, beta=1.3).isfinite().all()
+    assert attend_by_kernels(q, k, v, beta=1.3).isfinite().all()
     assert ran == []
 
 
 @only_triton
 @pytest.mark.usefixtures("playable")
-@pytest.mark.parametrize("directions", [None, "signed"])
-def test_a_call_that_comes_again_is_played_and_gives_the_same_bits(directions: str | None) -> None:
+@pytest.mark.parametrize("directions", [None, "signed", 20])
+def test_a_call_that_comes_again_is_played_and_gives_the_same_bits(directions: Any) -> None:
+    if isinstance(directions, int):
+        directions = normal(9, directions, 16).float().to(DEVICE)
     for seed in range(2):
         q, k, v = (normal(3 * seed + i, 1, 2, 40, 16).float().to(DEVICE).requires_grad_() for i in range(3))
 
         def call(*given: Tensor) -> list[Tensor]:
-            out = attend(*given, beta=1.3, directions=directions)
+            out = attend_by_kernels(*given, beta=1.3, directions=directions)
             return [out, *torch.autograd.grad(out, given, normal(7, *out.shape).to(out))]
 
         found = call(q, k, v)
@@ -280,4 +305,4 @@ def test_a_call_that_comes_again_is_played_and_gives_the_same_bits(directions: s
 def test_there_is_no_second_derivative() -> None:
     q, k, v = (normal(i, 1, 1, 8, 16).float().to(DEVICE).requires_grad_() for i in range(3))
     with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(attend(q, k, v, beta=1.3).sum(), q, create_graph=True)
+        torch.autograd.grad(attend_by_kernels(q, k, v, beta=1.3).sum(), q, create_graph=True)

@@ -55,14 +55,18 @@ class Backward(Launch):
         """The gradient of a factor: sums of parts [heads * works, X] over the works of each sequence, in its shape."""
         if parts is None:
             return
-        size, heads = parts.shape[-1], self.heads if name == "beta" else self.query_heads
-        if w.owner is None:
-            sums = parts.view(heads, self.batch, w.splits, size).sum(2).transpose(0, 1)
-        else:  # a product, not index_add: that would add in any order
-            own = (torch.arange(self.batch, device=self.device).unsqueeze(-1) == w.owner).double()
-            with torch.autocast(self.device.type, enabled=False):  # backward may run under it
-                sums = torch.einsum("bw,hwx->bhx", own, parts.view(heads, w.works, size).double()).float()
+        sums = self.sum_works(parts, self.heads if name == "beta" else self.query_heads, w)
         self.gradients[name] = sums.sum_to_size(getattr(self.call, name).shape).contiguous()
+
+    def sum_works(self, parts: Tensor, heads: int, w: plan.Works) -> Tensor:
+        """[B, heads, X] of parts [heads * works, X], by sequences."""
+        size = parts.shape[-1]
+        if w.owner is None:
+            return parts.view(heads, self.batch, w.splits, size).sum(2).transpose(0, 1)
+        # A product, not index_add: that would add in any order.
+        own = (torch.arange(self.batch, device=self.device).unsqueeze(-1) == w.owner).double()
+        with torch.autocast(self.device.type, enabled=False):  # backward may run under it
+            return torch.einsum("bw,hwx->bhx", own, parts.view(heads, w.works, size).double()).float()
 
     def run(self) -> dict[str, Tensor]:
         with plan.use_device(self.device):

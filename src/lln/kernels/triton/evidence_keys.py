@@ -76,6 +76,33 @@ def ask_keys(
     return dk, dv, dbeta
 
 
+@triton.jit
+def ask_blocks(
+    dk, dv, k, v, visible, rows, ok, Q, GRAD, BLOCK_WEIGHT, SEED, b, h, data, first,
+    q_b, q_h, q_n, q_d, g_b, g_h, g_n, g_d, block_b, block_h, block_e, scale, dropout, H,
+    G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr,
+    USED: tl.constexpr, BS: tl.constexpr, EVEN: tl.constexpr, UNIFORM: tl.constexpr, DROPOUT: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dk and dv with the part of the blocks of a tile, of all query heads of a group."""
+    for group in range(G):
+        head = h * G + group
+        q_base = data * q_b + head.to(tl.int64) * q_h + first * q_n
+        g_base = data * g_b + head.to(tl.int64) * g_h + first * g_n
+        q = load_rows(Q, q_base, rows, ok, q_n, q_d, D, BD, EVEN)
+        g = load_rows(GRAD, g_base, rows, ok, g_n, g_d, E, BE, EVEN)
+        dp, block_weight = block_products(
+            g, v, BLOCK_WEIGHT, b, head, block_b, block_h, block_e, E, BE, UNIFORM, DOT, PRECISION
+        )
+        ds, p = block_backward(
+            q, k, dp, visible, BLOCK_WEIGHT, b, head, block_b, block_h, SEED, (b * H * G + head) * 2, rows,
+            scale, dropout, BM, BS, USED, False, UNIFORM, DROPOUT, EVEN, DOT, PRECISION,
+        )  # fmt: skip
+        dv += block_values(p, g, block_weight, UNIFORM, DOT, PRECISION)
+        dk = tl.dot(tl.trans(ds), q.to(DOT), dk, input_precision=PRECISION)
+    return dk, dv
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def evidence_fold_backward_kernel(
     Q, K, V, GRAD, BETA, ASK_V, ASK_V_LOW, ASK_K, ASK_K_LOW, KEY, ASK_H, PULL, PULL_K, LOG2, LOG2_LOW,
@@ -124,21 +151,11 @@ def evidence_fold_backward_kernel(
         dk = tl.zeros([BM, BD], tl.float32)
         dv = tl.zeros([BM, BE], tl.float32)
         if BS:
-            for group in range(G):
-                head = h * G + group
-                q_base = data * q_b + head.to(tl.int64) * q_h + first * q_n
-                g_base = data * g_b + head.to(tl.int64) * g_h + first * g_n
-                q = load_rows(Q, q_base, rows, ok, q_n, q_d, D, BD, EVEN)
-                g = load_rows(GRAD, g_base, rows, ok, g_n, g_d, E, BE, EVEN)
-                dp, block_weight = block_products(
-                    g, v, BLOCK_WEIGHT, b, head, block_b, block_h, block_e, E, BE, UNIFORM, DOT, PRECISION
-                )
-                ds, p = block_backward(
-                    q, k, dp, visible, BLOCK_WEIGHT, b, head, block_b, block_h, SEED, (b * H * G + head) * 2, rows,
-                    scale, dropout, BM, BS, USED, False, UNIFORM, DROPOUT, EVEN, DOT, PRECISION,
-                )  # fmt: skip
-                dv += block_values(p, g, block_weight, UNIFORM, DOT, PRECISION)
-                dk = tl.dot(tl.trans(ds), q.to(DOT), dk, input_precision=PRECISION)
+            dk, dv = ask_blocks(
+                dk, dv, k, v, visible, rows, ok, Q, GRAD, BLOCK_WEIGHT, SEED, b, h, data, first,
+                q_b, q_h, q_n, q_d, g_b, g_h, g_n, g_d, block_b, block_h, block_e, scale, dropout, H,
+                G, D, E, BD, BE, BM, USED, BS, EVEN, UNIFORM, DROPOUT, DOT, PRECISION,
+            )  # fmt: skip
         k32 = widen(k, eye, BD, DOT)
         dk, dv, more = ask_keys(
             dk, dv, k, v, k32, visible, beta, factor, low, ask_v, ask_v_low, ask_k, ask_k_low,

@@ -24,6 +24,7 @@ from lln.kernels.triton.plan import Settings
 from lln.kernels.triton.tape import Recording
 
 KERNELS = ("LOG", "MEAN", "KEY", "ENTROPY")  # how kernels call the fields of a state
+SET = 64  # channels with directions of their own that a program works on at once
 ROOM = 160 * 1024  # bytes of shared memory for all matrices of the keys' backward
 HELD = ("log_sum", "mean_value", "mean_key", "entropy")
 Outer = tuple[Tensor | None, ...]  # gradients of the output and of the four fields of the state
@@ -45,20 +46,47 @@ SETTINGS = {
     ("read_backward+blocks", 2): Settings(8, 1, 3),
     ("fold_backward+blocks", 1): Settings(4, 2, 6),
     ("fold_backward+blocks", 2): Settings(4, 1, 6),
+    # Sets of channels with directions of their own.
+    ("fold", 0): Settings(4, 3, 3),
+    ("read", 0): Settings(4, 3, 4),
+    ("read_backward", 0): Settings(4, 3, 4),
+    ("asked", 0): Settings(4, 2, 4),
+    ("fold_backward", 0): Settings(4, 2, 4),
+    ("ways", 0): Settings(4, 2, 3),
+    ("read+blocks", 0): Settings(4, 2, 4),
+    ("read_backward+blocks", 0): Settings(4, 2, 4),
+    ("asked+blocks", 0): Settings(4, 2, 4),
+    ("fold_backward+blocks", 0): Settings(4, 2, 4),
+    ("ways+blocks", 0): Settings(4, 2, 3),
 }
 
 
 class Channels(Launch):
     """What the launches of both passes share: the names of `Launch` mean states with channels of this read."""
 
-    signs: int
+    signs: int  # 0: channels have directions of their own
+    sets: int
     channels: int
 
     def name_channels(self) -> None:
-        self.signs = 2 if self.call.directions == SIGNED else 1
-        self.channels = self.signs * self.dim
-        low = self.dtype == torch.bfloat16 and self.size <= 64
-        self.values |= {"SIGNS": self.signs, "LOW": low, "HAS_STATE": self.call.log_sum is not None}
+        way = self.call.directions
+        if isinstance(way, Tensor):
+            room = SET if self.dtype == torch.bfloat16 or self.size <= 64 else SET // 2
+            size = min(plan.pad_dim(way.shape[2]), room)
+            self.signs, self.channels, self.sets = 0, way.shape[2], -(-way.shape[2] // size)
+            steps = 0 if way.shape[0] == 1 else way.stride(0), way.stride(1)
+        else:
+            self.signs = self.sets = 2 if way == SIGNED else 1
+            self.channels, size, way, steps = self.signs * self.dim, plan.pad_dim(self.dim), None, (None, None)
+        low = self.dtype == torch.bfloat16 and (self.size <= 64 or not self.signs)
+        precision = self.values["PRECISION"]
+        self.values |= {
+            "SIGNS": self.signs or 1, "SETS": self.sets, "M": self.channels, "BX": size, "WAY": way,
+            "DIRECTED": way is not None, "way_b": steps[0], "way_h": steps[1], "LOW": low,
+            "HAS_STATE": self.call.log_sum is not None, "ASK_X": None, "ASK_X_LOW": None,
+            # Of exponents, whose error is that of a whole weight: three passes of tf32 would be larger by half.
+            "EXACT": "ieee" if self.dtype == torch.float32 and precision == "tf32x3" else precision,
+        }  # fmt: skip
         # What is read again in each turn of a loop takes no registers: on the card that this was tried for vectors
         # alone; on others also matrices, which is worth it only where shared memory could not keep them.
         card = plan.find_card(self.device)
@@ -100,11 +128,11 @@ class Channels(Launch):
                 return dict(zip(KERNELS, copies, strict=True))
             log, *others = (t.new_zeros(t.shape) for t in self.allocate_held(self.batch, self.heads).values())
             return dict(zip(KERNELS, (log - torch.inf, *others), strict=True))
-        w = self.cut("fold", self.heads * self.signs, True, False)
+        w = self.cut("fold", self.heads * self.sets, True, False)
         single = w.splits == 1 and self.call.cu_key is None and given[0] is None
         lead = (self.batch, self.heads) if single else (self.heads * w.works,)
         parts = self.allocate_held(*lead)
-        self.launch(evidence_fold_kernel, self.heads * self.signs * w.works, "fold", **parts, SINGLE=single)
+        self.launch(evidence_fold_kernel, self.heads * self.sets * w.works, "fold", **parts, SINGLE=single)
         if single:
             return parts
         whole = self.allocate_held(self.batch, self.heads)
@@ -129,8 +157,11 @@ class EvidenceForward(Channels):
             w = self.cut("read", self.query_heads, False, self.shifted)
             self.values.update(name_strides("o", out))
             if self.query_heads * w.works:
-                self.launch(evidence_read_kernel, self.query_heads * w.works, "read", **held, OUT=out)
+                self.read(self.query_heads * w.works, held, out)
             return out, *held.values()
+
+    def read(self, count: int, held: dict[str, Tensor], out: Tensor) -> None:
+        self.launch(evidence_read_kernel, count, "read", **held, OUT=out)
 
 
 class EvidenceBackward(Channels, Backward):
@@ -144,7 +175,7 @@ class EvidenceBackward(Channels, Backward):
         assert grad is not None
         Backward.__init__(self, call, None, grad, None, None, wanted, recording, fit)
         self.name_channels()
-        self.held = held
+        self.held, self.wanted = held, wanted
 
     def run(self) -> dict[str, Tensor]:
         with plan.use_device(self.device):
@@ -153,8 +184,8 @@ class EvidenceBackward(Channels, Backward):
             self.ask_queries()
             if self.keys:
                 self.ask_keys()
-            elif self.dbeta:
-                self.gradients["beta"] = torch.zeros_like(self.call.beta)
+            else:
+                self.ask_no_keys()
             if self.call.log_sum is not None:
                 self.ask_state(held)
         return self.gradients
@@ -172,7 +203,7 @@ class EvidenceBackward(Channels, Backward):
         parts = self.allocate_asked(count)
         dweight = self.allocate_parts(self.dweights, count, self.width)
         if count:
-            self.launch(evidence_read_backward_kernel, count, "read_backward", **parts, DWEIGHT=dweight)
+            self.read_backward(w, parts, dweight)
         if self.dweights:
             owner = w.owner
             if owner is None:
@@ -183,14 +214,22 @@ class EvidenceBackward(Channels, Backward):
         at = self.batch, self.heads, self.channels
         narrow = torch.bfloat16 if self.values["DOT"] is tl.bfloat16 else torch.float32
         self.values |= {name: self.allocate(*at) for name in ("ASK_H", "PULL", "PULL_K", "LOG2", "LOG2_LOW")}
-        for name, width in (("ASK_V", self.width), ("ASK_K", self.dim)):
+        lows = {"ASK_V": self.values["LOW"], "ASK_K": self.values["LOW"]}
+        if not self.signs:
+            lows["ASK_X"] = narrow == torch.bfloat16
+        for name, low in lows.items():
+            width = self.width if name == "ASK_V" else self.dim
             self.values[name] = self.allocate(*at, width, dtype=narrow)
-            low = self.values["LOW"]
             self.values[f"{name}_LOW"] = self.allocate(*at, width, dtype=narrow) if low else None
         has_state = self.call.log_sum is not None
         self.asked = self.allocate_asked(self.batch, self.heads) if has_state else dict.fromkeys(parts)
         results = {f"{name}_OUT": t for name, t in self.asked.items()}
         self.merge_channels(evidence_sum_kernel, w, **parts, **results, **self.find_grads(), WEIGHTED=self.blocks)
+
+    def read_backward(self, w: plan.Works, parts: dict[str, Tensor], dweight: Tensor | None) -> None:
+        """dq, and by splits dS, dK, dH and the gradient of the blocks' weight."""
+        count = self.query_heads * w.works
+        self.launch(evidence_read_backward_kernel, count, "read_backward", **parts, DWEIGHT=dweight)
 
     def find_grads(self) -> dict[str, Any]:
         """Of a returned state; some of them may be missing."""
@@ -202,11 +241,16 @@ class EvidenceBackward(Channels, Backward):
         return found
 
     def ask_keys(self) -> None:
+        """dk, dv and what the exponents are made of."""
         w = self.cut("fold_backward", self.heads, True, self.shifted)
         dbeta = self.allocate_parts(self.dbeta, self.heads * w.works, self.dim)
         centred = self.call.log_sum is None and self.grads[0] is None
         self.launch(evidence_fold_backward_kernel, self.heads * w.works, "fold_backward", DBETA=dbeta, CENTRED=centred)
         self.add_up("beta", dbeta, w)
+
+    def ask_no_keys(self) -> None:
+        if self.dbeta:
+            self.gradients["beta"] = torch.zeros_like(self.call.beta)
 
     def ask_state(self, held: dict[str, Tensor]) -> None:
         """Gradients of the incoming state, by the merge that it went into: the state is one part, and the rest is what

@@ -1,5 +1,4 @@
-"""The evidence read's kernels as one differentiable operation, and which calls they take: bidirectional ones, with the
-keys' own channels or these and their negatives."""
+"""The evidence read's kernels as one differentiable operation, and which calls they take: bidirectional ones."""
 
 from __future__ import annotations
 
@@ -12,19 +11,43 @@ from torch.autograd import Function
 
 from lln.kernels.call import FIELDS, TENSORS, Call
 from lln.kernels.triton import plan
+from lln.kernels.triton.evidence_directed_launch import DirectedBackward, DirectedForward, direct
 from lln.kernels.triton.evidence_launch import HELD, EvidenceBackward, EvidenceForward, Outer
 from lln.kernels.triton.fit import DoesNotFit, Fit, find
 from lln.kernels.triton.forward import make_like
 from lln.kernels.triton.op import ONCE, ROWS, keeps_state
 from lln.kernels.triton.tape import Recording, replay, signature
 
-NAMES = (*FIELDS[:TENSORS], "mean_key", "entropy")  # the tensors of a call
-REST = (*FIELDS[TENSORS:], "directions")
+NAMES = (*FIELDS[:TENSORS], "mean_key", "entropy", "directions")  # the tensors of a call
+REST = FIELDS[TENSORS:]
 Tensors = Sequence[Any]
 
 
+def take_apart(call: Call) -> tuple[Tensors, Sequence[Any]]:
+    """(the tensors of a call, the rest): directions are among the tensors, or a word at the end of the rest."""
+    directed = isinstance(call.directions, Tensor)
+    tensors = [getattr(call, name) for name in NAMES[:-1]]
+    rest = [getattr(call, name) for name in REST]
+    return [*tensors, call.directions if directed else None], (*rest, None if directed else call.directions)
+
+
 def rebuild(tensors: Tensors, rest: Sequence[Any]) -> Call:
-    return Call(**dict(zip(NAMES, tensors, strict=True)), **dict(zip(REST, rest, strict=True)), read="evidence")
+    *tensors, way = tensors
+    *rest, word = rest
+    given = dict(zip(NAMES[:-1], tensors, strict=True)) | dict(zip(REST, rest, strict=True))
+    return Call(**given, directions=word if way is None else way, read="evidence")
+
+
+def name_directions(call: Call) -> Hashable:
+    """What decides about kernels."""
+    way = call.directions
+    return (way.shape[2], way.shape[0] > 1) if isinstance(way, Tensor) else way
+
+
+def choose_passes(call: Call) -> tuple[type[EvidenceForward], type[EvidenceBackward]]:
+    if isinstance(call.directions, Tensor):
+        return DirectedForward, DirectedBackward
+    return EvidenceForward, EvidenceBackward
 
 
 def take_whole(call: Call, part: Call) -> None:
@@ -38,9 +61,9 @@ def fit_forward(call: Call) -> Fit:
 
     def rehearse(part: Call, fit: Fit) -> None:
         take_whole(call, part)
-        EvidenceForward(part, None, fit).attend()
+        choose_passes(part)[0](part, None, fit).attend()
 
-    return find(call, ("evidence", call.directions), rehearse)
+    return find(call, ("evidence", name_directions(call)), rehearse)
 
 
 def fit_backward(call: Call, outer: Outer, wanted: frozenset[str]) -> Fit:
@@ -48,13 +71,13 @@ def fit_backward(call: Call, outer: Outer, wanted: frozenset[str]) -> Fit:
 
     def rehearse(part: Call, fit: Fit) -> None:
         take_whole(call, part)
-        EvidenceBackward(part, None, outer, wanted, None, fit).run()
+        choose_passes(part)[1](part, None, outer, wanted, None, fit).run()
 
     grad, *of_state = outer
     assert grad is not None
     missing = tuple(g is None for g in of_state)
     aligned = tuple(step % 16 == 0 for step in grad.stride())
-    return find(call, ("evidence", call.directions, missing, wanted, aligned), rehearse)
+    return find(call, ("evidence", name_directions(call), missing, wanted, aligned), rehearse)
 
 
 def fit_training(call: Call, tensors: Tensors, fit: Fit) -> None:
@@ -78,7 +101,7 @@ def forward(tensors: Tensors, rest: Sequence[Any]) -> Sequence[Tensor]:
         call = rebuild(tensors, rest)
         fit = fit_forward(call)
         fit_training(call, tensors, fit)
-        return EvidenceForward(call, recording, fit).attend()
+        return choose_passes(call)[0](call, recording, fit).attend()
 
     return replay(make_key("evidence", tensors, rest), tensors, launches)
 
@@ -97,7 +120,8 @@ def backward(
         wanted = frozenset(name for name, need in zip(NAMES, needs, strict=True) if need)
         given = (grad, *of_state)
         fit = fit_backward(call, given, wanted)
-        return EvidenceBackward(call, None if held[0] is None else held, given, wanted, recording, fit).run()
+        kept = None if held[0] is None else held
+        return choose_passes(call)[1](call, kept, given, wanted, recording, fit).run()
 
     # The gradients of beta and the like are sums that torch does.
     grad = outer[0]
@@ -137,6 +161,6 @@ class AttendByEvidence(Function):
 
 def apply(call: Call) -> tuple[Tensor, ...]:
     """(out, log_sum, mean_value, mean_key, entropy), differentiable."""
-    rest = tuple(getattr(call, name) for name in REST)
-    found: tuple[Tensor, ...] = AttendByEvidence.apply(rest, *(getattr(call, name) for name in NAMES))
+    tensors, rest = take_apart(direct(call) if isinstance(call.directions, Tensor) else call)
+    found: tuple[Tensor, ...] = AttendByEvidence.apply(rest, *tensors)
     return found

@@ -64,8 +64,6 @@ def explain_evidence(call: Call) -> str | None:
         where = "without is_causal"
     elif call.joint:
         where = "with numbers or tensors for mix"
-    elif isinstance(call.directions, Tensor):
-        where = "with directions=None or 'signed'"
     elif torch.compiler.is_compiling() or is_watched():
         where = "outside torch.compile and torch.func"
     elif max(dim, width) > EVIDENCE_DIM:

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 DIMS = (64, 128)
 MODES = {"LLN": (False, None), "LLN+Diag": (False, 64), "LLN, causal": (True, None), "LLN+Diag, causal": (True, 64)}
-EVIDENCE: dict[str, tuple[str | None, int | None]] = {
-    "evidence": (None, None), "evidence, signed": ("signed", None), "evidence, Diag": (None, 64)
+# By directions, a number standing for so many learned ones, and block size.
+EVIDENCE: dict[str, tuple[str | int | None, int | None]] = {
+    "evidence": (None, None), "evidence, signed": ("signed", None), "evidence, Diag": (None, 64),
+    "evidence, directions": (256, None), "evidence, directions, Diag": (256, 64),
 }  # fmt: skip
 
 
@@ -60,7 +62,11 @@ def build_call(
         given["seed"] = torch.zeros((), dtype=torch.int64, device=device)
         if block_size is not None:
             given["start"] = torch.zeros(2, dtype=torch.int64, device=device)
-    return Call(**given, read="evidence" if mode in EVIDENCE else "paper", directions=directions)
+    call = Call(**given, read="evidence" if mode in EVIDENCE else "paper")
+    if not isinstance(directions, int):
+        return call.change(directions=directions)
+    way = torch.ones(2 if hard else 1, 2, directions, dim, device=device)  # with beta in it, as kernels take it
+    return call.change(directions=way)
 
 
 def fit_pass(name: str, call: Call, wanted: frozenset[str]) -> Fit:

@@ -139,11 +139,14 @@ def lln_variant(block_size: int | None = None, *, sample: bool = False, backend:
     )
 
 
-def evidence_variant(block_size: int | None = None, directions: str | None = None) -> Attention:
-    """With the evidence read, for weights that were trained with softmax."""
+def evidence_variant(block_size: int | None = None, directions: str | int | None = None) -> Attention:
+    """With the evidence read, for weights that were trained with softmax; a number of directions: random ones."""
 
     def build(case: Case, backend: Backend = "auto") -> Attend:
         given: dict[str, Any] = {"read": "evidence", "beta": BETA, "directions": directions, "block_size": block_size}
+        if isinstance(directions, int):
+            drawn = torch.randn(directions, case.shape.dim, generator=torch.Generator().manual_seed(0))
+            given["directions"] = drawn.mul(case.shape.dim**-0.5).to(case.device)
         given |= {"is_causal": case.causal, "dropout_p": case.dropout, "backend": backend}
         return functools.partial(lln_attention, **given)
 
@@ -186,6 +189,8 @@ ATTENTIONS: dict[str, Attention] = {
     "evidence": evidence_variant(),
     "evidence-signed": evidence_variant(directions="signed"),
     "evidence+Diag": evidence_variant(BLOCK_SIZE),
+    "evidence-directions": evidence_variant(directions=256),
+    "evidence-directions+Diag": evidence_variant(BLOCK_SIZE, directions=256),
     "fla-linear": fla(fla_linear),
     "fla-gla": fla(fla_gated),
 }
