@@ -152,11 +152,28 @@ def test_measured_fitted_distilled_and_recorded(kind: str) -> None:
     moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
     assert moved
     assert all(".lln." in name for name in moved)
-    if kind == "Gemma2":  # the instruments know no cap on scores, which its other layers have
-        return
-    with record(model) as rec:
+    if kind != "Gemma2":
+        with record(model) as rec:
+            model(**batch)
+        assert len({row["layer"] for row in rec.rows()}) == len(list_attention(model))
+
+
+@pytest.mark.filterwarnings("ignore:.*changes single scores")
+@pytest.mark.parametrize(("kind", "what"), [("Gemma2", "a cap on"), ("GptOss", "attention sinks")])
+def test_layers_that_no_instrument_knows_hide_no_others(kind: str, what: str) -> None:
+    model, batch = make(kind), make_batch()
+    with pytest.raises(ValueError, match=f"{what} .* cannot be recorded"), record(model):
         model(**batch)
-    assert len({row["layer"] for row in rec.rows()}) == len(list_attention(model))
+    lln.hf.convert(model, "lln", layers="full_attention", statistics="fixed")
+    want = model(**batch).logits
+    with (
+        pytest.warns(UserWarning, match=f"keeps softmax attention with {what} .* this layer is left out"),
+        record(model) as rec,
+    ):
+        assert torch.equal(model(**batch).logits, want)
+    assert {row["layer"] for row in rec.rows()} == {
+        f"model.layers.{at}.self_attn" for at, one in enumerate(KINDS) if one == "full_attention"
+    }
 
 
 def test_forms_of_layers() -> None:

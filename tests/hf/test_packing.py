@@ -1,5 +1,6 @@
 """Packed sequences as DataCollatorWithFlattening makes them: each comes out as it would alone."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,3 +155,31 @@ def test_softmax_that_would_be_learned_from_may_not_leak_either() -> None:
     with pytest.raises(ValueError, match="softmax here does not keep packed sequences apart") as problem:
         lln.hf.convert(model, statistics="running", batches=[batch])
     sentence(problem)
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_a_trainer_with_the_collator_has_the_loss_of_sequences_apart(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape = {**SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model: Any
+    if kind == "llama":
+        model = tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL))
+    else:
+        model = tf.BertForTokenClassification(tf.BertConfig(**shape))
+    lln.hf.convert(model, "lln_diag", block_size=4, statistics="fixed" if kind == "llama" else "auto")
+    data, losses, count = [], 0.0, 0
+    for seed, length in enumerate(LENGTHS):
+        ids = tokens(seed, 1, length)
+        labels = ids[0] if kind == "llama" else ids[0] % 2
+        data.append({"input_ids": ids[0].tolist(), "labels": labels.tolist()})
+        scores = model.eval()(input_ids=ids).logits[0]  # the collator leaves the first label of each sequence out
+        scores = scores[:-1] if kind == "llama" else scores[1:]
+        losses += float(torch.nn.functional.cross_entropy(scores, labels[1:], reduction="sum").detach())
+        count += length - 1
+    told = tf.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=len(data), max_steps=1, logging_steps=1, use_cpu=True, report_to=[],
+        disable_tqdm=True, save_strategy="no",
+    )  # fmt: skip
+    trainer = tf.Trainer(model, told, train_dataset=data, data_collator=tf.DataCollatorWithFlattening())
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(losses / count, rel=1e-5)

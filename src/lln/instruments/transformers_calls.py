@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lln.hf.find import is_cross, uses_interface
 from lln.hf.interface import REFUSED
+from lln.hf.mixed import is_mixed
 from lln.hf.watch import SOFTMAX, Call, watch
 from lln.instruments.observation import Observation, Pattern, default_scale, make_bias, observe_softmax, read_mask
 from lln.instruments.watchers import Look, Remove, split_sequences
@@ -46,8 +48,12 @@ def observe_call(look: Look, call: Call) -> list[Observation]:
         )
     for option in UNKNOWN:
         if given.get(option) is not None:
-            what = REFUSED.get(option, "pages of keys")
-            raise ValueError(f"{who} uses {what} ({option}), which the instruments do not know; it cannot be recorded.")
+            what = f"{REFUSED.get(option, 'pages of keys')} ({option}), which the instruments do not know"
+            if not is_mixed(getattr(call.module, "config", None)):
+                raise ValueError(f"{who} uses {what}; it cannot be recorded.")
+            # Else nobody could look at LLN attention in the layers beside it.
+            warnings.warn(f"{who} keeps softmax attention with {what}; this layer is left out.", stacklevel=2)
+            return []
     scaling = given.get("scaling")
     scale = default_scale(call.query) if scaling is None else float(scaling)
     # Whether it is causal without a mask that says so. Plain softmax ("eager") has nothing but its mask.
