@@ -50,9 +50,9 @@ def test_table_1_from_the_command_to_the_table_and_nothing_twice(tmp_path: Path)
         "table1", "--attentions", "softmax,elu_diag", "--tasks", "sst2", "--tunings", "2", "--out", tmp_path
     )
     assert first.exit_code == 0, first.output
-    assert "table1, scale tiny: 6 runs of 2 attentions on cpu. To do: 6, very roughly" in first.stderr
+    assert "table1, scale tiny: 8 runs of 2 attentions on cpu. To do: 8, very roughly" in first.stderr
     result = load(tmp_path / "table1.json")
-    assert result["columns"] == ["MLM loss", "sst2"]
+    assert result["columns"] == ["MLM loss", "sst2", "sst2, untrained"]
     assert {"command", "commit", "device", "torch", "seeds"} <= result["provenance"].keys()
     for row in result["rows"]:
         stored = [
@@ -72,7 +72,7 @@ def test_table_1_from_the_command_to_the_table_and_nothing_twice(tmp_path: Path)
         "table1", "--attentions", "softmax,elu_diag", "--tasks", "sst2", "--tunings", "2", "--out", tmp_path
     )
     assert again.exit_code == 0
-    assert "all 6 runs are there (6 finished)" in again.stderr
+    assert "all 8 runs are there (8 finished)" in again.stderr
     assert files(tmp_path / "runs") == before_again
     # More seeds are added to what is there; other attentions stay in the table.
     more = reproduce(

@@ -122,6 +122,7 @@ class LLNAttention(MomentMatcher):
     value_taps: nn.Parameter
 
     patches: Patches | None = None  # of the model, where it has any and an option asks for them
+    value_convolution: Width | None = None  # modules that an earlier version pickled lack it
 
     def __init__(
         self,

@@ -78,6 +78,7 @@ class AttentionModule(PeerModule):
     """
 
     patches: Patches | None = None  # of the model, where it has any and the option asks for them
+    value_convolution: Width | None = None  # modules that an earlier version pickled lack it
 
     def __init__(
         self, *sizes: Any, scale: float | None = None, block_size: int | None = None, mix: float = 0.5,
@@ -89,9 +90,7 @@ class AttentionModule(PeerModule):
         self.value_convolution, self.value_dim = value_convolution, value_dim or self.head_dim
         if value_convolution is not None:
             start = torch.zeros(self.num_key_heads, self.value_dim, *read_width(value_convolution))
-            self.value_taps: nn.Parameter | None = nn.Parameter(start)
-        else:
-            self.value_taps = None
+            self.value_taps = nn.Parameter(start)
 
     @property
     def asks_for_patches(self) -> str | None:
@@ -113,8 +112,8 @@ class AttentionModule(PeerModule):
         cu_seqlens: CuSeqlens | None = None,
     ) -> Tensor:
         return self._run_qkv(
-            query, key, value, is_causal=is_causal, key_mask=key_mask, cu_seqlens=cu_seqlens, taps=self.value_taps,
-            patches=self.patches,
+            query, key, value, is_causal=is_causal, key_mask=key_mask, cu_seqlens=cu_seqlens,
+            taps=self._parameters.get("value_taps"), patches=self.patches,
         )  # fmt: skip
 
     def _run_qkv(self, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FigureName = enum.StrEnum(
     "FigureName",
     "table1 table2 table3 table4 table5 fig1 fig2 fig5a fig5b fig6a fig6b fig7 fig8 fig9 fig10 matching variants "
-    "lengths",
+    "lengths pretraining",
 )
 Scale = enum.StrEnum("Scale", "tiny mini paper")
 TRAINED = tuple(read_data("experiments"))  # from training runs
@@ -49,6 +49,7 @@ def reproduce(
     retry: Annotated[bool, typer.Option("--retry-failed")] = False,
     keep: Annotated[bool, typer.Option("--keep-all")] = False,
     at_once: shared.Count = 1,
+    no_controls: bool = False,
     as_json: shared.AsJson = False,
 ) -> None:
     """Make a figure or table of the paper from scratch and say whether its claims hold, in numbers.
@@ -65,20 +66,23 @@ def reproduce(
         tasks: Of table1 and table5; of fig9 image or mlm. [default: all; fig9 image]
         tunings: Fine-tunings of each pre-trained model. [default: 3, tiny 1]
         changes: An option of runs, like precision=bfloat16, or of some of them, glue.sst2.data.length=64; of lengths
-            lengths, like 512,2048; of table2 lengths, tokens (a batch), compile, precision.
+            lengths, like 512,2048; of pretraining rates, like .5,1,2, factors of the recipe's; of table2 lengths,
+            tokens (a batch), compile, precision.
         source: Run nothing: use the runs, or the result, in this folder.
         no_charts: Draw nothing; --from draws later.
         dry_run: Print what would be run, and run nothing.
         retry: Run failed runs again.
         keep: Keep checkpoints and all models of finished runs.
-        at_once: Runs side by side on the device; their times then say little.
+        no_controls: Leave out the fine-tunings of new weights that stand beside those of pre-trained models.
+        at_once: Runs side by side on the device, at most 4 on a GPU; their times then say little.
 
     Example: [bold]lln reproduce fig2 --quick[/bold] for a look in seconds; [bold]lln reproduce table2 --scale paper
     --device cuda --set tokens=16384 --set compile=yes[/bold] on a GPU; [bold]lln reproduce table1 --scale mini
     --data-root DIR --seeds 2 --attentions softmax,lln,lln:matching=entropy --set mlm.data.name=corpus/mine[/bold] to
     train. At scale tiny, on two cores and with no download, table1 takes about 10 minutes, table5 20, fig8 6, fig10 3,
     table3, fig1, fig9 and lengths 1 or 2. Ours: [bold]matching[/bold] (how alpha and beta are found),
-    [bold]variants[/bold] (what else may help LLN), [bold]lengths[/bold] (needles in text). Stopped, the same command
+    [bold]variants[/bold] (what else may help LLN), [bold]lengths[/bold] (needles in text), [bold]pretraining[/bold]
+    (from scratch, each attention at the best of a few rates). Stopped, the same command
     goes on; [bold]lln reproduce fig8 --from DIR[/bold] draws from runs that exist.
     """
     shared.need_folder(out)
@@ -94,6 +98,7 @@ def reproduce(
 
         from lln.lab.paper.experiments import EXPERIMENTS
         from lln.lab.paper.reproduction import check_data, understand
+        from lln.lab.paper.run_jobs import cap_at_once
 
         try:
             if not EXPERIMENTS[name].columns and not no_charts and (why := refuse_charts("runs")):
@@ -103,12 +108,14 @@ def reproduce(
             work = understand(
                 name, scale=scale.value, attentions=attentions, tasks=tasks, seeds=seeds or 1, first=seed,
                 tunings=tunings, changes=shared.parse_changes(changes), device=device, out=out,
+                controls=not no_controls,
             )  # fmt: skip
             if source is not None:
                 with shared.trust("--from", source):
                     result = work.load(source)
             else:
                 plan = work.plan(retry=retry)
+                at_once = cap_at_once(at_once, work.asked.device, lambda text: typer.echo(text, err=True))
                 check_data(plan.jobs, data_root)
                 typer.echo(work.describe(plan, at_once), err=True)
                 if dry_run:
@@ -118,6 +125,10 @@ def reproduce(
             shared.fail(f"lln reproduce: {error}")
         if source is None:
             result = run(work, plan, data_root=data_root, retry=retry, keep=keep, at_once=at_once)
+            # What came of the first runs may say which others there are (the seeds at the best rate).
+            while (later := work.plan(retry=False)).costs.keys() - plan.costs.keys():
+                plan = later
+                result = run(work, plan, data_root=data_root, retry=False, keep=keep, at_once=at_once)
         with shared.trust("--from", source):
             paths = work.write(result, charts=not no_charts)
             tell(result, work.tell(result), paths, as_json=as_json, end=f"; runs: {source or work.asked.runs}.")

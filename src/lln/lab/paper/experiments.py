@@ -25,6 +25,7 @@ ALPHAS = (1, 1.5, 2, 3, 4)  # alpha = beta of Fig. 10a
 SCALED = (2, 4)  # of Fig. 10b
 FLOAT16 = "float16"
 WATCHED = ("image", "mlm")  # whose alpha and beta Fig. 9 can show; the paper's first
+RATES = (0.5, 1.0, 2.0)  # of the recipe's learning rate, which attentions are tried at in `pretraining`
 LENGTHS = {"tiny": (128, 512), "mini": (256, 512, 2048, 8192, 32768)}  # of needles in text
 
 
@@ -41,6 +42,9 @@ class Asked:
     runs: Path
     device: str
     first: int = 0  # seed
+    rates: tuple[float, ...] = RATES  # of `pretraining`
+    best: dict[str, float] = dataclasses.field(default_factory=dict)  # the rate of attentions whose grid is finished
+    controls: bool = False  # fine-tunings without a pre-training beside those with one
     lengths: tuple[int, ...] = ()  # of `lengths`; none: those of the scale
 
     @property
@@ -55,25 +59,30 @@ class Asked:
 
 def make_job(
     asked: Asked, task: str, attention: str, seed: int, name: str | None = None, *, preset: str | None = None,
-    precision: str | None = None, before: Job | None = None,
+    precision: str | None = None, before: Job | None = None, untrained: bool = False,
 ) -> Job:  # fmt: skip
-    """before: the pre-training whose model it starts from."""
+    """before: the pre-training whose model it starts from; untrained: whose sizes and tokenizer alone."""
     start = None if before is None else asked.runs / before.folder / MODEL
     config = configure(
         task, preset or asked.scale, attention, seed, asked.changes, name=name, start=start, precision=precision
     )
+    if untrained:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, untrained=True))
     pretraining, after = (None, None) if before is None else (before.config.seed, before.folder)
     return Job(name_folder(config, name, pretraining), config, after)
 
 
 def list_tuned(asked: Asked) -> list[Job]:
-    """Seed by seed and attention by attention, so that whole rows are there soon."""
+    """Seed by seed and attention by attention, so that whole rows are there soon. Beside the fine-tunings of each task
+    a control with new weights: what the task teaches by itself."""
     found = []
     for seed, attention in itertools.product(asked.numbers, asked.attentions):
         before = make_job(asked, "mlm", attention, seed)
         tunings = itertools.product(range(asked.tunings), asked.tasks)
         found.append(before)
         found += [make_job(asked, "glue", attention, number, task, before=before) for number, task in tunings]
+        controls = asked.tasks if asked.controls else ()
+        found += [make_job(asked, "glue", attention, seed, task, before=before, untrained=True) for task in controls]
     return found
 
 
@@ -137,6 +146,21 @@ def list_lengths(asked: Asked) -> list[Job]:
     return found
 
 
+def list_pretraining(asked: Asked, once: Sequence[str]) -> list[Job]:
+    """Every rate with the first seed; the other seeds with the best, once it is known. once: attentions that get the
+    first seed alone."""
+    found = []
+    for seed, attention in itertools.product(asked.numbers, asked.attentions):
+        usual = make_job(asked, "mlm", attention, seed).config
+        rates = [factor * usual.optimisation.rate for factor in asked.rates]
+        if seed != asked.first:
+            rates = [asked.best[attention]] if attention in asked.best and attention not in once else []
+        for rate in rates:
+            config = dataclasses.replace(usual, optimisation=dataclasses.replace(usual.optimisation, rate=rate))
+            found.append(Job(f"{name_folder(config, None)}-rate{rate:g}", config))
+    return found
+
+
 OWN_JOBS: dict[str, Callable[[Asked], list[Job]]] = {
     "fig8": list_fig8,
     "fig9": lambda asked: [job for task in find_watched(asked) for job in list_single(asked, task)],
@@ -158,12 +182,15 @@ class Experiment:
     tasks: Sequence[str] = ()
     columns: Sequence[str] = ()
     at_tiny: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    once: Sequence[str] = ()  # attentions of `pretraining` that one seed is enough for
 
     def choose(self, what: str, scale: str) -> tuple[str, ...]:
         """Its attentions or tasks at a scale."""
         return tuple(self.at_tiny.get(what, getattr(self, what)) if scale == "tiny" else getattr(self, what))
 
     def jobs(self, asked: Asked) -> list[Job]:
+        if self.name == "pretraining":
+            return list_pretraining(asked, self.once)
         usual = list_tuned if self.task == "glue" else functools.partial(list_single, task=self.task)
         return OWN_JOBS.get(self.name, usual)(asked)
 

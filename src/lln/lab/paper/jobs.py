@@ -97,7 +97,8 @@ def name_folder(config: Config, name: str | None, pretraining: int | None = None
     usual = find_recipe(config.task, config.preset, name).precision
     parts = [
         config.task, name, config.preset, None if config.precision == usual else config.precision,
-        re.sub(r"[^\w.+-]+", "-", config.attention.label), None if pretraining is None else f"pre{pretraining}",
+        re.sub(r"[^\w.+-]+", "-", config.attention.label),
+        None if pretraining is None else f"{'new' if config.model.untrained else 'pre'}{pretraining}",
         f"seed{config.seed}",
     ]  # fmt: skip
     return "-".join(part for part in parts if part)

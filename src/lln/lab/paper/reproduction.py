@@ -22,6 +22,7 @@ from lln.lab.paper.analysis import tell_verdicts
 from lln.lab.paper.experiments import EXPERIMENTS, Asked, Experiment, find_refusal
 from lln.lab.paper.jobs import Job, check_jobs, configure, find_shape, find_state
 from lln.lab.paper.needle_lengths import assemble_lengths, parse_lengths, write_lengths
+from lln.lab.paper.rates import assemble_rates, list_known_rates, parse_rates
 from lln.lab.paper.run_figures import assemble_figure
 from lln.lab.paper.run_records import find_runs, find_stored_jobs, merge_runs, restore_runs
 from lln.lab.paper.run_tables import assemble_table, write_table
@@ -36,7 +37,7 @@ MORE = 1.25  # evaluation, checkpoints, recording
 
 def understand(
     name: str, *, scale: str, attentions: str | None, tasks: str | None, seeds: int, first: int, tunings: int | None,
-    changes: dict[str, str], device: str | None, out: Path,
+    changes: dict[str, str], device: str | None, out: Path, controls: bool = True,
 ) -> Reproduction:  # fmt: skip
     """A request, as the command line gives it, with its defaults. Refused, in one sentence, for what cannot be; of the
     default attentions, those that cannot be run are left out."""
@@ -57,8 +58,9 @@ def understand(
     asked = Asked(
         scale=scale, attentions=tuple(dict.fromkeys(names)), tasks=choose_tasks(experiment, scale, tasks), seeds=seeds,
         tunings=tunings or (1 if scale == "tiny" else 3), runs=out / "runs", first=first, lengths=lengths,
-        changes={key: value for key, value in changes.items() if (name, key) != ("lengths", "lengths")},
-        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        changes={key: value for key, value in changes.items() if (name, key) not in OF_EXPERIMENTS},
+        device=device or ("cuda" if torch.cuda.is_available() else "cpu"), controls=controls,
+        rates=parse_rates(changes.get("rates", "") if name == "pretraining" else ""),
     )  # fmt: skip
     return Reproduction(experiment, asked, unavailable, out)
 
@@ -81,6 +83,10 @@ def choose_tasks(experiment: Experiment, scale: str, tasks: str | None) -> tuple
         more = f" (at scale {scale})" if elsewhere else ""
         raise Refused(f"--tasks must be among {', '.join(allowed)}{more}; got {(unknown or [tasks])[0]!r}.")
     return tuple(given)
+
+
+# What --set says of an experiment rather than of its runs.
+OF_EXPERIMENTS = (("lengths", "lengths"), ("pretraining", "rates"))
 
 
 class Workload(NamedTuple):
@@ -109,6 +115,8 @@ class Reproduction:
         given = self.experiment, self.asked, merge_runs(find_runs(folder), kept), self.unavailable
         if self.experiment.name == "lengths":
             result = assemble_lengths(*given)
+        elif self.experiment.name == "pretraining":
+            result = assemble_rates(*given)
         elif self.experiment.columns:
             result = assemble_table(*given)
         else:
@@ -140,9 +148,15 @@ class Reproduction:
         """What is to be run: what neither a folder nor the stored result holds. ValueError where folders hold other
         runs."""
         self.stored = read_json(self.out / f"{self.experiment.name}.json", dict)
-        jobs, runs = self.experiment.jobs(self.asked), self.asked.runs
+        runs = self.asked.runs
+        stored = restore_runs(self.stored, self.asked.scale, self.asked.changes)[0]
+        asked = self.asked
+        if self.experiment.name == "pretraining":
+            there = merge_runs(find_runs(runs) if runs.is_dir() else [], stored)
+            asked = dataclasses.replace(asked, best=list_known_rates(asked, there))
+        jobs = self.experiment.jobs(asked)
         check_jobs(jobs, runs)
-        kept = find_stored_jobs(jobs, restore_runs(self.stored, self.asked.scale, self.asked.changes)[0], runs)
+        kept = find_stored_jobs(jobs, stored, runs)
         states = {job.folder: "stored" if job.folder in kept else find_state(runs / job.folder) for job in jobs}
         to_do = [job for job in jobs if job.folder not in kept]
         return Workload(to_do, states, estimate_jobs(to_do, runs, self.asked.device, retry=retry))

@@ -30,12 +30,14 @@ from lln.files import read_json, write_json
 from lln.hf.distillation import NotFinite
 from lln.lab.core.errors import DataError, first_line
 from lln.lab.core.provenance import provenance
+from lln.lab.core.tables import show_duration
 from lln.lab.data.made_once import Place
 from lln.lab.paper.jobs import FAILED, Job, find_state
 from lln.lab.train.run import MODEL, train
 from lln.lab.train.run_folder import CONFIG, FACTS, list_facts
 
 ATTEMPTS = "attempts.json"
+MOST_AT_ONCE = 4  # on one GPU: with more of them each is slower by as much as there are more
 LOOK = 0.5  # seconds between two looks at how far runs are, and of a run at whether it is to stop
 
 
@@ -57,6 +59,7 @@ def run_jobs(
     with the reason, and the rest goes on; KeyboardInterrupt and OSError (a full disk, a killed process) come through,
     and everything can go on from there."""
     hooks, waiting, needed = hooks or Hooks(), list(jobs), {job.after for job in jobs}
+    at_once, began, trained = cap_at_once(at_once, device, hooks.say), time.monotonic(), list[Job]()
     where = {"device": device, "data_root": data_root, "cache_dir": cache_dir}
     running: dict[concurrent.futures.Future[str], Job] = {}
     with contextlib.ExitStack() as stack:
@@ -84,8 +87,34 @@ def run_jobs(
             for future in done:
                 job = running.pop(future)
                 hooks.end(job, future.result())
+                trained += [job] if future.result() == "finished" else []
                 if not keep and find_state(runs / job.folder) == "finished":
                     tidy(runs / job.folder, model=job.folder in needed or job.config.task == "mlm")
+
+    if trained:
+        hooks.say(tell_throughput(trained, time.monotonic() - began, at_once))
+
+
+def cap_at_once(at_once: int, device: str, say: Callable[[str], None]) -> int:
+    """How many runs there may be side by side."""
+    if at_once <= MOST_AT_ONCE or torch.device(device).type == "cpu":
+        return at_once
+    say(f"{MOST_AT_ONCE} runs at once and not {at_once}: more would only wait for each other on one GPU.")
+    return MOST_AT_ONCE
+
+
+def tell_throughput(trained: list[Job], seconds: float, at_once: int) -> str:
+    """What all of them came to, by which another number at once can be compared.
+
+    >>> from lln.lab.paper.jobs import configure
+    >>> tell_throughput([Job("a", configure("mlm", "tiny", "lln", 0, {}))] * 3, 60.0, 2)
+    '3 runs in 60 s, 2 at once: 180 an hour, 40 steps a second.'
+    """
+    steps = sum(job.config.optimisation.steps for job in trained)
+    runs = f"{len(trained)} run{'s' if len(trained) > 1 else ''}"
+    side = f", {at_once} at once" if at_once > 1 else ""
+    hour, second = 3600 * len(trained) / seconds, steps / seconds
+    return f"{runs} in {show_duration(seconds)}{side}: {hour:.0f} an hour, {second:.3g} steps a second."
 
 
 def is_settled(job: Job, runs: Path, hooks: Hooks, *, retry: bool) -> bool:

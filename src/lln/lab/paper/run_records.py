@@ -33,6 +33,7 @@ from lln.lab.train.run_folder import (
 
 T = TypeVar("T")
 STANDS_FOR = {"topics": "sst2", "pairs": "qqp"}  # the embedded tasks for those of GLUE
+CONTROL = ", untrained"  # the end of a column of models that were fine-tuned with new weights
 LOGGED = ("loss", "eval_loss", "loss_scale")
 LAYERED = ("temperature", "entropy", "spectral_gap", "alpha", "beta")
 RECORDED = ("metrics", "guess", "parameters", "notes", "provenance", "step_seconds")  # of a result
@@ -66,13 +67,22 @@ class RunRecord:
     @property
     def column(self) -> str:
         """The task, and of GLUE and LRA which one."""
+        return self.part + (CONTROL if self.is_untrained else "")
+
+    @property
+    def part(self) -> str:
         task, name = self.facts["task"], self.facts["name"]
         return str(STANDS_FOR.get(name, name) if task == "glue" else name if task == "lra" else task)
 
     @property
+    def is_untrained(self) -> bool:
+        """Whether it is a control, which has nothing of the model that it names but sizes and tokenizer."""
+        return bool(self.config["model"].get("untrained", False))
+
+    @property
     def pretraining(self) -> str | None:
         """Which pre-trained model it starts from: its seed where that is known."""
-        start = self.facts["start"]
+        start = None if self.is_untrained else self.facts["start"]
         return start and (start["folder"] if start["seed"] is None else f"seed {start['seed']}")
 
     @property

@@ -11,7 +11,7 @@ from lln.lab.core.tables import show_duration, show_number
 from lln.lab.paper.experiments import Asked, Experiment
 from lln.lab.paper.jobs import configure, find_recipe, find_shape
 from lln.lab.paper.published import ACCURACIES, AVERAGE, PAPER4, TABLES, describe_differences
-from lln.lab.paper.run_records import RunRecord, group_by, list_runs, select_alike
+from lln.lab.paper.run_records import CONTROL, RunRecord, group_by, list_runs, select_alike
 from lln.lab.paper.spread import RULE, Difference, find_difference, find_spread
 
 LOSS = "MLM loss"
@@ -80,12 +80,15 @@ def group_by_column(
         there = {run.column for run in runs if run.facts["task"] == experiment.task} | set(asked.tasks)
         tasks = {LOSS: "mlm"} if experiment.task == "glue" else {}
         tasks |= {column: experiment.task for column in experiment.columns if column in there}
+        tasks |= {c + CONTROL: experiment.task for c in experiment.columns if c + CONTROL in there}
     found, left = {}, []
     for column, task in tasks.items():
-        part = column if task in ("glue", "lra") else None
-        mine = [run for run in runs if run.facts["task"] == task and part in (None, run.column)]
-        wanted = configure(task, asked.scale, "softmax", 0, asked.changes, name=part)
-        found[column], others = select_alike(mine, find_shape(wanted.to_dict()))
+        part = column.removesuffix(CONTROL) if task in ("glue", "lra") else None
+        mine = [run for run in runs if run.facts["task"] == task and (part is None or column == run.column)]
+        wanted = find_shape(configure(task, asked.scale, "softmax", 0, asked.changes, name=part).to_dict())
+        if column.endswith(CONTROL):
+            wanted["model"]["untrained"] = True
+        found[column], others = select_alike(mine, wanted)
         left += others
     return found, left
 
@@ -154,7 +157,7 @@ def compare_cells(names: list[str], columns: list[str], cells: dict[tuple[str, s
 def list_marks(runs: list[RunRecord]) -> dict[str, Any]:
     """In what these runs differ from the paper's, as sentences: its data, its model, its budget."""
     task = runs[0].facts["task"]
-    paper = find_recipe(task, "paper", runs[0].column if task in ("glue", "lra") else None)
+    paper = find_recipe(task, "paper", runs[0].part if task in ("glue", "lra") else None)
     found = describe_differences(runs[0].config, paper.to_dict())
     notes = list(dict.fromkeys(note for run in runs if run.result for note in run.result["notes"]))
     return {
@@ -209,7 +212,7 @@ def list_cells(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def find_digits(column: str) -> int:
-    return 3 if column == LOSS else 1
+    return 3 if column.startswith(LOSS) else 1
 
 
 def show_cell(cell: dict[str, Any] | None, digits: int) -> str:

@@ -223,7 +223,7 @@ class Config:
         found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         del found["attention"]["preset"]
         # Left out: runs from before there was a choice are the same runs.
-        usual = {"positions": (LEARNED,), "initial": (0.0,), "untrained": (False,)}
+        usual: dict[str, tuple[Any, ...]] = {"positions": (LEARNED,), "initial": (0.0,), "untrained": (False,)}
         usual["initialisation"] = ("", INITIALISED.get(self.task, OF_ARCHITECTURE))
         for part, known in (("model", usual), ("data", {"windows": (False,)})):
             for name, values in known.items():
