@@ -22,7 +22,8 @@ if importlib.util.find_spec("diffusers") is None:
 from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
 from torch import nn
 
-from lln.nn.plug import check_plug, make_plug, stand_in
+from lln.nn.image_grid import REMEDIES
+from lln.nn.plug import check_plug, make_plug, needs_patches, stand_in
 
 CROSS = ("attn2", "cross_attn", "cross_attention")  # how modules are called that do not say themselves
 
@@ -99,10 +100,9 @@ def convert(model: Any, implementation: str = "lln_diag", **options: Any) -> Any
             f"{type(model).__name__}."
         )
     check_plug(implementation, options)
-    if options.get("tile") is not None:
+    if asked := needs_patches(options):
         raise ValueError(
-            "tile: how the patches lie among the tokens of a diffusers model is not known; use block_size, which cuts "
-            "tokens in their order."
+            f"{asked}: how the patches lie among the tokens of a diffusers model is not known; {REMEDIES[asked]}."
         )
     layers = [(name, module) for name, module in find_attention(model) if not is_cross(name, module)]
     if not layers:

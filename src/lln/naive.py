@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lln.state import LLNState
 
-__all__ = ["naive_evidence", "naive_lln", "naive_lln_diag"]
+__all__ = ["naive_evidence", "naive_lln", "naive_lln_diag", "naive_value_convolution"]
 
 
 class Result(NamedTuple):
@@ -87,6 +87,30 @@ def naive_evidence(
         key_mask=key_mask, cu_seqlens=cu_seqlens, read="evidence", directions=directions, overlap=overlap,
         evidence_offset=evidence_offset,
     ).out  # fmt: skip
+
+
+def naive_value_convolution(
+    value: Tensor, taps: Tensor, *, is_causal: bool = False, key_mask: Tensor | None = None, cu_seqlens: Any = None,
+) -> Tensor:  # fmt: skip
+    """What `value_convolution` adds to attention, by its definition: [B, H, N, E] in float64 of values [B, H, N, E] and
+    taps [H, E, W]. Each token takes taps_w times the value that stands w - left places after it, where that is there,
+    is not hidden and is of the same sequence; left is W - 1 where causal, else half of it.
+
+    >>> taps = torch.tensor([[[1.0, 0.0, 0.0]]])  # of the token before alone
+    >>> naive_value_convolution(torch.arange(4.0).view(1, 1, 4, 1), taps).flatten().tolist()
+    [0.0, 0.0, 1.0, 2.0]
+    """
+    value, width, n = value.double(), taps.shape[-1], value.shape[2]
+    left = width - 1 if is_causal else (width - 1) // 2
+    row, column = torch.arange(n)[:, None], torch.arange(n)
+    w = column - row + left  # which tap a token has for another
+    taken = (w >= 0) & (w < width)
+    if cu_seqlens is not None:
+        sequence = torch.tensor([int((cu_seqlens[1:] <= i).sum()) for i in range(n)])
+        taken = taken & (sequence[:, None] == sequence)
+    weight = taps.double()[:, :, w.clamp(0, width - 1)] * taken  # [H, E, N, N]
+    seen = torch.ones(value.shape[0], n).double() if key_mask is None else key_mask.double()
+    return torch.einsum("heij,bhje,bi,bj->bhie", weight, value, seen, seen)
 
 
 def raw_map(aq: Tensor, bk: Tensor, allowed: Tensor) -> Tensor:

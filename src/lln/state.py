@@ -10,7 +10,8 @@ Two states merge into the state of both sets of keys. The merge is associative a
 With the evidence read a state has M channels (D, or more), and also the centre of the keys in each, K_c, and the
 entropy H_c of its weights (see `lln.kernels.evidence`): M (D + E + 2) numbers.
 
-With `block_size` (LLN+Diag) a state belongs to a causal sequence and also carries the block that is still open.
+With `block_size` (LLN+Diag) a state belongs to a causal sequence and also carries the block that is still open; with a
+value convolution, likewise, the last values.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class LLNState:
     entropy: Tensor | None = None  # [B, H, M] float64
     outside: bool = False  # mix="evidence": block_key and block_value hold keys that are in nothing else here
     overlap: bool = False  # of them: half of block_key's rows come before the open group of as many
+    last_value: Tensor | None = None  # [B, H, width - 1, E], of a causal value convolution, zeros where none or hidden
 
     def __post_init__(self) -> None:
         log_sum, mean = self.log_sum, self.mean_value
@@ -93,12 +95,13 @@ class LLNState:
         channels: int | None = None,
         mix: str | None = None,
         overlap: bool = False,
+        value_convolution: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> LLNState:
         """The state of no keys at all. `heads` are key heads; `dtype` is that of the keys and values to come;
-        `channels` are those of the evidence read where there are more than head_dim; mix="evidence" and overlap are
-        for calls that have them.
+        `channels` are those of the evidence read where there are more than head_dim; mix="evidence", overlap and
+        value_convolution are for calls that have them.
 
         >>> LLNState.empty(1, 2, 8, block_size=4)
         LLNState(batch=1, heads=2, head_dim=8, value_dim=8, block_size=4, dtype=torch.float32, device=cpu)
@@ -120,6 +123,13 @@ class LLNState:
         if read == "evidence":
             more["mean_key"] = torch.zeros(*shape, head_dim, dtype=wide, device=device)
             more["entropy"] = torch.zeros(shape, dtype=wide_dtype(device), device=device)
+        if value_convolution is not None:
+            if value_convolution < 3 or value_convolution % 2 == 0:
+                raise ValueError(
+                    f"LLNState.empty: value_convolution must be an odd int of 3 or more; got {value_convolution!r}."
+                )
+            last = (batch, heads, value_convolution - 1, value_dim)
+            more["last_value"] = torch.zeros(last, dtype=dtype, device=device)
         if block_size is None:
             return cls(log_sum, mean, **more)
         return cls(
@@ -180,6 +190,11 @@ class LLNState:
                 "LLNState.merge: the states must have the same [batch, heads, dim, value dim]; "
                 f"got {list(self.mean_value.shape)} and {list(other.mean_value.shape)}."
             )
+        if self.last_value is not None or other.last_value is not None:
+            raise ValueError(
+                "LLNState.merge: states with the last values of a value convolution do not merge, because which are "
+                "last depends on the order; pass the earlier state with the later tokens."
+            )
         for what in ("dtype", "device"):
             mine, others = getattr(self.mean_value, what), getattr(other.mean_value, what)
             if mine != others:
@@ -205,6 +220,15 @@ class LLNState:
             return LLNState(*merge(self.log_sum, self.mean_value, other.log_sum, other.mean_value), beta)
         log_sum, mean_value, mean_key, entropy = evidence.merge(list_evidence(self), list_evidence(other))
         return LLNState(log_sum, mean_value, beta, mean_key=mean_key, entropy=entropy)
+
+    def with_last(self, last_value: Tensor | None) -> LLNState:
+        """The same state with other last values, of a module that convolves them.
+
+        >>> LLNState.empty(1, 2, 8).with_last(torch.zeros(1, 2, 4, 8)).last_value.shape
+        torch.Size([1, 2, 4, 8])
+        """
+        held = {name: getattr(self, name) for name in FIELDS}
+        return LLNState(**(held | {"last_value": last_value}))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> LLNState:
         held = [getattr(self, name) for name in FIELDS]
@@ -234,6 +258,8 @@ class LLNState:
             cast["mean_key"] = moved.mean_key.to(compute_dtype(dtype))
         if moved.block_key is not None and moved.block_value is not None:
             cast |= {"block_key": moved.block_key.to(dtype), "block_value": moved.block_value.to(dtype)}
+        if moved.last_value is not None:
+            cast["last_value"] = moved.last_value.to(dtype)
         return dataclasses.replace(moved, **cast)
 
     def detach(self) -> LLNState:
@@ -268,6 +294,8 @@ class LLNState:
         if self.mean_key is not None:
             block += f", read='evidence', channels={dim}"
             dim = self.mean_key.shape[-1]
+        if self.last_value is not None:
+            block += f", value_convolution={self.last_value.shape[2] + 1}"
         return (
             f"LLNState(batch={batch}, heads={heads}, head_dim={dim}, value_dim={value_dim}{block}, "
             f"dtype={self.mean_value.dtype}, device={self.mean_value.device})"
@@ -330,6 +358,10 @@ def check_state(
         raise ValueError(
             f"state was made with {describe_mix(state.outside, state.overlap)}, this call has "
             f"{describe_mix(joint, overlap)}; use one for both."
+        )
+    if state.last_value is not None:
+        raise ValueError(
+            "state holds the last values of a value convolution, and this call has none; use the module that made it."
         )
     if state.mean_value.device != key.device:
         raise ValueError(f"state is on {state.mean_value.device}, key on {key.device}; use state.to(key.device).")

@@ -19,8 +19,9 @@ import timm.layers
 from timm.models.eva import EvaAttention
 from torch import Tensor, nn
 
-from lln.nn.plug import check_plug, make_plug, stand_in
-from lln.nn.tiles import REMEDY, Patches, TiledAttention
+from lln.nn.image_grid import REMEDIES, Patches
+from lln.nn.plug import check_plug, make_plug, needs_patches, stand_in
+from lln.nn.tiles import TiledAttention
 
 KINDS = (timm.layers.Attention, timm.layers.AttentionRope, EvaAttention)
 # Attention of a few learned queries, which reads the tokens once and stays as it is.
@@ -78,7 +79,7 @@ def make_layer(implementation: str = "lln_diag", **options: Any) -> type[Any]:
     Args:
         implementation: "lln" or "lln_diag".
         options: of `lln.LLNAttention`: block_size (64 for "lln_diag"), mix, overlap, matching, statistics, learnable,
-            alpha, beta and so on. For `tile` see `convert`.
+            alpha, beta and so on. For `tile` and rows and columns of a value_convolution see `convert`.
 
     Returns:
         A subclass of `timm.layers.Attention` with the same constructor and parameters.
@@ -94,10 +95,10 @@ def make_layer(implementation: str = "lln_diag", **options: Any) -> type[Any]:
         torch.Size([1, 3])
     """
     check_plug(implementation, options)
-    if options.get("tile") is not None:
+    if asked := needs_patches(options):
         raise ValueError(
-            "tile: a layer by itself does not know how the patches lie; build the model, and then use "
-            f"lln.timm.convert(model, {implementation!r}, tile={options['tile']!r})."
+            f"{asked}: a layer by itself does not know how the patches lie; build the model, and then use "
+            f"lln.timm.convert(model, {implementation!r}, {asked}={options[asked]!r})."
         )
     return make_class(timm.layers.Attention, implementation, options)
 
@@ -110,7 +111,7 @@ def convert(model: Any, implementation: str = "lln_diag", **options: Any) -> Any
             Pooling heads, whose few queries read the tokens once, stay as they are.
         implementation: "lln" or "lln_diag".
         options: as of `make_layer`; and `tile`: blocks are tiles of at most so many patches a side, which class and
-            register tokens share, for images of any size.
+            register tokens share, for images of any size; and value_convolution="3x3": rows and columns of patches.
 
     Returns:
         The model.
@@ -134,7 +135,8 @@ def convert(model: Any, implementation: str = "lln_diag", **options: Any) -> Any
         if held is not None and held.state_dict():
             raise ValueError(f"model: what LLN attention has learned in {name} would be lost; build the model anew.")
     made = [make_plug(layer, implementation, layer.num_heads, layer.head_dim, options) for _, layer in layers]
-    patches = find_patches(model) if options.get("tile") is not None else None
+    asked = needs_patches(options)
+    patches = None if asked is None else find_patches(model, asked)
     for (_, layer), attention in zip(layers, made, strict=True):
         layer.__class__ = make_class(getattr(layer, "kind", type(layer)), implementation, options)
         attention.patches = patches
@@ -159,14 +161,14 @@ def find_layers(model: nn.Module) -> list[tuple[str, Any]]:
     return layers
 
 
-def find_patches(model: Any) -> Patches:
+def find_patches(model: Any, asked: str) -> Patches:
     """How the patches of a model lie: its convolution says how many rows and columns there are, whenever it runs."""
     convolution = getattr(getattr(model, "patch_embed", None), "proj", None)
     prefix = getattr(model, "num_prefix_tokens", None)
     if not isinstance(convolution, nn.Conv2d) or not isinstance(prefix, int):
         raise ValueError(
-            f"tile: {type(model).__name__} has no patch_embed.proj that cuts an image into patches, or does not say "
-            f"how many other tokens there are (num_prefix_tokens); {REMEDY}."
+            f"{asked}: {type(model).__name__} has no patch_embed.proj that cuts an image into patches, or does not say "
+            f"how many other tokens there are (num_prefix_tokens); {REMEDIES[asked]}."
         )
     for hook in convolution._forward_hooks.values():
         if isinstance(held := getattr(hook, "__self__", None), Patches):

@@ -388,6 +388,8 @@ LEARNED = {
     "lln:convolution=5": "conv_q",
     "lln_diag:convolution=3:overlap=true:block_size=8": "conv_v",
     "softmax:convolution=5": "conv_k",
+    "lln_diag:value_convolution=5:block_size=8": "value_taps",
+    "softmax:value_convolution=3": "value_taps",
     "lln:statistics=fixed:learnable=head": "log_alpha",
     "lln:statistics=fixed:learnable=channel": "log_beta",
     "lln:statistics=fixed:feature_map=linear": "map_q",
@@ -438,7 +440,7 @@ def test_gains_do_not_decay_and_weights_do(tmp_path: Path, cache: Path) -> None:
         ("lln:block_size=8", "attention.options: block_size goes with lln_diag; got it with lln"),
         ("lln:convolution=4", "convolution must be an odd int of 3 or more"),
         ("softmax:convolution=4", "convolution must be an odd int of 3 or more"),
-        ("softmax:overlap=true", "attention.options: softmax takes convolution alone; got overlap"),
+        ("softmax:overlap=true", "attention.options: softmax takes value_convolution, .* alone; got overlap"),
     ],
 )
 def test_wrong_training_options_are_refused(attention: str, message: str, tmp_path: Path, cache: Path) -> None:

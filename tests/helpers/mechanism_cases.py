@@ -68,7 +68,7 @@ def draw_inputs(
     name: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
     # transformer_ls normalises keys and values alike, and a convolution is built for the channels of the queries.
-    value_dim = DIM if name in ("transformer_ls", "convolved_softmax") else VALUE_DIM
+    value_dim = DIM if name in ("transformer_ls", "convolved_softmax", "value_convolved_softmax") else VALUE_DIM
     return make_inputs(batch, HEADS, key_heads, length, DIM, value_dim, key_length=key_length, seed=seed)
 
 

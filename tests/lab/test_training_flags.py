@@ -152,12 +152,14 @@ def test_learning_rates_are_those_of_transformers(schedule: str, name: str, step
         wanted.step()
 
 
-@pytest.mark.parametrize(("task", "usual"), [("mlm", 0.02), ("glue", 0.02), ("lra", 64**-0.5), ("image", 0.02)])
-def test_the_spread_of_first_weights_can_be_set(task: str, usual: float) -> None:
+@pytest.mark.parametrize(("task", "before"), [("mlm", 0.02), ("glue", 0.02), ("lra", 64**-0.5), ("image", 0.02)])
+def test_the_spread_of_first_weights_can_be_set(task: str, before: float) -> None:
     config = recipe(task, "tiny", "softmax")
     sizes = Sizes(vocabulary=300, padding=1, labels=2, channels=1)
-    for given, want in ((0.0, usual), (0.3, 0.3)):
-        model = dataclasses.replace(config.model, width=64, heads=2, initial=given)
+    cases = (("width", 0.0, 64**-0.5), ("width", 0.3, 0.3), ("architecture", 0.0, 0.02), ("", 0.0, before))
+    for rule, given, want in (*cases, ("torch", 0.0, (3 * 64) ** -0.5)):
+        torch.manual_seed(0)
+        model = dataclasses.replace(config.model, width=64, heads=2, initial=given, initialisation=rule)
         built = build(dataclasses.replace(config, model=model), sizes)
         weights = next(w for name, w in built.named_parameters() if ".0." in name and w.ndim == 2)  # of the first layer
         assert float(weights.detach().std()) == pytest.approx(want, rel=0.05)

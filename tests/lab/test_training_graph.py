@@ -68,7 +68,7 @@ def test_a_run_with_a_graph_is_the_run_without(
 
 
 def test_dropout_in_a_graph_is_drawn_anew_each_step(tmp_path: Path, cache: Path) -> None:
-    dropped = {"model__dropout": "0.3", "model__attention_dropout": "0.3"}
+    dropped = {"model__dropout": "0.3", "model__attention_dropout": "0.3", "model__initialisation": "architecture"}
     for name, g in (("plain", "no"), ("graph", "yes")):
         train(tiny(**dropped, graph=g, record_every="0"), tmp_path / name, cache_dir=cache, device=DEVICE)
     found = [[m["loss"] for m in read_metrics(tmp_path / name) if "loss" in m] for name in ("plain", "graph")]

@@ -27,13 +27,14 @@ from lln.hf.find import (
     read_sizes,
 )
 from lln.hf.layers import RUNS, check_global, find_index
-from lln.hf.options import LLN, Options, read, runs_lln, runs_ours, write
+from lln.hf.options import LLN, NEAR, Options, read, runs_lln, runs_ours, write
 from lln.hf.packing import watch_positions
 from lln.hf.patches import find_patches
 from lln.hf.towers import check_masks
 from lln.matching.moments import match_moments
 from lln.nn.attention import LLNAttention
-from lln.nn.tiles import TiledAttention, require_patches
+from lln.nn.image_grid import Patches, require_patches
+from lln.nn.tiles import TiledAttention
 from lln.nn.weights import check_size, check_weights, dense_weights
 from lln.peers import attention, mechanism, mechanisms
 from lln.peers.registry import Mechanism
@@ -104,7 +105,8 @@ class ModelAttention(Attached, TiledAttention):
         taken = ["length", "momentum", "read", *(("learnable", "feature_map") if fixed else ())]
         taken += ["directions"] if fixed or not isinstance(options.directions, int) else []
         if not self.cross:
-            taken += ["convolution", *(("block_size", "mix", "overlap") if self.implementation == "lln_diag" else ())]
+            taken += [NEAR, "convolution"]
+            taken += ["block_size", "mix", "overlap"] if self.implementation == "lln_diag" else []
         made = read_sizes(host) | {
             "matching": "paper" if options.matching == "data" else options.matching,
             "statistics": statistics,
@@ -197,15 +199,16 @@ class Peer(Attached):
         sizes = read_sizes(host)
         self.implementation, self.options, self.scale = implementation, dict(options), sizes["scale"]
         self.cross = is_cross(host, name)
-        if self.cross:  # as for LLN+Diag: blocks need one sequence
-            options = {k: v for k, v in options.items() if k not in ("block_size", "mix")}
+        if self.cross:  # as for LLN+Diag: blocks and neighbours need one sequence
+            options = {k: v for k, v in options.items() if k not in ("block_size", "mix", NEAR)}
         self.used, like = dict(options), first_weight(host)
         self.attention: Any = None
         self.build = None
         with torch.device("cpu"):
-            if self.entry.parameters:
+            if self.entry.parameters or options.get(NEAR) is not None:
                 made = sizes | {"max_length": find_longest(host.config), **options}
-                del made["value_dim"]
+                if options.get(NEAR) is None:
+                    del made["value_dim"]
                 self.build = functools.partial(mechanism, implementation, dtype=like.dtype, **made)
                 self.attention = self.build()
             else:  # one token, to hear now and not in the first call what is wrong with the options
@@ -217,10 +220,25 @@ class Peer(Attached):
     def entry(self) -> Mechanism:
         return mechanisms()[self.implementation]  # by name, so that models can be copied and pickled
 
+    @property
+    def asks_for_patches(self) -> str | None:
+        return None if self.attention is None else self.attention.asks_for_patches
+
+    @property
+    def patches(self) -> Patches | None:
+        return None if self.attention is None else self.attention.patches
+
+    @patches.setter
+    def patches(self, patches: Patches | None) -> None:
+        if self.attention is not None:
+            self.attention.patches = patches
+
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, query_mask: Tensor | None, dropout: float, **where: Any
-    ) -> Tensor:
-        """[B, H, N, E]. where: is_causal, key_mask and cu_seqlens; query_mask is for statistics, and there are none."""
+        self, query: Tensor, key: Tensor, value: Tensor, *, query_mask: Tensor | None, dropout: float,
+        alone: bool = False, **where: Any,
+    ) -> Tensor:  # fmt: skip
+        """[B, H, N, E]. where: is_causal, key_mask and cu_seqlens; query_mask is for statistics, and there are none.
+        alone: P times the values, without what the module takes from their neighbours."""
         if self.cross:
             self.entry.refuse("cross")
         causal = where["is_causal"] and not self.options.get("max_length")
@@ -231,7 +249,8 @@ class Peer(Attached):
             given = self.used | {"dropout_p": dropout, "scale": self.scale}
             return attention(self.implementation, query, key, value, **where, **given)
         self.attention.dropout = dropout
-        out: Tensor = self.attention(query, key, value, **where)
+        run = self.attention.attend_alone if alone else self.attention
+        out: Tensor = run(query, key, value, **where)
         return out
 
     def check_weights(self, query: Tensor, key: Tensor) -> None:
@@ -242,7 +261,7 @@ class Peer(Attached):
     def weights(self, query: Tensor, key: Tensor, where: dict[str, Any]) -> Tensor:
         # By giving the mechanism the unit vectors for values.
         units = torch.eye(key.shape[2], dtype=key.dtype, device=key.device).expand(*key.shape[:2], -1, -1)
-        return self.forward(query, key, units, **where, dropout=0.0)
+        return self.forward(query, key, units, **where, dropout=0.0, alone=True)
 
 
 def find_longest(config: Any) -> int | None:
@@ -295,8 +314,9 @@ def attach(model: PreTrainedModel, *, fresh: bool) -> None:
             if ours:
                 check_global(name, module, own.implementation)
             guessed |= attach_own(module, name, own, ours, fresh) and ours
-            if isinstance(lln := find_attached(module, "lln"), ModelAttention) and lln.tile is not None:
-                lln.patches = find_patches(model, part)
+            for held in (find_attached(module, "lln"), find_attached(module, "lln_peer")):
+                if isinstance(held, (ModelAttention, Peer)) and (asked := held.asks_for_patches) is not None:
+                    held.patches = find_patches(model, part, asked)
     if guessed:
         warnings.warn(
             f"{type(model).__name__} has causal or cross attention, and the spread of its queries and keys is not "
@@ -319,12 +339,12 @@ def attach_own(module: Any, name: str, options: Options, ours: bool, fresh: bool
     return False
 
 
-def check_tiles(model: PreTrainedModel) -> None:
-    """ValueError where tiles were asked for and the model has no patches. Not while models are made: what makes patches
+def check_patches(model: PreTrainedModel) -> None:
+    """ValueError where an option needs patches and the model has none. Not while models are made: what makes patches
     may be in a model around the one that attends."""
     for module in model.modules():
-        if isinstance(module, ModelAttention) and module.tile is not None:
-            require_patches(module.patches)
+        if isinstance(module, (ModelAttention, Peer)) and (asked := module.asks_for_patches) is not None:
+            require_patches(module.patches, asked)
 
 
 @contextlib.contextmanager
@@ -383,11 +403,13 @@ def attach_one(module: Any, name: str, options: Options, fresh: bool) -> bool:
                 f"attn_implementation={options.implementation!r}: the learned mix={old.mix!r} of {name} would be lost; "
                 f"lln.hf.convert(model, {options.implementation!r}, mix=0.5) drops it."
             )
-        if old.convolution is not None and options.convolution != old.convolution:
-            raise ValueError(
-                f"convolution={options.convolution!r}: what {name} has learned with a width of {old.convolution} would "
-                "be lost; load or build the model anew."
-            )
+        for what in ("convolution", NEAR):
+            width = getattr(old, what)
+            if width is not None and getattr(options, what) != width:
+                raise ValueError(
+                    f"{what}={getattr(options, what)!r}: what {name} has learned with a width of {width} would be "
+                    "lost; load or build the model anew."
+                )
     new = ModelAttention(module, name, options)
     if isinstance(old, ModelAttention):
         new.take(old)

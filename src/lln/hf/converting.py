@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lln.checks import check_no_alpha
-from lln.hf.attach import ModelAttention, attach, check_tiles, undo_refused
+from lln.hf.attach import ModelAttention, attach, check_patches, undo_refused
 from lln.hf.claims import check_values, warn_of_adapter
 from lln.hf.find import Model, attention_modules, find_attached, find_model, list_parts
 from lln.hf.layers import Plan, Wanted, find_running, name_implementation, plan_layers, read_plan
@@ -25,7 +25,7 @@ from lln.nn.statistics import Where
 from lln.values import check_listed
 
 ROWS = 64  # of a sample's queries that data matching looks at; there are many samples
-OF_PEERS = ("block_size", "mix", "convolution")  # what other mechanisms than LLN take, too
+OF_PEERS = ("block_size", "mix", "value_convolution", "convolution")  # what other mechanisms than LLN take, too
 Coefficients = float | Tensor | Mapping[str, float | Tensor]
 
 
@@ -41,6 +41,7 @@ def convert(
     read: str | None = None,
     directions: int | str | None = None,
     feature_map: str | None = None,
+    value_convolution: int | str | None = None,
     convolution: int | None = None,
     overlap: bool | None = None,
     alpha: Coefficients | None = None,
@@ -77,9 +78,11 @@ def convert(
             `lln.LLNAttention`), which `lln.hf.fit` finds without gradients and `lln.hf.distill` trains.
         feature_map: "linear": each head learns a linear map of its queries and keys (see `lln.LLNAttention`), which
             starts at the identity; what `lln.hf.distill` can train.
-        convolution: an odd width: each head learns a convolution over the tokens of its queries, keys and values (see
-            `lln.LLNAttention`), which starts at zero. Not for cross attention, nor with a cache. Also of
-            "convolved_softmax".
+        value_convolution: an odd width: each value head learns a convolution over that many tokens, which starts at
+            zero and is added to attention's output (see `lln.LLNAttention`); "3x3" in image models: over rows and
+            columns of patches. Of every implementation. Cross attention has none.
+        convolution: deprecated, use value_convolution. An odd width: each head learns a convolution over the tokens of
+            its queries, keys and values, which starts at zero. Not for cross attention, nor with a cache.
         overlap: of "lln_diag": windows that overlap in place of blocks (see `lln.LLNAttention`).
         alpha, beta: positive numbers or tensors [heads] or [heads, dim] for all attention modules with "fixed"
             statistics, or a dict from the name of a module (as in model.named_modules()) to them; the two go together.
@@ -120,8 +123,8 @@ def convert(
     check_listed("implementation", implementation, IMPLEMENTATIONS)
     asked = {
         "matching": matching, "statistics": statistics, "block_size": block_size, "mix": mix, "learnable": learnable,
-        "read": read, "directions": directions, "feature_map": feature_map, "convolution": convolution,
-        "overlap": overlap, "length": length,
+        "read": read, "directions": directions, "feature_map": feature_map,
+        "value_convolution": value_convolution, "convolution": convolution, "overlap": overlap, "length": length,
         "momentum": momentum, "tile": tile,
     }  # fmt: skip
     changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
@@ -159,7 +162,7 @@ def convert(
             write(part.config, own)
             part.config._attn_implementation_internal = implementation
         attach(body, fresh=True)
-        check_tiles(body)
+        check_patches(body)
         for name, attention in find_running(body).items():
             if not isinstance(attention, ModelAttention):
                 continue

@@ -24,6 +24,7 @@ from lln.hf.layers import check_runs, find_running
 from lln.hf.options import LLN
 from lln.hf.watch import SoftmaxCall, check_batches, check_pattern, show_softmax
 from lln.kernels.evidence_mix import attend_apart
+from lln.nn.value_convolution import add_near, take_near
 
 FACTORS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0)
 OFFSETS = tuple(i / 4 for i in range(-12, 21))  # of mix="evidence", which are tried
@@ -137,6 +138,9 @@ class Fit:
         inputs = check_inputs(call.query, call.key, call.value, key_mask=where["key_mask"], cu_seqlens=None)
         alpha, beta = attention.coefficients(call.query, call.key, **where)
         mask, wanted = where["query_mask"], call.out.transpose(1, 2).double()  # [B, H, N, E]
+        if attention.value_convolution is not None:  # what it adds is not asked of the rest
+            here = {"is_causal": where["is_causal"], "key_mask": where["key_mask"], "cu_seqlens": None}
+            wanted = add_near(wanted, -take_near(call.value, attention.value_taps, attention.patches, **here))
         if attention.mix == "evidence":
             self.sums = self.sums + torch.stack([
                 self.measure_offsets(inputs, beta, factor, where, wanted) for factor in self.list_factors()

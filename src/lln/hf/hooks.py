@@ -16,7 +16,7 @@ from transformers import EncoderDecoderCache, GenerationMixin, PreTrainedConfig,
 from transformers.generation import GenerationMode
 
 from lln.hf import claims
-from lln.hf.attach import Attached, ModelAttention, attach, check_saved, check_tiles, undo_refused
+from lln.hf.attach import Attached, ModelAttention, attach, check_patches, check_saved, undo_refused
 from lln.hf.cache import LLNCache
 from lln.hf.find import (
     attention_modules,
@@ -118,7 +118,7 @@ def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *arg
             if isinstance(attn_implementation, str) and concerns and id(part.config) not in known:
                 part.config._attn_implementation_internal = model.config._attn_implementation
         attach(model, fresh=False)
-        check_tiles(model)
+        check_patches(model)
     if by_name and claims.is_loaded(model):
         warn_of_harm()
     return result

@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lln.checks import MATCHINGS, STATISTICS
 from lln.matching.moments import LENGTH
 from lln.nn.module_options import check_options
+from lln.nn.value_convolution import read_width
 from lln.peers import mechanisms
 from lln.peers.registry import check_names
 from lln.values import check_choice, check_count, describe
@@ -33,6 +34,7 @@ def list_free_names() -> tuple[str, ...]:
 PEERS = list_free_names()
 IMPLEMENTATIONS = (*LLN, *PEERS)
 BLOCK_SIZE = 64
+NEAR = "value_convolution"  # the option that all implementations take
 # What goes with "lln_diag" and not with "lln", and the values by which nothing is asked for.
 OF_BLOCKS = {"block_size": None, "mix": 0.5, "overlap": False, "tile": None}
 
@@ -61,8 +63,11 @@ class Options:
             `lln.LLNAttention`. Learned ones with "fixed" statistics.
         feature_map: None, or "linear": a learned map of queries and keys, see `lln.LLNAttention`. With "fixed"
             statistics.
-        convolution: None, or the odd width of a learned convolution over the tokens of queries, keys and values, see
-            `lln.LLNAttention`. Cross attention has none.
+        value_convolution: None, the odd width of a learned convolution of the values over tokens, or "3x3" over rows
+            and columns of patches, which is added to attention's output, see `lln.LLNAttention`. Cross attention has
+            none.
+        convolution: deprecated, use value_convolution: None, or the odd width of a learned convolution over the tokens
+            of queries, keys and values, see `lln.LLNAttention`. Cross attention has none.
         overlap: of "lln_diag": windows that overlap in place of blocks, see `lln.LLNAttention`.
         length: number of keys that "entropy" matching assumes where it does not see them all.
         momentum: weight of a new batch in "running" statistics.
@@ -70,8 +75,8 @@ class Options:
             an implementation of each, the index as a string; all other layers are the model's own.
         others: the implementation of transformers that those other layers run.
         mechanisms: of the other implementations, by name: {"performer": {"features": 64}}. What a mechanism takes is in
-            `lln.mechanisms()[name].options`; kernel mechanisms also take block_size and mix, as `lln.attention` does:
-            {"elu": {"block_size": 64}} is ELU+Diag.
+            `lln.mechanisms()[name].options`; all take value_convolution, and kernel mechanisms block_size and mix, as
+            `lln.attention` does: {"elu": {"block_size": 64}} is ELU+Diag.
 
     Example:
         >>> Options(implementation="lln", statistics="running").statistics_of("decoder")
@@ -91,6 +96,7 @@ class Options:
     read: str = "paper"
     directions: int | str | None = None
     feature_map: str | None = None
+    value_convolution: int | str | None = None
     convolution: int | None = None
     overlap: bool = False
     length: int = LENGTH
@@ -132,6 +138,7 @@ class Options:
         check_options(
             learnable=self.learnable, block_size=self.block_size, mix=self.mix, read=self.read,
             directions=self.directions, feature_map=self.feature_map,
+            value_convolution=self.value_convolution,
             convolution=self.convolution, overlap=self.overlap, momentum=self.momentum, length=self.length,
         )  # fmt: skip
         if self.tile is not None:
@@ -170,6 +177,7 @@ class Options:
     def keeps_values(self) -> bool:
         """Whether anything of it lives among the weights."""
         learned = [self.learnable, self.coefficients, self.feature_map, self.convolution]
+        learned.append(self.value_convolution)
         learned += [self.directions] if isinstance(self.directions, int) else []
         mixes = isinstance(self.mix, str) and self.implementation != "lln"
         return mixes or "running" in map(self.statistics_of, KINDS) or any(one is not None for one in learned)
@@ -205,7 +213,9 @@ def check_peer(name: str, options: Mapping[str, Any]) -> None:
     if not entry.mixes:
         blocks.pop("mix", None)
     own = {"max_length": None, **entry.module_options} if entry.parameters else entry.options
-    check_names(name, options, {**blocks, **own})
+    check_names(name, options, {**blocks, NEAR: None, **own})
+    if options.get(NEAR) is not None:
+        read_width(options[NEAR])
     for option, value in options.items():
         if value is not None and not isinstance(value, (bool, int, float, str)):
             raise TypeError(f"lln: {option} of {name} must be a plain value that a config can keep; got "

@@ -13,11 +13,22 @@ from lln.checks import Inputs, Matching, Read, Statistics, check_inputs, check_k
 from lln.functional import Backend, Coefficient, CuSeqlens, Mix, attend_checked, autocast
 from lln.kernels.triton.attend import attend_known
 from lln.matching.moments import LENGTH, match_moments
-from lln.nn.convolution import check_sequence, check_value, convolve
+from lln.nn.convolution import check_sequence, check_value, convolve, warn_convolution
 from lln.nn.feature_map import map_features
+from lln.nn.image_grid import Patches
 from lln.nn.module_options import check_options
 from lln.nn.overlap import overlapping_attention
 from lln.nn.statistics import MomentMatcher, Where, check_heads, is_in_backward
+from lln.nn.value_convolution import (
+    Width,
+    add_near,
+    check_taps,
+    check_tokens,
+    find_past,
+    keep_last,
+    read_width,
+    take_near,
+)
 from lln.ranks import find_ranks
 from lln.state import LLNState
 
@@ -51,10 +62,14 @@ class LLNAttention(MomentMatcher):
             start as the signed coordinates at the usual beta, and `lln.hf.convert` finds better ones on data.
         feature_map: with "fixed": "linear" learns a linear map of the queries of each head and of the keys of each key
             head (see `lln.nn.feature_map`). It starts at the identity.
-        convolution: an odd width: each channel of each head's queries, keys and values learns a convolution over that
-            many tokens, which is added to it before anything else, statistics included (see `lln.nn.convolution`). The
-            window is symmetric, or reaches back alone where attention is causal. It starts at zero. What key_mask and
-            query_mask hide, and other packed sequences, are not seen. Refused: a state, and cross attention.
+        value_convolution: an odd width: each channel of each value head learns a convolution over that many tokens,
+            which is added to what attention gives (see `lln.nn.value_convolution`). The window is symmetric, or reaches
+            back alone where attention is causal, and then a state holds the last width - 1 values. It starts at zero.
+            What key_mask hides gives and takes nothing, nor do other packed sequences. "3x3": rows and columns of an
+            image's patches, in models that `lln.hf.convert` or `lln.timm.convert` made. Refused: cross attention.
+        convolution: deprecated, use value_convolution. An odd width: each channel of each head's queries, keys and
+            values learns a convolution over that many tokens, which is added to it before anything else, statistics
+            included (see `lln.nn.convolution`). Refused: a state, and cross attention.
         overlap: with a block_size divisible by 4: in place of blocks, windows of block_size keys around every
             block_size / 2 queries, a quarter of it further on both sides; causal: half of it before them. There is a
             state with mix="evidence" alone.
@@ -104,6 +119,9 @@ class LLNAttention(MomentMatcher):
     conv_q: nn.Parameter
     conv_k: nn.Parameter
     conv_v: nn.Parameter
+    value_taps: nn.Parameter
+
+    patches: Patches | None = None  # of the model, where it has any and an option asks for them
 
     def __init__(
         self,
@@ -122,6 +140,7 @@ class LLNAttention(MomentMatcher):
         read: Read = "paper",
         directions: int | Literal["signed"] | None = None,
         feature_map: Literal["linear"] | None = None,
+        value_convolution: Width | None = None,
         convolution: int | None = None,
         overlap: bool = False,
         dropout: float = 0.0,
@@ -136,10 +155,12 @@ class LLNAttention(MomentMatcher):
         check_options(
             num_heads=num_heads, head_dim=head_dim, num_key_heads=num_key_heads, matching=matching,
             statistics=statistics, alpha=alpha, beta=beta, learnable=learnable, block_size=block_size, mix=mix,
-            read=read, directions=directions, feature_map=feature_map, convolution=convolution, overlap=overlap,
-            dropout=dropout, scale=scale,
+            read=read, directions=directions, feature_map=feature_map, value_convolution=value_convolution,
+            convolution=convolution, overlap=overlap, dropout=dropout, scale=scale,
             length=length, momentum=momentum, backend=backend,
         )  # fmt: skip
+        if convolution is not None:
+            warn_convolution()
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.read, self.directions = read, directions
         super().__init__(
@@ -149,6 +170,8 @@ class LLNAttention(MomentMatcher):
         )  # fmt: skip
         self.value_dim, self.block_size, self.mix, self.overlap = value_dim or head_dim, block_size, mix, overlap
         self.feature_map, self.convolution, self.dropout = feature_map, convolution, dropout
+        self.value_convolution = value_convolution
+        sides = () if value_convolution is None else read_width(value_convolution)
         key_heads, width = self.num_key_heads, convolution or 0
         scales = (num_heads, self.value_dim)
         # What is learned, as it starts: the average of both parts, the identity, no convolution.
@@ -166,6 +189,7 @@ class LLNAttention(MomentMatcher):
                 "conv_k": (key_heads, head_dim, width),
                 "conv_v": (key_heads, self.value_dim, width),
             }),
+            (value_convolution is not None, 0.0, {"value_taps": (key_heads, self.value_dim, *sides)}),
         )  # fmt: skip
         for wanted, start, shapes in learned:
             for name, shape in shapes.items() if wanted else ():
@@ -190,6 +214,11 @@ class LLNAttention(MomentMatcher):
     def has_state(self) -> bool:
         """Whether a causal sequence may be cut: overlapping windows reach further back than other states keep rows."""
         return not self.overlap or self.mix == "evidence"
+
+    @property
+    def asks_for_patches(self) -> str | None:
+        """The option that needs to know how the patches of an image lie."""
+        return "value_convolution" if isinstance(self.value_convolution, str) else None
 
     @property
     def moves(self) -> bool:
@@ -261,6 +290,7 @@ class LLNAttention(MomentMatcher):
     def is_plain(self) -> bool:
         """Whether a call does no more than kernels do: nothing is learned but alpha and beta, nothing is kept."""
         learned = self.convolution is not None or self.feature_map is not None or isinstance(self.mix, str)
+        learned = learned or self.value_convolution is not None
         return not (learned or self.read != "paper" or self.overlap or (self.statistics == "running" and self.training))
 
     @functools.cached_property
@@ -287,6 +317,12 @@ class LLNAttention(MomentMatcher):
             check_value(value, self.value_dim, state is not None or return_state)
             query, key = self.convolve(query, key, where)
             value = convolve(value, self.conv_v, is_causal=is_causal, mask=key_mask, cu_seqlens=cu_seqlens)
+        given, past = value, None
+        if self.value_convolution is not None:
+            check_tokens(query, key, is_causal, self.decoder, cu_seqlens)
+            check_taps(value, self.value_taps)
+            given = autocast(query, key, value)[2]
+            state, past = find_past(state, given, self.value_taps, is_causal, return_state)
         new = None
         if self.statistics == "running" and self.training and not is_in_backward():
             self.commit()
@@ -297,9 +333,21 @@ class LLNAttention(MomentMatcher):
         result = self.run_op(
             inputs, alpha, beta, is_causal=is_causal, dropout_p=dropout_p, state=state, return_state=return_state
         )
+        if self.value_convolution is not None:
+            result = self._add_near(result, given, where, past)
         if new is not None:
             self.pending.copy_(new)  # only now: a call that failed has not been seen
         return result
+
+    def _add_near(self, result: Any, value: Tensor, where: Where, past: Tensor | None) -> Any:
+        """What the op gave, and what the values' neighbours add to it."""
+        is_causal, key_mask, _, cu_seqlens = where
+        here: dict[str, Any] = {"key_mask": key_mask, "cu_seqlens": cu_seqlens, "past": past}
+        near = take_near(value, self.value_taps, self.patches, is_causal=is_causal, **here)
+        if isinstance(result, Tensor):
+            return add_near(result, near)
+        out, state = result
+        return add_near(out, near), state.with_last(keep_last(value, self.value_taps.shape[-1] - 1, **here))
 
     def run_op(self, inputs: Inputs, alpha: Tensor | None, beta: Tensor, **call: Any) -> Any:
         """The op with this module's blocks, on `features` and with `coefficients`. call: further arguments of it,
@@ -333,4 +381,5 @@ class LLNAttention(MomentMatcher):
         features = "" if self.feature_map is None else f", feature_map={self.feature_map!r}"
         features += "" if self.read == "paper" else f", read={self.read!r}, directions={self.directions!r}"
         features += "" if self.convolution is None else f", convolution={self.convolution}"
+        features += "" if self.value_convolution is None else f", value_convolution={self.value_convolution!r}"
         return f"heads={self.num_heads}{groups}, head_dim={self.head_dim}, {how}{block}{features}"

@@ -1,4 +1,4 @@
-"""A residual depthwise convolution over the tokens, before anything attends.
+"""A residual depthwise convolution over the tokens, before anything attends. Deprecated for `value_convolution`.
 
     x'_ic = x_ic + sum_w kernel_cw x_(i + w - left)c        left = (W - 1) / 2, causal: W - 1
 
@@ -8,15 +8,16 @@ sees its neighbours before. At kernel = 0 it is the identity, to the last bit.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from lln.distributed.halo import fetch_neighbours
 from lln.functional import CuSeqlens
 from lln.kernels.carry import owners
+from lln.nn.value_convolution import Convolve
 from lln.ranks import find_ranks, tie
 
 
@@ -42,63 +43,18 @@ def run_along(x: Tensor, kernel: Tensor, cu_seqlens: Tensor | None, left: int) -
     sequence = None
     if cu_seqlens is not None:
         sequence = owners(torch.arange(x.shape[2], device=x.device), cu_seqlens)
-    out: Tensor = Convolve.apply(x, kernel, sequence, left, 1)
+    out: Tensor = Convolve.apply(x, kernel, sequence, left, 1, x.dtype)
     return out
 
 
-def shift_rows(x: Tensor, shift: int) -> tuple[slice, slice]:
-    """Rows i, and their neighbours i + shift, that are both there."""
-    length = x.shape[2]
-    reach = min(abs(shift), length)
-    ends, starts = slice(0, length - reach), slice(reach, length)
-    return (ends, starts) if shift >= 0 else (starts, ends)
-
-
-def mark_together(sequence: Tensor, rows: slice, others: slice, like: Tensor) -> Tensor:
-    """[rows, 1]: 1 where a row and its neighbour are of one packed sequence."""
-    return (sequence[rows] == sequence[others]).to(like.dtype).unsqueeze(-1)
-
-
-class Convolve(Function):
-    """(x [B, H, N, D], kernel [H, D, W], sequence [N] or None, left, sign) -> sum_w kernel_w x_(i + sign (w - left))
-
-    W shifted products, summed in place, with no copy of x for the backward pass: an own function, because autograd
-    would keep each of them."""
-
-    @staticmethod
-    def forward(x: Tensor, kernel: Tensor, sequence: Tensor | None, left: int, sign: int) -> Tensor:
-        taps = kernel.to(x.dtype).permute(2, 0, 1).unsqueeze(-2)  # [W, H, 1, D]
-        out = x * taps[left]
-        for at, tap in enumerate(taps):
-            if at == left:
-                continue
-            rows, others = shift_rows(x, sign * (at - left))
-            factor = tap if sequence is None else tap * mark_together(sequence, rows, others, tap)
-            out[:, :, rows].addcmul_(x[:, :, others], factor)
-        return out
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:3])
-        ctx.left, ctx.sign = inputs[3:]
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, kernel, sequence = ctx.saved_tensors
-        dx = dkernel = None
-        if ctx.needs_input_grad[0]:
-            dx = Convolve.apply(g, kernel, sequence, ctx.left, -ctx.sign)
-        if ctx.needs_input_grad[1]:
-            wide = torch.promote_types(x.dtype, torch.float32)
-            taps = []
-            for at in range(kernel.shape[-1]):
-                rows, others = shift_rows(x, ctx.sign * (at - ctx.left))
-                product = g[:, :, rows] * x[:, :, others]
-                if sequence is not None:
-                    product = product * mark_together(sequence, rows, others, product)
-                taps.append(product.sum((0, 2), dtype=wide))  # [H, D]
-            dkernel = torch.stack(taps, -1).to(kernel.dtype)
-        return dx, dkernel, None, None, None
+def warn_convolution() -> None:
+    """It goes on working for this release, and what was saved with it loads."""
+    warnings.warn(
+        "convolution= of queries, keys and values is deprecated and will not be there in the next release; use "
+        "value_convolution=, which is added to attention's output, learns more and decodes with a state.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
 
 
 def check_sequence(query: Tensor, key: Tensor, is_causal: bool, decoder: bool, cu_seqlens: Any) -> None:

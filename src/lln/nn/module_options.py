@@ -13,6 +13,7 @@ from lln.checks import (
     check_read,
 )
 from lln.kernels.evidence import SIGNED
+from lln.nn.value_convolution import read_width
 from lln.values import check_choice, check_count, check_flag, check_fraction, check_positive
 
 
@@ -31,6 +32,7 @@ def check_options(
     read: str = "paper",
     directions: int | str | None = None,
     feature_map: str | None = None,
+    value_convolution: int | str | None = None,
     convolution: int | None = None,
     overlap: bool = False,
     dropout: float = 0.0,
@@ -73,6 +75,8 @@ def check_options(
     if feature_map is not None and statistics != "fixed":
         raise ValueError(f"feature_map goes with statistics='fixed'; got statistics={statistics!r}.")
     check_convolution(convolution)
+    if value_convolution is not None:
+        read_width(value_convolution)
     check_overlap(overlap, block_size)
     check_fraction("dropout", dropout)
     check_fraction("momentum", momentum)

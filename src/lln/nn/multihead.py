@@ -22,8 +22,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     """Drop-in for torch.nn.MultiheadAttention, in time and memory linear in the length.
 
     Arguments up to dtype are torch's. Parameters carry torch's names and shapes, so a state_dict loads either way; only
-    statistics="running", alpha and beta given as tensors, and a learnable alpha, beta or mix add entries, under
-    `attention.`.
+    statistics="running", alpha and beta given as tensors, a learnable alpha, beta or mix and a value convolution add
+    entries, under `attention.`.
 
     Inside torch.nn.TransformerEncoderLayer and its kin it runs in eval as in training: it declares itself unfit for
     torch's fused softmax path, which is why torch.nn.TransformerEncoder(enable_nested_tensor=True) warns that it does
@@ -50,6 +50,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         beta: with "fixed": factor of the keys, likewise.
         learnable: with "fixed": "head" or "channel" makes alpha and beta parameters, one number a head or a channel,
             that start from the given values.
+        value_convolution: an odd width: a learned convolution of the values over that many tokens is added to what
+            attention gives (see `lln.LLNAttention`). Not with add_bias_kv or add_zero_attn, nor for cross attention.
         decoder: the queries belong to a causal decoder that attends to an encoder's memory, so statistics must not look
             at all of them.
         length: number of keys that "entropy" matching assumes with "running" and "fixed" statistics.
@@ -57,8 +59,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         backend: "eager" (any device), "triton", or "auto" for the fastest that can run the call.
 
     Raises:
-        ValueError: embed_dim or num_heads is not positive, num_heads does not divide embed_dim, or block_size comes
-            with add_bias_kv or add_zero_attn.
+        ValueError: embed_dim or num_heads is not positive, num_heads does not divide embed_dim, or block_size or
+            value_convolution comes with add_bias_kv or add_zero_attn.
 
     Shape:
         - query: [L, batch, embed_dim], or [batch, L, embed_dim] with batch_first, or [L, embed_dim]
@@ -104,6 +106,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         alpha: Coefficient | None = None,
         beta: Coefficient | None = None,
         learnable: Literal["head", "channel"] | None = None,
+        value_convolution: int | None = None,
         decoder: bool = False,
         length: int = LENGTH,
         momentum: float = 0.1,
@@ -117,13 +120,24 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         if block_size is not None and (add_bias_kv or add_zero_attn):
             name = "add_bias_kv" if add_bias_kv else "add_zero_attn"
             raise ValueError(f"{name} appends a key that belongs to no block; use block_size=None, got {block_size}.")
+        if value_convolution is not None and (add_bias_kv or add_zero_attn):
+            name = "add_bias_kv" if add_bias_kv else "add_zero_attn"
+            raise ValueError(
+                f"{name} appends a value that stands beside no token; use value_convolution=None, got "
+                f"{value_convolution}."
+            )
+        if isinstance(value_convolution, str):
+            raise ValueError(
+                "value_convolution must be an odd int here: which tokens are the patches of an image is not known to "
+                f"lln.MultiheadAttention; got {value_convolution!r}."
+            )
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype
         )
         self.attention = LLNAttention(
             num_heads, self.head_dim, matching=matching, statistics=statistics, alpha=alpha, beta=beta,
             learnable=learnable, block_size=block_size, mix=mix, read=read, directions=directions, dropout=dropout,
-            decoder=decoder, length=length,
+            value_convolution=value_convolution, decoder=decoder, length=length,
             momentum=momentum, backend=backend, device=device, dtype=dtype,
         )  # fmt: skip
 

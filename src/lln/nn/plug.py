@@ -27,7 +27,7 @@ OF_BLOCKS = ("block_size", "mix", "overlap", "tile")
 # Of LLNAttention; the others follow from the module that it serves.
 OPTIONS = {
     *OF_BLOCKS, "matching", "statistics", "alpha", "beta", "learnable", "read", "directions", "feature_map",
-    "convolution", "length", "momentum", "backend",
+    "value_convolution", "convolution", "length", "momentum", "backend",
 }  # fmt: skip
 
 
@@ -53,6 +53,17 @@ def check_plug(implementation: str, options: dict[str, Any]) -> None:
             raise ValueError(f"tile stands in the place of {name}; leave one of them out.")
     if options.get("mix") == "evidence":
         raise ValueError("mix='evidence' goes with blocks of consecutive tokens; use 'scales' with tile.")
+
+
+def needs_patches(options: dict[str, Any]) -> str | None:
+    """The option that needs to know how the patches of an image lie.
+
+    >>> needs_patches({"value_convolution": "3x3"}), needs_patches({"value_convolution": 5})
+    ('value_convolution', None)
+    """
+    if options.get("tile") is not None:
+        return "tile"
+    return "value_convolution" if isinstance(options.get("value_convolution"), str) else None
 
 
 def make_plug(

@@ -17,18 +17,19 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from lln.checks import Inputs
 from lln.functional import Backend, Coefficient, Mix, attend_checked
 from lln.kernels.common import raw_stream
 from lln.nn.attention import LLNAttention
+from lln.nn.image_grid import REMEDIES, require_patches
+from lln.nn.image_grid import Patches as Patches  # by this path saved models know it
 from lln.nn.overlap import attend_apart, mix_parts
 from lln.ranks import refuse_ranks
 from lln.state import LLNState
 
-REMEDY = "use block_size, which cuts tokens in their order"
 MOST_GRIDS = 64  # whose tiles are kept
 
 
@@ -84,43 +85,6 @@ def find_tiles(grid: tuple[int, int], prefix: int, tile: int, device: torch.devi
     return keep_tiles(grid, prefix, tile, device, raw_stream(device) if device.type == "cuda" else 0)
 
 
-@dataclasses.dataclass
-class Patches:
-    """How the tokens of one image model lie: `prefix` others first, then the patches row by row. How many rows and
-    columns there are the convolution that makes the patches says each time it runs, so any image will do."""
-
-    model: str  # its class
-    prefix: int
-    grids: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)  # by the number of patches
-
-    def note(self, convolution: nn.Module, given: Any, output: Tensor) -> None:
-        """A forward hook."""
-        height, width = (int(size) for size in output.shape[-2:])
-        if self.grids.get(height * width) != (height, width):
-            self.grids[height * width] = height, width
-
-    def cut(self, query: Tensor, tile: int) -> Tiles:
-        """The tiles of a call. ValueError where its tokens are not those of an image."""
-        length = query.shape[2]
-        grid = self.grids.get(length - self.prefix)
-        if grid is None:
-            known = ", ".join(f"{height} x {width}" for height, width in self.grids.values())
-            raise ValueError(
-                f"tile: {length} tokens of {self.model} are not {self.prefix} and the patches of an image that it was "
-                f"given ({known or 'none so far'}), so which are neighbours is not known; {REMEDY}."
-            )
-        return find_tiles(grid, self.prefix, tile, query.device)
-
-
-def require_patches(patches: Patches | None) -> Patches:
-    if patches is None:
-        raise ValueError(
-            f"tile: the model does not cut an image into patches by a convolution; {REMEDY}, or convert the image part "
-            "of the model alone."
-        )
-    return patches
-
-
 class TiledAttention(LLNAttention):
     """LLNAttention whose blocks are tiles, where `tile` says so and `patches` how the tokens lie.
 
@@ -132,14 +96,21 @@ class TiledAttention(LLNAttention):
     """
 
     tile: int | None = None
-    patches: Patches | None = None  # of the model, where it has any and blocks are tiles of them
 
     @property
     def is_plain(self) -> bool:
         return self.tile is None and super().is_plain
 
     def find_tiles(self, query: Tensor) -> Tiles | None:
-        return None if self.tile is None else require_patches(self.patches).cut(query, self.tile)
+        if self.tile is None:
+            return None
+        patches = require_patches(self.patches, "tile")
+        grid = patches.find_grid(query.shape[2], "tile")
+        return find_tiles(grid, patches.prefix, self.tile, query.device)
+
+    @property
+    def asks_for_patches(self) -> str | None:
+        return "tile" if self.tile is not None else super().asks_for_patches
 
     def list_tiles(self, query: Tensor) -> Tensor | None:
         return None if (tiles := self.find_tiles(query)) is None else tiles.owner
@@ -176,7 +147,7 @@ def tiled_attention(
     if is_causal or state is not None or return_state or inputs.cu_query is not None:
         raise ValueError(
             "tile: an image is seen as a whole, so causal attention, a state and packed sequences have no tiles; "
-            f"{REMEDY}."
+            f"{REMEDIES['tile']}."
         )
     refuse_ranks("tile", "an image is not spread over ranks; use block_size")
     linear = attend_checked(inputs, alpha, beta, dropout_p=dropout_p, backend=backend, scale=scale, **read)

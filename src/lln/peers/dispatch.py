@@ -15,7 +15,9 @@ from lln.functional import CuSeqlens, Mix, autocast
 from lln.kernels.call import Call
 from lln.kernels.common import is_autocast_enabled
 from lln.kernels.eager import attend_block_part, draw_dropout
+from lln.nn.image_grid import Patches
 from lln.nn.statistics import check_heads
+from lln.nn.value_convolution import add_near, check_taps, check_tokens, take_near
 from lln.peers.registry import REGISTRY, Mechanism, check_names, find
 from lln.ranks import refuse_ranks
 from lln.values import describe
@@ -36,6 +38,7 @@ def attention(
     scale: float | None = None,
     block_size: int | None = None,
     mix: Mix = 0.5,
+    value_convolution: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """Attention by the mechanism of this name, on query, key and value as `lln.lln_attention` takes them.
@@ -47,6 +50,9 @@ def attention(
         scale: of the scores of the softmax (also the one imitated), default 1 / sqrt(dim).
         block_size: kernel mechanisms: adds softmax attention inside blocks of so many tokens (ELU+Diag, ...).
         mix: out = mix * kernel + (1 - mix) * diag, or a pair; needs block_size.
+        value_convolution: a tensor [key heads, value dim, width] with an odd width: the values convolved with it over
+            the tokens (causal: those before) are added to the output, see `lln.nn.value_convolution`. A module learns
+            it: `lln.mechanism(name, value_convolution=5)`.
         options: the mechanism's own: `lln.mechanisms()[name].options`.
 
     Returns:
@@ -74,6 +80,7 @@ def attention(
     return run(
         entry, functools.partial(entry.function, **options), query, key, value, is_causal=is_causal, key_mask=key_mask,
         dropout_p=dropout_p, cu_seqlens=cu_seqlens, scale=scale, block_size=block_size, mix=mix,
+        taps=value_convolution,
     )  # fmt: skip
 
 
@@ -101,9 +108,10 @@ def run(
     entry: Mechanism, attend: Attend, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool,
     key_mask: Tensor | None, dropout_p: float, cu_seqlens: CuSeqlens | None, scale: float | None = None,
     block_size: int | None = None, mix: Mix = 0.5, heads: tuple[int, int, int] | None = None,
+    taps: Tensor | None = None, patches: Patches | None = None,
 ) -> Tensor:  # fmt: skip
     """A checked call, sequence by sequence where packed, with blocks where asked for. heads: query heads, key heads and
-    head dim, where they have to be these."""
+    head dim, where they have to be these. taps, patches: of a value convolution."""
     refuse_ranks(entry.name, "of all mechanisms LLN attention alone is spread over ranks; use lln.LLNAttention")
     block_size = check_blocks(entry, block_size, mix)
     query, key, value = autocast(query, key, value)
@@ -111,11 +119,17 @@ def run(
     if heads is not None:
         check_heads(query, key, *heads)
     entry.check(query, key, is_causal, key_mask, cu_seqlens)
+    if taps is not None:
+        check_tokens(query, key, is_causal, False, cu_seqlens)
+        check_taps(value, taps)
     call = check_call(inputs, block_size=block_size, mix=mix, is_causal=is_causal, dropout_p=dropout_p, scale=scale)
     device = query.device.type
     narrow = torch.autocast(device, enabled=False) if is_autocast_enabled(device) else contextlib.nullcontext()
     with narrow:
         out = attend(call) if entry.whole else run_each(attend, call, with_blocks=True)
+        if taps is not None:
+            near = take_near(value, taps, patches, is_causal=is_causal, key_mask=key_mask, cu_seqlens=cu_seqlens)
+            out = add_near(out, near)
         return out.to(query.dtype)
 
 

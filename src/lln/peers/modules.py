@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from lln.functional import CuSeqlens
 from lln.kernels.call import Call
+from lln.nn.image_grid import Patches
 from lln.nn.module_options import check_options
+from lln.nn.value_convolution import Width, read_width
 from lln.peers.dispatch import Attend, check_blocks, run
 from lln.peers.registry import COMMON, REGISTRY, Mechanism, check_names, find
 from lln.values import check_count, describe
@@ -58,6 +60,9 @@ class AttentionModule(PeerModule):
         max_length: the most keys, for mechanisms whose parameters or constants depend on it.
         dropout: probability in training.
         scale, block_size, mix: as in `lln.attention`.
+        value_convolution: an odd width: the module learns a convolution of the values over so many tokens, which starts
+            at zero and is added to the output (see `lln.nn.value_convolution`).
+        value_dim: of the values, where not head_dim; only that convolution needs to know.
 
     Shape:
         - query: [batch, num_heads, length, head_dim]
@@ -72,12 +77,30 @@ class AttentionModule(PeerModule):
         torch.Size([2, 4, 50, 8])
     """
 
+    patches: Patches | None = None  # of the model, where it has any and the option asks for them
+
     def __init__(
-        self, *sizes: Any, scale: float | None = None, block_size: int | None = None, mix: float = 0.5, **common: Any
-    ) -> None:
+        self, *sizes: Any, scale: float | None = None, block_size: int | None = None, mix: float = 0.5,
+        value_convolution: Width | None = None, value_dim: int | None = None, **common: Any,
+    ) -> None:  # fmt: skip
         super().__init__(*sizes, **common)
         check_blocks(self.entry, block_size, mix)
         self.scale, self.block_size, self.mix = scale, block_size, mix
+        self.value_convolution, self.value_dim = value_convolution, value_dim or self.head_dim
+        if value_convolution is not None:
+            start = torch.zeros(self.num_key_heads, self.value_dim, *read_width(value_convolution))
+            self.value_taps: nn.Parameter | None = nn.Parameter(start)
+        else:
+            self.value_taps = None
+
+    @property
+    def asks_for_patches(self) -> str | None:
+        """The option that needs to know how the patches of an image lie."""
+        return "value_convolution" if isinstance(self.value_convolution, str) else None
+
+    def attend_alone(self, query: Tensor, key: Tensor, value: Tensor, **where: Any) -> Tensor:
+        """`forward` without what the value convolution adds."""
+        return self._run_qkv(query, key, value, **({"is_causal": False, "key_mask": None, "cu_seqlens": None} | where))
 
     def forward(
         self,
@@ -89,9 +112,15 @@ class AttentionModule(PeerModule):
         key_mask: Tensor | None = None,
         cu_seqlens: CuSeqlens | None = None,
     ) -> Tensor:
+        return self._run_qkv(
+            query, key, value, is_causal=is_causal, key_mask=key_mask, cu_seqlens=cu_seqlens, taps=self.value_taps,
+            patches=self.patches,
+        )  # fmt: skip
+
+    def _run_qkv(self, query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tensor:
         return self.run(
-            query, key, value, is_causal=is_causal, key_mask=key_mask, cu_seqlens=cu_seqlens, scale=self.scale,
-            block_size=self.block_size, mix=self.mix, heads=(self.num_heads, self.num_key_heads, self.head_dim),
+            query, key, value, **arguments, scale=self.scale, block_size=self.block_size, mix=self.mix,
+            heads=(self.num_heads, self.num_key_heads, self.head_dim),
         )  # fmt: skip
 
 
@@ -185,8 +214,8 @@ def mechanism(
         name: one of `lln.mechanisms()`.
         num_heads, head_dim: of the queries.
         max_length: the longest sequence; needed where parameters or constants depend on it.
-        options: dropout, scale, num_key_heads, block_size and mix (those on q, k, v), and the mechanism's own:
-            `lln.mechanisms()[name].module_options`.
+        options: dropout, scale, num_key_heads, block_size, mix, value_convolution and value_dim (those on q, k, v), and
+            the mechanism's own: `lln.mechanisms()[name].module_options`.
 
     Shape:
         - query: [batch, num_heads, length, head_dim]

@@ -29,7 +29,7 @@ FEATURES: dict[str, str] = {  # as an error names what was asked for
     "cross": "cross attention, query and key of two sequences",
 }
 # Of every module on q, k, v; the rest are the mechanism's own.
-COMMON = ("dropout", "scale", "block_size", "mix", "num_key_heads")
+COMMON = ("dropout", "scale", "block_size", "mix", "num_key_heads", "value_convolution", "value_dim")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ from lln.lab.convert.workplace import LEARNING, MODEL, Workplace
 from lln.lab.core.errors import Refused, first_line
 from lln.lab.core.pretrained import load, shorten_name, silence
 from lln.lab.inspect.inspection import label_layers
-from lln.nn.tiles import REMEDY
+from lln.nn.image_grid import REMEDIES
 
 # How many passages or pictures
 MATCHED = 32  # matching and the fit look at
@@ -162,7 +162,7 @@ class Conversion:
             blocks = leave_blocks(model, self.size | plan.name_layers())
         except ValueError as error:
             instead = "in Python lln.hf.convert takes block_size, which cuts tokens in their order"
-            raise Refused(str(error).replace(REMEDY, instead)) from error
+            raise Refused(str(error).replace(REMEDIES["tile"], instead)) from error
         self.softmax, self.blocks = measure_model(model, judged), measure_model(blocks, judged)
         self.classes = classify(model, judged)
         self.same_class_blocks = agree(classify(blocks, judged), self.classes)

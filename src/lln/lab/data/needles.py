@@ -23,7 +23,7 @@ from lln.lab.core.errors import DataError
 from lln.lab.core.seeds import draws, pick, stream_key
 from lln.lab.data.examples import IGNORE, Examples
 from lln.lab.data.sources import Selection, read
-from lln.lab.data.text import tokenise
+from lln.lab.data.text import PlacedTokens, tokenise
 from lln.lab.data.tokenizer import TextTokenizer
 from lln.values import check_count
 
@@ -93,7 +93,7 @@ class Needles(Examples):
             "needle_split": split,
         }  # fmt: skip
         self.notes = notes
-        self._tokens: dict[torch.device, Tensor] = {}
+        self.placed = PlacedTokens(tokens)
 
     def __len__(self) -> int:
         return self.count
@@ -101,12 +101,6 @@ class Needles(Examples):
     def read(self, indices: np.ndarray | slice) -> dict[str, Tensor]:
         """Nothing is stored by example: `finish` draws all of it."""
         return {}
-
-    def place_text(self, device: torch.device) -> Tensor:
-        """[total] int32, kept on the device"""
-        if device not in self._tokens:
-            self._tokens[device] = torch.from_numpy(self.tokens.astype(np.int32)).to(device)
-        return self._tokens[device]
 
     def draw(self, index: Tensor, epoch: Tensor) -> dict[str, Tensor]:
         """Of each sequence: the start of its text [B]; keys, values and places of its needles [B, needles]; places of
@@ -127,7 +121,7 @@ class Needles(Examples):
         d, device = self.draw(index, epoch), index.device
         asked = torch.arange(self.questions, device=device) % self.needles  # needle of each question
         needle = self.first_needle + d["keys"] * self.planting.values + d["values"]  # [B, needles]
-        text = self.place_text(device)
+        text = self.placed.on(device)
         ids = text[(d["start"][:, None] + torch.arange(self.length, device=device)) % len(text)].long()  # [B, N]
         ids[:, 0] = self.tokenizer.start_id
         ids.scatter_(1, d["needles"], needle)

@@ -20,6 +20,20 @@ from lln.values import check_count, check_fraction
 HIGHEST = 2**63 - 1
 
 
+class PlacedTokens:
+    """A text's tokens [total], and a copy on every device that asked for one."""
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self.tokens = tokens
+        self.copies: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """[total] int32"""
+        if device not in self.copies:
+            self.copies[device] = torch.from_numpy(self.tokens.astype(np.int32)).to(device)
+        return self.copies[device]
+
+
 @dataclass(frozen=True)
 class Masking:
     """RoBERTa's rule as in fairseq: a share of the tokens is to be guessed; of these, 80 % appear as the mask token,
@@ -75,6 +89,9 @@ class PackedText(Examples):
 
     Items with masking: `input_ids` and `labels` [length]; the choice depends on (seed, epoch, index) alone, so each
     epoch masks anew and evaluation (epoch 0) always asks for the same tokens. Without masking: `input_ids`.
+
+    windows: each piece begins at a random token, which depends on (seed, epoch, index) alone, and an epoch has as many
+    as there would be without: then its edges, and the blocks of attention inside, fall on other tokens each time.
     """
 
     tokens: np.ndarray  # [total] first, then [sequences, length - 1]
@@ -85,25 +102,37 @@ class PackedText(Examples):
     seed: int
     identity: dict[str, Any]
     notes: list[str]
+    windows: bool = False
 
     def __post_init__(self) -> None:
         check_count("length", self.length, least=2)  # the start token and one more
         total, room = len(self.tokens), self.length - 1
         if total < room:
             raise DataError(f"The text has {total} tokens, too few for one sequence of length {self.length}.")
+        self.placed = PlacedTokens(self.tokens)
         self.tokens = self.tokens[: total // room * room].reshape(-1, room)
-        self.key = stream_key("mask", self.seed)
+        self.key, self.window_key = stream_key("mask", self.seed), stream_key("window", self.seed)
         masking = self.masking and asdict(self.masking)
         self.identity = {**self.identity, "length": self.length, "masking": masking, "mask_seed": self.seed}
+        if self.windows:
+            self.identity["windows"] = self.seed
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def read(self, indices: np.ndarray | slice) -> dict[str, Tensor]:
+        if self.windows:
+            return {}  # `finish` knows the epoch, and takes them from the text
         return {"tokens": torch.from_numpy(self.tokens[indices].astype(np.int32))}
 
+    def cut_windows(self, index: Tensor, epoch: Tensor) -> Tensor:
+        """[B, length - 1] int32"""
+        text, room = self.placed.on(index.device), self.length - 1
+        start = pick(draws(self.window_key, epoch, index, 1), len(text) - room + 1)  # [B, 1]
+        return text[start + torch.arange(room, device=index.device)]
+
     def finish(self, rows: dict[str, Tensor], index: Tensor, epoch: Tensor) -> dict[str, Tensor]:
-        tokens = rows["tokens"].long()  # [B, length - 1]
+        tokens = (self.cut_windows(index, epoch) if self.windows else rows["tokens"]).long()  # [B, length - 1]
         ids = torch.nn.functional.pad(tokens, (1, 0), value=self.tokenizer.start_id)
         if self.masking is None:
             return {"input_ids": ids}
@@ -128,10 +157,11 @@ def load_text(
     column: str = "text",
     masking: Masking | None = None,
     seed: int = 0,
+    windows: bool = False,
     **selection: Unpack[Selection],
 ) -> PackedText:
-    """The text of a set, packed; `masking=Masking()` makes it masked language modelling. selection: config,
-    data_root, hold_out, limit and cache_dir, as in `read`.
+    """The text of a set, packed; `masking=Masking()` makes it masked language modelling. windows: see `PackedText`.
+    selection: config, data_root, hold_out, limit and cache_dir, as in `read`.
 
     >>> import tempfile
     >>> from lln.lab.data.tokenizer import train_tokenizer
@@ -144,7 +174,10 @@ def load_text(
     """
     rows = read(name, split, **selection)
     tokens, identity = tokenise(rows, tokenizer, column)
-    return PackedText(tokens, tokenizer, length=length, masking=masking, seed=seed, identity=identity, notes=rows.notes)
+    return PackedText(
+        tokens, tokenizer, length=length, masking=masking, seed=seed, identity=identity, notes=rows.notes,
+        windows=windows,
+    )  # fmt: skip
 
 
 def tokenise(rows: Rows, tokenizer: TextTokenizer, column: str = "text") -> tuple[np.ndarray, dict[str, Any]]:

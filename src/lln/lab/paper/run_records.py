@@ -18,6 +18,7 @@ from lln.lab.paper.run_jobs import ATTEMPTS
 from lln.lab.recipes import NAMES
 from lln.lab.recipes.needles import lengthen, set_length
 from lln.lab.train.config import TASKS, Attention
+from lln.lab.train.earlier import as_before
 from lln.lab.train.run import MODEL
 from lln.lab.train.run_folder import CHECKPOINT, CONFIG, ENVIRONMENT, FACTS, METRICS, RESULT, list_differences
 
@@ -288,9 +289,9 @@ def derive_config(run: dict[str, Any], result: dict[str, Any], changes: dict[str
         preset = DEIT
     if run["pretraining"] is not None:
         start = Path(run["pretraining"].replace("seed ", "seed")) / "model"
-    config = configure(
+    config = as_before(configure(
         task, preset, run["attention"], run["seed"], changes, name=name, start=start, precision=run["how"]["precision"]
-    )
+    ))  # fmt: skip
     if task == "needles":
         named = re.search(r"needles-(\d+)(?:-after-(\d+))?-", run["folder"])
         assert named is not None
@@ -299,7 +300,7 @@ def derive_config(run: dict[str, Any], result: dict[str, Any], changes: dict[str
         o, said = config.optimisation, result["settings"][named[1]]
         same = (said["steps"], said["batch"], said["sequences"]) == (o.steps, o.batch, config.data.evaluation)
     else:
-        paper = find_recipe(task, "paper", name).to_dict()
+        paper = as_before(find_recipe(task, "paper", name)).to_dict()
         told = describe_differences(config.to_dict(), paper)
         said = result.get("differs", [])
         if "marks" in result:

@@ -3,7 +3,8 @@
 from typing import Any
 
 from lln.lab.data.sources import AAN
-from lln.lab.train.config import Attention, Config, Data, Model, Optimisation
+from lln.lab.train.config import BY_WIDTH, Attention, Config, Data, Model, Optimisation
+from lln.lab.train.earlier import EVALUATED
 
 # By name: (data set; tokens a sequence; batch, rate, warm-up).
 TASKS: dict[str, tuple[str, int, int, float, int]] = {
@@ -21,7 +22,15 @@ EASY: dict[str, dict[str, Any]] = {
 
 
 def make_model(dropout: float = 0.1, attention_dropout: float = 0.1) -> Model:
-    return Model(layers=2, width=64, heads=2, inner=128, dropout=dropout, attention_dropout=attention_dropout)
+    return Model(
+        layers=2, width=64, heads=2, inner=128, dropout=dropout, attention_dropout=attention_dropout,
+        initialisation=BY_WIDTH,
+    )  # fmt: skip
+
+
+def count_evaluated(source: str) -> int:
+    """Examples that a model is judged by: of what is generated so many that most differences can be told; else all."""
+    return EVALUATED if source == "generated" else 0
 
 
 def tiny(name: str) -> Config:
@@ -48,7 +57,7 @@ def mini(name: str) -> Config:
     source = "embedded/passages" if source == AAN else source
     return Config(
         task="lra", preset="mini", attention=Attention(), model=make_model(attention_dropout=0.0),
-        data=Data(source, name, length=min(length, 1024)),
+        data=Data(source, name, length=min(length, 1024), evaluation=count_evaluated(source)),
         optimisation=Optimisation(
             steps=3000, batch=batch, rate=1e-3, warmup=150, schedule="cosine", decay=0.0, clip=1.0
         ),
@@ -60,7 +69,7 @@ def paper(name: str) -> Config:
     source, length, batch, rate, warmup = TASKS[name]
     return Config(
         task="lra", preset="paper", attention=Attention(), model=make_model(),
-        data=Data(source, name, length=length),
+        data=Data(source, name, length=length, evaluation=count_evaluated(source)),
         optimisation=Optimisation(steps=STEPS, batch=batch, rate=rate, warmup=warmup, decay=0.0),
         log_every=50, evaluate_every=500, save_every=500, record_every=500,
     )  # fmt: skip

@@ -6,13 +6,16 @@ on from there (`lengthen`): with one in ten thousand tokens to look at, a new mo
 
 from dataclasses import replace
 
-from lln.lab.train.config import Attention, Config, Data, Model, Optimisation
+from lln.lab.train.config import BY_WIDTH, Attention, Config, Data, Model, Optimisation
 
 SHARE = 3  # of the steps that a new model takes, a model that goes on takes one in so many
 
 
 def make_model(layers: int, width: int, heads: int, inner: int) -> Model:
-    return Model(layers, width, heads, inner, pre_norm=True, dropout=0.0, attention_dropout=0.0, positions="none")
+    return Model(
+        layers, width, heads, inner, pre_norm=True, dropout=0.0, attention_dropout=0.0, positions="none",
+        initialisation=BY_WIDTH,
+    )  # fmt: skip
 
 
 def tiny() -> Config:

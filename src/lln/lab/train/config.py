@@ -11,6 +11,9 @@ from lln.peers import mechanisms
 TASKS = ("mlm", "glue", "image", "lra", "needles")
 PRECISIONS, SCHEDULES = ("float32", "bfloat16", "float16"), ("linear", "cosine", "constant")
 LEARNED, SINUSOIDAL, NONE = POSITIONS = ("learned", "sinusoidal", "none")
+BY_WIDTH, OF_ARCHITECTURE, OF_TORCH = INITIALISATIONS = ("width", "architecture", "torch")
+# What the tasks had before there was a choice; the others the architecture's.
+INITIALISED = {"lra": BY_WIDTH, "needles": BY_WIDTH}
 BLOCK_SIZE = 64  # of kernels with blocks, where a preset says nothing
 
 
@@ -82,9 +85,14 @@ class Model:
         pre_norm: whether the norms come before attention and feed-forward rather than after them.
         dropout, attention_dropout: of the hidden states, and of P.
         patch: pixels along the side of a patch, of images.
-        initial: standard deviation of the first weights; 0: the architecture's own.
+        initialisation: how the first weights are drawn: "width": with a standard deviation of 1 / sqrt(width), so that
+            queries and keys begin with a spread near 1; "architecture": as transformers does, .02 as a rule, with which
+            attention begins flat in models that are not wide; "torch": linear layers and convolutions as torch makes
+            them. "": what the task had before there was a choice.
+        initial: standard deviation of the first weights, in the place of the rule's; 0: the rule's own.
         positions: "learned" or, of language models, "sinusoidal" or "none".
         start: folder with a trained model to begin from, for fine-tuning.
+        untrained: of a control: the sizes and the tokenizer of the model in `start`, and new weights.
 
     Examples:
         >>> Model(layers=2, width=64, heads=2, inner=128).positions
@@ -100,8 +108,10 @@ class Model:
     attention_dropout: float = 0.1
     patch: int = 0
     initial: float = 0.0
+    initialisation: str = ""
     positions: str = LEARNED
     start: str = ""
+    untrained: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +124,8 @@ class Data:
         length: tokens of a sequence, or pixels along the side of an image.
         vocabulary: tokens of a tokenizer that is trained on the data.
         train, evaluation: examples used, 0 for all.
+        windows: of language models: train on pieces of the text from random places on, each epoch others, rather than
+            on the same ones, whose edges and blocks always fall on the same tokens.
         options: of sets that are generated: how hard they are.
 
     Examples:
@@ -127,6 +139,7 @@ class Data:
     vocabulary: int = 0
     train: int = 0
     evaluation: int = 0
+    windows: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -195,15 +208,20 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         del found["attention"]["preset"]
-        for name, usual in (("positions", LEARNED), ("initial", 0.0)):
-            if found["model"][name] == usual:  # left out: runs from before there was a choice are the same runs
-                del found["model"][name]
+        # Left out: runs from before there was a choice are the same runs.
+        usual = {"positions": (LEARNED,), "initial": (0.0,), "untrained": (False,)}
+        usual["initialisation"] = ("", INITIALISED.get(self.task, OF_ARCHITECTURE))
+        for part, known in (("model", usual), ("data", {"windows": (False,)})):
+            for name, values in known.items():
+                if found[part][name] in values:
+                    del found[part][name]
         return found
 
     def __post_init__(self) -> None:
         o, m = self.optimisation, self.model
         choices = {"task": (self.task, TASKS), "precision": (self.precision, PRECISIONS)}
         choices |= {"schedule": (o.schedule, SCHEDULES), "model.positions": (m.positions, POSITIONS)}
+        choices |= {"model.initialisation": (m.initialisation or BY_WIDTH, INITIALISATIONS)}
         need(
             *((v in known, f"{k} must be one of {', '.join(known)}; got {v!r}.") for k, (v, known) in choices.items()),
             (  # a mean over steps on both sides of a checkpoint would differ after going on from it
@@ -221,6 +239,15 @@ class Config:
                 f"{o.steps}, {o.batch} and {o.accumulation}.",
             ),
             (m.initial >= 0, f"model.initial must be positive, or 0 for the usual; got {m.initial}."),
+            (
+                not (self.data.windows and self.task != "mlm"),
+                f"data.windows goes with mlm, whose text has no places of its own; got it with {self.task}.",
+            ),
+            (
+                not m.untrained or m.start != "",
+                "model.untrained needs model.start: it takes the sizes and the tokenizer of that model, not its "
+                "weights.",
+            ),
             (
                 m.positions == LEARNED or self.task not in ("image", "lra"),
                 f"model.positions must be learned in models of {self.task}; got {m.positions!r}.",

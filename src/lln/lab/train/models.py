@@ -18,10 +18,21 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 import lln.hf  # registers the attentions
 from lln.files import read_json
 from lln.hf.options import OF_BLOCKS
-from lln.lab.train.config import LEARNED, NONE, Attention, Config
+from lln.lab.train.config import (
+    BY_WIDTH,
+    INITIALISED,
+    LEARNED,
+    NONE,
+    OF_ARCHITECTURE,
+    OF_TORCH,
+    Attention,
+    Config,
+)
 from lln.values import check_choice
 
-SOFTMAX, CONVOLVED = "sdpa", "convolved_softmax"
+SOFTMAX = "sdpa"
+# What softmax is called with the one option of it that is asked for.
+CONVOLVED = {"value_convolution": "value_convolved_softmax", "convolution": "convolved_softmax"}
 SLOWEST = 10_000.0  # the longest wave of sinusoidal positions, over 2 pi
 
 
@@ -118,20 +129,32 @@ def fix_positions(embedding: nn.Embedding, settings: Any, kind: str) -> None:
     embedding.weight.requires_grad_(False).copy_(table)
 
 
+def begin_as_torch(model: nn.Module) -> None:
+    """Linear layers and convolutions drawn anew, as torch draws those that it makes: uniformly, with a standard
+    deviation of 1 / sqrt(3 inputs). What another layer shares (a head its embeddings) stays."""
+    shared = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d)) and id(module.weight) not in shared:
+            module.reset_parameters()
+
+
 def build(config: Config, sizes: Sizes) -> Any:
     """A new model, or the one in the folder `model.start` with a new head."""
     settings, kind = describe_model(config, sizes)
     settings.lln, given = read_options(config.attention)
     name, learned = config.attention.name, config.model.positions == LEARNED
     if name == "softmax":
-        name = CONVOLVED if config.attention.options else SOFTMAX
+        name = SOFTMAX if settings.lln is None else settings.lln["implementation"]
     if config.model.start:
         fit_start(settings, config)
+    if config.model.start and not config.model.untrained:
         anew = {"ignore_mismatched_sizes": not learned}  # a table of fixed positions is made anew, for any length
         model = kind.from_pretrained(config.model.start, config=settings, attn_implementation=name, **anew)
     else:
         settings._attn_implementation = name
         model = kind(settings)
+        if config.model.initialisation == OF_TORCH:
+            begin_as_torch(model)
     if not learned:
         fix_positions(model.base_model.embeddings.position_embeddings, settings, config.model.positions)
     if given:
@@ -146,7 +169,9 @@ def read_options(attention: Attention) -> tuple[dict[str, Any] | None, dict[str,
     is given."""
     name, options = attention.name, copy.deepcopy(attention.options)
     if name == "softmax":
-        return ({"implementation": CONVOLVED, "mechanisms": {CONVOLVED: options}} if options else None), {}
+        if not options:
+            return None, {}
+        name = CONVOLVED[next(iter(options))]
     if name not in ("lln", "lln_diag"):
         return {"implementation": name, "mechanisms": {name: options}}, {}
     given = {}
@@ -168,8 +193,11 @@ def check_attention(config: Config) -> None:
             f"the recipes keep theirs; use one of {', '.join(known)}."
         )
     check_choice("attention.name", name, *known)
-    if name == "softmax" and (foreign := sorted(set(config.attention.options) - {"convolution"})):
-        raise ValueError(f"attention.options: softmax takes convolution alone; got {', '.join(foreign)}.")
+    if name == "softmax" and (len(given := config.attention.options) > 1 or not set(given) <= set(CONVOLVED)):
+        raise ValueError(
+            "attention.options: softmax takes value_convolution, or the deprecated convolution, alone; got "
+            f"{', '.join(sorted(given))}."
+        )
     if name == "lln" and (foreign := [option for option in OF_BLOCKS if option in config.attention.options]):
         raise ValueError(f"attention.options: {foreign[0]} goes with lln_diag; got it with lln.")
     held, _ = read_options(config.attention)
@@ -190,7 +218,8 @@ def describe_model(config: Config, sizes: Sizes) -> tuple[Any, Any]:
         "hidden_dropout_prob": m.dropout,
         "attention_probs_dropout_prob": m.attention_dropout,
     }
-    if m.initial or config.task in ("lra", "needles"):
+    rule = m.initialisation or INITIALISED.get(config.task, OF_ARCHITECTURE)
+    if m.initial or rule == BY_WIDTH:
         # BERT's own 0.02 is for 768 channels: with 64, attention begins so flat that Pathfinder is never learned.
         options["initializer_range"] = m.initial or m.width**-0.5
     if config.task in ("glue", "image", "lra"):

@@ -16,13 +16,15 @@ import transformers
 from torch import distributed
 from transformers.integrations import rewrite_logs
 
+from lln.files import read_json
 from lln.lab.core.provenance import provenance
 from lln.lab.data.made_once import Place
 from lln.lab.train.config import Config, need
+from lln.lab.train.earlier import as_before
 from lln.lab.train.graph import GraphLoop, check_graph
 from lln.lab.train.loop import Loop, Progress, Report, count_processes
 from lln.lab.train.models import build, check_attention, count_parameters, read_start
-from lln.lab.train.run_folder import ENVIRONMENT, RESULT, Run, Say, list_facts, read_step
+from lln.lab.train.run_folder import CONFIG, ENVIRONMENT, RESULT, Run, Say, list_differences, list_facts, read_step
 from lln.lab.train.shard import ShardedLoop, check_shards
 from lln.lab.train.spread_loop import SpreadLoop, SpreadShardedLoop, check_spread
 from lln.lab.train.tasks import load
@@ -68,6 +70,7 @@ def train(
         NotFinite: a loss that is NaN or infinite.
     """
     processes, rank = count_processes()
+    config = go_on_as_begun(config, folder, say)
     check(config, device, processes, report_to or [], context_parallel)
     if config.graph and device == "cpu":
         say("graph: there is no CUDA graph on a CPU; the same steps are run one by one.")
@@ -130,6 +133,17 @@ def train(
                 data.tokenizer.save(folder / MODEL)
             run.write(RESULT, result)
     return result
+
+
+def go_on_as_begun(config: Config, folder: Path, say: Say) -> Config:
+    """The config to run: where the folder holds a run that was begun before a preset said more than it did then, the
+    one that it was begun with."""
+    earlier, held = as_before(config), read_json(folder / CONFIG)
+    if held is None or held == config.to_dict() or held != earlier.to_dict():
+        return config
+    changed = "; ".join(list_differences(held, config.to_dict()))
+    say(f"{folder} was begun with an earlier release and goes on with its settings ({changed}).")
+    return earlier
 
 
 def check(config: Config, device: str, processes: int, report_to: list[str], context_parallel: int = 1) -> None:

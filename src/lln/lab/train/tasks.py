@@ -103,6 +103,8 @@ def load_mlm(sets: Sets) -> TaskData:
     d, tokenizer = sets.config.data, sets.find_tokenizer()
     masking = Masking(**d.options)
     train, held, first = sets.read(load_text, tokenizer=tokenizer, length=d.length, masking=masking, **sets.drawn)
+    if d.windows:
+        train = dataclasses.replace(train, tokens=train.placed.tokens, windows=True)
     sizes, guess = Sizes(tokenizer.vocab_size, padding=tokenizer.pad_id), {"loss": first.unigram_entropy()}
     return TaskData(train, held, sizes, guess, tokenizer, lambda model: Guesses(model.lm_head, masking.probability))
 
