@@ -62,7 +62,8 @@ MODULES: list[dict[str, Any]] = [
     {"statistics": "sample", "packed": [0, 5, 5, 30, 47], "convolution": 5},
     {"statistics": "batch", "matching": "entropy", "mask": "holes", "read": "evidence", "directions": "signed"},
     {"statistics": "running", "is_causal": True, "block_size": 8, "mix": "scales", "convolution": 3, "mask": "left"},
-    {"statistics": "running", "packed": [0, 5, 5, 30, 47], "matching": "variance"},
+    {"statistics": "running", "packed": [0, 5, 5, 30, 47], "matching": "variance", "value_convolution": 5},
+    {"statistics": "running", "is_causal": True, "value_convolution": 7, "mask": "holes"},
     {"statistics": "fixed", "learnable": "channel", "feature_map": "linear", "convolution": 7, "block_size": 4},
     {"statistics": "fixed", "read": "evidence", "directions": 5, "is_causal": True, "mask": "holes"},
 ]

@@ -18,6 +18,7 @@ RUNS: list[tuple[str, tuple[int, ...], str | None, dict[str, Any]]] = [
     ("llama", (8, 30, 9), "left", {"implementation": "lln_diag", "block_size": 8, "statistics": "fixed"}),
     ("llama", (20, 27), None, {"implementation": "lln", "statistics": "fixed", "learnable": "head"}),
     ("gpt2", (20, 27), None, {"implementation": "lln_diag", "block_size": 16, "statistics": "fixed"}),
+    ("bert", (20, 27), "left", {"implementation": "lln", "value_convolution": 5}),
 ]
 
 
@@ -44,10 +45,10 @@ def test_running_statistics_are_those_of_all_ranks(processes: Processes) -> None
 
 
 @pytest.mark.parametrize("padding", [None, "left"])
-@pytest.mark.parametrize("implementation", ["lln", "lln_diag"])
-def test_a_prompt_read_by_all_goes_on_with_one(processes: Processes, implementation: str, padding: str | None) -> None:
-    options: dict[str, Any] = {"implementation": implementation, "statistics": "fixed"}
-    options |= {"block_size": 8} if implementation == "lln_diag" else {}
+@pytest.mark.parametrize("own", [{}, {"block_size": 8}, {"value_convolution": 15}], ids=str)
+def test_a_prompt_read_by_all_goes_on_with_one(processes: Processes, own: dict[str, Any], padding: str | None) -> None:
+    implementation = "lln_diag" if "block_size" in own else "lln"
+    options = {"implementation": implementation, "statistics": "fixed", **own}
     for found in processes.run(3, compare_generation, padding, options):
         assert found["same"]
         assert found["state"] <= TOLERANCE

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lln.distributed.borders import Reach, check_offsets, find_pieces, find_window_reach, list_shares
-from lln.ranks import Form, Ranks, exchange
+from lln.distributed.borders import Reach, check_offsets, find_pieces, find_window_reach, list_shares, overlap
+from lln.ranks import Form, Ranks, exchange, tie
 
 
 class Extended(NamedTuple):
@@ -50,3 +50,21 @@ def fetch_neighbours(ranks: Ranks, t: Tensor, before: int, after: int, cu_seqlen
         own = mine.list_offsets(reaches[rank].before, reaches[rank].after)
         local = torch.tensor(own, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return Extended(torch.cat([one for parts in came for one in parts], 2), reaches[rank], local, token)
+
+
+def fetch_last(ranks: Ranks, t: Tensor, count: int) -> Tensor:
+    """[B, H, count or fewer, D]: the last rows of all ranks' t [B, H, N, D], on every rank."""
+    pieces = find_pieces(ranks.measure(t.shape[2]), None)
+    shares = []
+    for piece in pieces:
+        begin, end = overlap((piece.start, piece.stop), (max(piece.total - count, 0), piece.total))
+        shares.append(slice(begin - piece.start, end - piece.start))
+    mine = t[:, :, shares[ranks.rank]]
+    others = [other != ranks.rank for other in range(ranks.size)]
+    forms: list[list[Form]] = [
+        [((*t.shape[:2], share.stop - share.start, t.shape[3]), t.dtype)] if other else []
+        for share, other in zip(shares, others, strict=True)
+    ]
+    came, token = exchange(ranks, [[mine] if other else [] for other in others], forms, [t], t.device)
+    came[ranks.rank] = [mine]
+    return tie(torch.cat([rows for parts in came for rows in parts], 2), token)

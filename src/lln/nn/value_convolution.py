@@ -18,9 +18,11 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from lln.checks import CuSeqlens
+from lln.distributed.halo import fetch_last, fetch_neighbours
 from lln.kernels.carry import owners
 from lln.kernels.common import compute_dtype
 from lln.nn.image_grid import Patches, require_patches
+from lln.ranks import find_ranks, refuse_ranks, tie
 from lln.state import LLNState
 from lln.values import describe
 
@@ -58,6 +60,7 @@ def take_near(
     """What each token takes from its neighbours: of a sequence, or of the image whose patches lie so. `check_tokens`
     has seen the call."""
     if taps.ndim == 4:
+        refuse_ranks("value_convolution", "an image is not spread over ranks; use an odd number of tokens")
         if is_causal or cu_seqlens is not None:
             raise ValueError(
                 "value_convolution: an image is seen as a whole, so causal attention and packed sequences have no rows "
@@ -92,6 +95,11 @@ def convolve_values(
     [3.0, 3.0, 3.0, 3.0]
     """
     shown, width = hide(value, key_mask), taps.shape[-1]
+    wide = None
+    if (ranks := find_ranks()) is not None:
+        left = width - 1 if is_causal else width // 2
+        wide = fetch_neighbours(ranks, shown, left, width - 1 - left, cu_seqlens)
+        shown, cu_seqlens = wide.rows, wide.cu_seqlens
     rows: Tensor | slice = slice(None)
     if past is not None:
         shown, cu_seqlens, rows = join(shown, past, cu_seqlens)
@@ -101,6 +109,7 @@ def convolve_values(
     left = width - 1 if is_causal else width // 2
     near: Tensor = Convolve.apply(shown, taps, sequence, left, 1, compute_dtype(value.dtype))
     near = near[:, :, rows] if isinstance(rows, slice) else near.index_select(2, rows)
+    near = near if wide is None else tie(wide.take(near), wide.token)
     return hide(near, key_mask)
 
 
@@ -114,6 +123,8 @@ def keep_last(
 ) -> Tensor:
     """The last `width` values of each sequence, [B or sequences, H, width, E], zeros where there are none: what a
     causal convolution of width + 1 taps goes on from. The other arguments are those of `convolve_values`."""
+    if (ranks := find_ranks()) is not None:
+        value, key_mask = fetch_last(ranks, hide(value, key_mask), width), None
     batch, heads, _, dim = value.shape
     if past is None:
         past = value.new_zeros(batch if cu_seqlens is None else cu_seqlens.numel() - 1, heads, width, dim)
