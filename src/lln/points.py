@@ -76,8 +76,9 @@ def interpolate_dims(per_dim: list[list[float]], head_dim: int) -> Any:
 
 @functools.cache
 def find_points(matching: str, head_dim: int) -> Any:
-    """Of "paper" the line's (a, b). Of "variance" the curve log V -> log s2, as `pchip` has it. Of "entropy" for each measured length N the curve
-    log t -> log s2, likewise, and a fourth row of log N: [lengths, 4, n]. All are over the same t."""
+    """Of "paper" the line's (a, b). Of "variance" the curve log V -> log s2, as `pchip` has it. Of "entropy" for each
+    measured length N the curve log t -> log s2, likewise, and a fourth row of log N: [lengths, 4, n]. All are over the
+    same t."""
     if matching == "paper":
         return np.asarray([PAPER_A, PAPER_B])
     curves = read_curves()

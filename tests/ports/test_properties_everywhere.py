@@ -86,7 +86,7 @@ def test_a_sequence_in_two_pieces_is_the_whole(end: str, case: str) -> None:
     cut = 20
 
     def take(part: slice) -> tuple[Any, ...]:
-        return tuple(t[:, :, part] for t in (q, k, v)) + (mask[:, part],)
+        return (*(t[:, :, part] for t in (q, k, v)), mask[:, part])
 
     if "is_causal" in options:
         first, state = ENDS[end].attend(*take(slice(cut)), case, keep=True)

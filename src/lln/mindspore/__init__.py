@@ -1,6 +1,6 @@
 """LLN attention in MindSpore: a function and cells, for its PYNATIVE and its GRAPH mode.
 
-Install it with: pip install 'lln-attention[mindspore]'. Tensors are [batch, heads, length, dim], as on the PyTorch side.
+Install it with: pip install 'lln-attention[mindspore]'. Tensors are [batch, heads, length, dim], as in PyTorch.
 """
 
 from __future__ import annotations

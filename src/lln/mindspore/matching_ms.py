@@ -66,7 +66,7 @@ def match_samples(
 
 def measure_spread(t: Any, key_heads: int, mask: Any) -> tuple[Any, Any]:
     """(sigma, count) [B, key heads] of the elements of t, query heads that share a key head together."""
-    batch, heads, length, dim = t.shape
+    batch, _, length, dim = t.shape
     t = ops.stop_gradient(t).reshape(batch, key_heads, -1, length, dim)
     shown = ops.ones_like(t)
     if mask is not None:

@@ -15,9 +15,8 @@ from typing import Any
 
 from mindspore import ops
 
-# Exponents are kept between -LIMIT and LIMIT, so that differences are finite, and empty sums count as LOW where they are
-# subtracted.
-# Of Python's numbers MindSpore takes the first 24 bits, in float64 too: what must be exact comes as a tensor.
+# Exponents are kept between -LIMIT and LIMIT, so that differences are finite. An empty sum that is subtracted counts as
+# LOW. Of Python's numbers MindSpore takes the first 24 bits, in float64 too: what must be exact comes as a tensor.
 LIMIT, LOW, NOTHING = 1e37, -1e38, float("-inf")
 
 
