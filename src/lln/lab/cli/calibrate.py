@@ -5,7 +5,7 @@ from typing import Any
 
 import typer
 
-from lln.lab.cli.shared import DeviceToMeasure, Seed, parse_lengths
+from lln.lab.cli.shared import Device, Seed, parse_lengths
 from lln.lab.core.progress import progress_bar
 
 
@@ -15,7 +15,7 @@ def calibrate(
     lengths: str = "",
     seeds: Seed = 0,
     seed: Seed = 0,
-    device: DeviceToMeasure = "cpu",
+    device: Device = "",
 ) -> None:
     """Measure the curves of variance and entropy matching (minutes on a GPU, hours for all of them on a CPU).
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.shared import CountOrNone, DeviceToMeasure, Seed, fail, find_missing, need, need_folder, parse_lengths
+from lln.lab.cli.shared import CountOrNone, Device, Seed, fail, find_missing, need, need_folder, parse_lengths
 from lln.lab.core.progress import progress_bar
 
 
@@ -18,7 +18,7 @@ def report(
     lengths: str | None = None,
     repeats: CountOrNone = None,
     seed: Seed = 0,
-    device: DeviceToMeasure = "cpu",
+    device: Device = "",
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Measure softmax attention and LLN on this machine and write a page about it.
