@@ -41,6 +41,7 @@ def report(
     need("report")
     need_folder(out)
 
+    import lln
     from lln.lab.page.build import LENGTHS, PARTS, QUICK_LENGTHS, Options, make, make_part, read_stored, write
 
     names = list(PARTS) if sections is None else [name.strip() for name in sections.split(",")]
@@ -64,6 +65,8 @@ def report(
     kept = [one.name for one in parts if not again and read_stored(options, one) is not None]
     if kept:
         typer.echo(f"Kept from before: {', '.join(kept)} (--again measures anew).", err=True)
+    what = ", ".join(one.name for one in parts)
+    typer.echo(f"lln-attention {lln.__version__} measures on {device} and writes a page: {what}.", err=True)
     steps = sum(one.steps for one in parts if one.name not in kept)
     try:
         with progress_bar(steps, transient=steps == 0) as step:
