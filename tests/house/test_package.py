@@ -95,7 +95,7 @@ def test_the_modules_of_each_extra_are_what_it_installs() -> None:
 def test_the_package_is_typed_and_names_its_version_once() -> None:
     assert (Path(lln.__file__).parent / "py.typed").exists()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["dynamic"] == ["version"]
+    assert project["dynamic"] == ["version", "readme", "urls"]
     assert re.fullmatch(r"\d+\.\d+\.\d+", lln.__version__)
     assert lln.__version__ in (ROOT / "CHANGELOG.md").read_text()
 
