@@ -21,11 +21,23 @@ from lln.lab.core.tables import markdown_table
 
 HEAD = """# Command line
 
-Made by `make pages` from the help texts; a test compares. `lln COMMAND --help` prints the same, and
-`lln --install-completion` teaches the shell to complete commands and options. Results go to stdout, progress and errors
-to stderr. Exit codes: 0 it worked, 1 it failed, 2 it was asked for in a wrong way, 130 it was interrupted.
+`lln COMMAND --help` prints what is on this page, and `lln --install-completion` teaches the shell to complete commands
+and options. Results go to stdout, progress and errors to stderr. The exit code is 0 if the command worked, 1 if it
+failed, 2 if it was asked for in a wrong way, and 130 if it was interrupted.
+
+Options that several commands have mean the same in all of them:
+
+| option | what it means |
+|---|---|
+| `--attentions`, `--attention` | names of [mechanisms](mechanisms.md), with commas between, or one of them |
+| `--scale` | how large models and runs are: tiny, mini or paper |
+| `--device` | cpu, cuda or cuda:1; the GPU where there is one |
+| `--out` | the folder for results |
+| `--json` | print the result as JSON |
 
 """
+
+FOOT = "\n*This page is made by `make pages` from the help texts; a test compares.*\n"
 
 
 def strip_markup(text: str) -> str:
@@ -89,7 +101,8 @@ def sections(group: typer.Typer, path: str) -> list[str]:
         lines += [f"## {path} {name}", "", paragraphs(command.help or inspect.getdoc(function) or ""), ""]
         lines += table(function)
         if command.epilog:
-            lines += [paragraphs(command.epilog), ""]
+            title, *examples = paragraphs(command.epilog).split("\n\n")
+            lines += [title, "", *(f"- {example}" for example in examples), ""]
     for inner in group.registered_groups:
         assert inner.typer_instance is not None
         lines += sections(inner.typer_instance, f"{path} {inner.name}")
@@ -100,4 +113,4 @@ def markdown() -> str:
     lines = ["## lln", ""]
     if app.registered_callback is not None and app.registered_callback.callback is not None:
         lines += table(app.registered_callback.callback)
-    return HEAD + "\n".join(lines + sections(app, "lln")).rstrip() + "\n"
+    return HEAD + "\n".join(lines + sections(app, "lln")).rstrip() + "\n" + FOOT

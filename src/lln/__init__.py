@@ -1,4 +1,4 @@
-"""Linear-time attention that behaves like softmax attention.
+"""Attention whose cost grows linearly with the length of a sequence, and that is as concentrated as softmax attention.
 
 Names are loaded when they are first used, so that `import lln`, `lln --help` and `lln --version` wait for nothing.
 """

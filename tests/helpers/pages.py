@@ -17,6 +17,8 @@ class Page(HTMLParser):
         self.tags.append(tag)
         if tag not in ("meta", "br", "link", "input"):
             self.open.append(tag)
+        if tag == "a" and dict(attrs).get("href", "").startswith("https://arxiv.org/"):  # type: ignore[union-attr]
+            return  # a reader may follow it, and no page loads it
         self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "srcset")]
 
     def find_outside(self, folder: Path) -> list[str]:

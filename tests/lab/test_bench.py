@@ -291,8 +291,8 @@ def test_a_run_that_is_killed_keeps_its_shapes(tmp_path: Path, monkeypatch: pyte
         (["--dtype", "int8"], "--dtype", "int8"),
         (["--causal", "maybe"], "--causal", "maybe"),
         (["--causal", "yes", "--only", "usual"], "--causal", "nothing is left to measure: usual"),
-        (["--only", "LLN,swift"], "--only", "'swift' is not among those that run here: flash, math, usual, LLN"),
-        (["--only", "cudnn"], "--only", "'cudnn' is not among"),
+        (["--only", "LLN,swift"], "--attentions", "'swift' is not among those that run here: flash, math, usual, LLN"),
+        (["--only", "cudnn"], "--attentions", "'cudnn' is not among"),
         (["--peers", "fla"], "--peers", "CUDA devices only"),
         (["--peers", "other"], "--peers", "must be fla; got 'other'"),
         (["--dropout", "0.1", "--only", "usual"], "--dropout", "usual has none"),
@@ -326,7 +326,7 @@ def test_a_foreign_json_is_not_rendered(tmp_path: Path) -> None:
 def test_help_teaches() -> None:
     code, stdout, _ = run_bench("--help")
     assert code == 0
-    assert "Example: lln bench --quick" in stdout
+    assert "Examples: lln bench --quick" in " ".join(stdout.split())
 
 
 def plan_on_cpu(**options: Any) -> BenchPlan:

@@ -15,11 +15,13 @@ from lln.lab.core import charts
 from lln.lab.core.page import Chart, Section, write_page
 from lln.lab.core.palette import Style
 from lln.lab.core.tables import join_words, write_csv
-from lln.lab.page import build
+from lln.lab.page import build, sentence_maps
 from lln.lab.page import distribution_section as distribution
 from lln.lab.page import explorer_section as explorer
 from lln.lab.page import kernels_section as kernels
+from lln.lab.page import lengths_section as lengths
 from lln.lab.page import training_section as training
+from lln.lab.paper.analysis import LLN
 from lln.peers.simple_kernels import FEATURES
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -47,8 +49,25 @@ def test_the_script_gets_what_was_measured(explored: dict[str, Any]) -> None:
         assert shown["entropy"] == pytest.approx(row["entropy"], abs=5e-4)
         assert shown["gap"] == pytest.approx(row["gap"], abs=5e-5)
     names = [look["name"] for look in given["looks"]]
-    assert names[:2] == ["softmax", "LLN"]
-    assert {*names[2:], "softmax", *given["matchings"]} == set(given["values"]["16"])
+    assert names[:3] == ["softmax", "LLN", "LLN, paper matching"]
+    assert given["start"]["matching"] == "entropy"  # the recommended one
+    assert {*names[3:], "softmax", *given["matchings"]} == set(given["values"]["16"])
+
+
+def test_the_heat_maps_are_attention(explored: dict[str, Any]) -> None:
+    given = explored["sentence"]
+    count, maps = len(given["words"]), given["maps"]
+    assert set(maps) == {"softmax", *(f"{name}, {kind}" for name in ("LLN", "LLN+Diag") for kind in LLN)}
+    q, k = sentence_maps.draw_sentence(0)
+    for at, temperature in enumerate(SMALL.temperatures):
+        sigma = temperature**-0.5
+        exact = torch.softmax(sigma**2 * q @ k.mT / q.shape[-1] ** 0.5, -1).flatten()
+        assert max(abs(x / 1000 - y) for x, y in zip(maps["softmax"][at], exact.tolist(), strict=True)) < 6e-4
+        for one in maps.values():
+            rows = torch.tensor(one[at]).view(count, count).sum(-1)
+            assert (rows - 1000).abs().max() <= count / 2  # rounded to thousandths
+    mean = [sum(one) / count for one in ([row[i * count + i] for i in range(count)] for row in maps["softmax"])]
+    assert mean == sorted(mean, reverse=True) or mean == sorted(mean)  # colder is sharper
 
 
 def test_what_the_explorer_says_follows_from_its_rows(explored: dict[str, Any]) -> None:
@@ -125,6 +144,20 @@ def test_the_summary_ranks_nothing_and_the_footer_speaks_of_the_times(
     parts = [build.Part(name, 1, {}, lambda progress: {}, lambda found: empty) for name in ("training", "lengths")]
     page = build.write(build.Options(tmp_path), parts, {"training": result, "lengths": timed}, [])
     assert "<dt>threads</dt><dd>7</dd>" in page.read_text()  # all else is measured with one
+
+
+def test_times_of_a_busy_machine_are_doubted() -> None:
+    quiet = {"median": 1.0, "low": 0.9, "high": 1.1}
+    rows = [{"attention": name, "length": 64, "training": quiet} for name in ("softmax", "LLN")]
+    assert lengths.describe_doubts({"rows": rows, "load": 2.0, "cores": 2}) == []
+    assert lengths.describe_doubts({"rows": rows}) == []  # an older result
+    said = " ".join(lengths.describe_doubts({"rows": rows, "load": 5.26, "cores": 2}))
+    assert "the machine was busy while they were measured (a load of 5.3 on 2 cores)" in said
+    assert "repeats differ" not in said
+    rows[1] = rows[1] | {"training": {"median": 1.0, "low": 0.8, "high": 1.6}}
+    said = " ".join(lengths.describe_doubts({"rows": rows, "load": 5.26, "cores": 2}))
+    assert "repeats differ by up to 80 % of their median (LLN at 64 tokens" in said
+    assert "busy" not in " ".join(lengths.describe_doubts({"rows": rows, "load": 0.1, "cores": 2}))
 
 
 def test_half_of_lln_diag_never_leaves_its_blocks(trained: tuple[Path, dict[str, Any]]) -> None:

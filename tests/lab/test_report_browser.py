@@ -64,17 +64,17 @@ def test_the_explorer_answers_to_the_keyboard(browser: Any, page_path: Path) -> 
     before, said = numbers(page), page.locator("#explorer-said").inner_text()
     drawn = page.locator("#entropy").inner_html()
     slider.focus()
-    for _ in range(4):
-        page.keyboard.press("ArrowLeft")
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
     after = numbers(page)
     assert page.locator("#temperature-value").inner_text() == "0.25"
     assert page.locator("#explorer-said").inner_text() != said
     assert page.locator("#entropy").inner_html() != drawn
-    assert [row[0] for row in after] == ["softmax", "LLN", "ReLU", "quadratic", "ELU"]
+    assert [row[0] for row in after] == ["softmax", "LLN", "LLN, paper matching", "ReLU", "quadratic", "ELU"]
     # Colder: softmax and LLN concentrate, the kernel of ReLU does not know.
     assert float(after[0][1]) < float(before[0][1]) - 1
     assert float(after[1][1]) < float(before[1][1]) - 1
-    assert abs(float(after[2][1]) - float(before[2][1])) < 0.01
+    assert abs(float(after[3][1]) - float(before[3][1])) < 0.01
     page.close()
 
 
@@ -88,6 +88,39 @@ def test_matching_changes_lln_and_nothing_else(browser: Any, page_path: Path) ->
     assert "LLN, unmatched" in page.locator("#explorer-legend").inner_text()
     page.locator("#dim").select_option("16")
     assert numbers(page)[0] != after[0]
+    page.close()
+
+
+def test_the_heat_maps_follow_temperature_and_matching(browser: Any, page_path: Path) -> None:
+    page, errors, _ = open_page(browser, page_path)
+
+    def shades(name: str) -> list[str]:
+        found: list[str] = page.locator(f"[id='map-{name}'] rect").evaluate_all(
+            "all => all.map(rect => rect.getAttribute('fill-opacity'))"
+        )
+        return found
+
+    names = ("softmax", "LLN", "LLN+Diag")
+    before = {name: shades(name) for name in names}
+    assert all(len(found) == 14 * 14 for found in before.values())
+    page.locator("#matching").select_option("unmatched")
+    assert shades("softmax") == before["softmax"]
+    assert shades("LLN") != before["LLN"]
+    assert shades("LLN+Diag") != before["LLN+Diag"]
+    page.locator("#temperature").focus()
+    page.keyboard.press("End")
+    assert shades("softmax") != before["softmax"]
+    assert "looks at" in page.locator("[id='map-LLN'] rect title").first.text_content()
+    assert errors == []
+    page.close()
+
+
+def test_the_page_says_what_it_is_and_that_a_quick_look_is_provisional(browser: Any, page_path: Path) -> None:
+    page, _, _ = open_page(browser, page_path)
+    assert page.locator("h1").inner_text().startswith("lln-attention")
+    assert "pip install" in page.locator("main").inner_text()
+    assert "provisional" in page.locator(".doubt").first.inner_text()
+    assert page.locator("section[aria-labelledby]").nth(1).get_attribute("aria-labelledby") == "lengths"
     page.close()
 
 
@@ -156,7 +189,7 @@ def test_text_in_charts_can_be_read(browser: Any, page_path: Path) -> None:
 def test_every_file_the_page_links_to_is_beside_it(browser: Any, page_path: Path) -> None:
     page, _, _ = open_page(browser, page_path)
     links = page.evaluate("[...document.querySelectorAll('a')].map(a => a.getAttribute('href'))")
-    files = {link for link in links if not link.startswith("#")}
+    files = {link for link in links if not link.startswith(("#", "https://arxiv.org"))}
     assert {Path(name).suffix for name in files} == {".svg", ".csv", ".json"}
     assert [name for name in files if not (page_path.parent / name).is_file()] == []
     ids = {link[1:] for link in links if link.startswith("#")}

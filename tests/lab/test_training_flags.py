@@ -126,7 +126,7 @@ def test_a_gpu_that_is_not_there_is_refused_not_replaced(tmp_path: Path, monkeyp
     assert not (tmp_path / "run").exists()
     found = run_command("train", "mlm", "--device", "cuda", "--out", tmp_path / "run")
     assert found.exit_code == 2
-    assert "there is no CUDA device here" in found.output
+    assert "there is no CUDA device here" in found.output or "torch cannot use 'cuda' here" in found.output
 
 
 def test_what_the_device_or_the_processes_cannot_do_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,9 @@ from lln.peers import mechanisms
 
 MIB = 2**20
 HEADER = "attention", "forward ms", "forward + backward ms", "times softmax", "% of floor", "host ms", "extra MiB"
+NARROW = {one: "\n".join(one.rsplit(" ", 1)) for one in HEADER}  # in two lines, for the terminal
 MODEL_HEADER = "attention", "ms", "times torch's", "extra MiB"
-MOST_LENGTHS = 3  # that fit a terminal beside the rest; all are in the JSON and the Markdown
+MOST_LENGTHS = 2  # that fit a terminal beside the rest; all are in the JSON and the Markdown
 LEFT: dict[str, Any] = {"title_justify": "left", "caption_justify": "left"}
 KEYS = ("entropy", "gap", "overlap")
 SHORT = {"out of memory": "OOM", "too slow": "slow", "unsupported": "no"}
@@ -52,7 +53,13 @@ def make_bench_table(result: dict[str, Any]) -> Table:
             name, *rest = list_cells(row, quartiles=False)
             error = [(f"\n  {row['error']}", "red")] if row["error"] else []
             lines.append([Text.assemble(name, *error), *rest])
-    return terminal_table(HEADER, lines, title=tell("bench_place", **result), caption=tell("bench"), **LEFT)
+    return terminal_table(
+        [NARROW.get(one, one) for one in HEADER],
+        lines,
+        title=tell("bench_place", **result),
+        caption=tell("bench"),
+        **LEFT,
+    )
 
 
 def describe_growth(result: dict[str, Any]) -> list[str]:

@@ -2,6 +2,7 @@
 length, which the page shows."""
 
 import dataclasses
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -128,4 +129,10 @@ def measure_lengths(
             memory = {f"{part}_bytes": peak_memory(parts[part], device) for part in PARTS}
             rows.append({"attention": name, "length": length, **times[name], **memory})
     what = "time and peak extra memory of one attention call, float32, batch 1"
-    return {"what": what, "heads": heads, "dim": dim, "provenance": provenance(seed, device), "rows": rows}
+    machine = {"load": read_load(), "cores": os.cpu_count()}
+    return {"what": what, "heads": heads, "dim": dim, **machine, "provenance": provenance(seed, device), "rows": rows}
+
+
+def read_load() -> float | None:
+    """How many processes wanted a core in the last minute, on average, where the system tells."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None

@@ -45,9 +45,11 @@ class ComparisonPlan:
     def __post_init__(self) -> None:
         unknown = [name for name in self.names if name not in mechanisms()]
         if unknown:
-            raise WrongOption("--only", f"there is no mechanism {unknown[0]!r}; there are: {', '.join(mechanisms())}.")
+            raise WrongOption(
+                "--attentions", f"there is no mechanism {unknown[0]!r}; there are: {', '.join(mechanisms())}."
+            )
         if not self.names or not self.lengths:
-            raise WrongOption("--only", "at least one mechanism and one length are needed.")
+            raise WrongOption("--attentions", "at least one mechanism and one length are needed.")
 
     @property
     def matrix_length(self) -> int:

@@ -77,7 +77,7 @@ def choose_attentions(
         by_lower = {name.lower(): name for name in here}
         wanted = [part.strip().lower() for part in only.split(",")]
         if unknown := [part for part in wanted if part not in by_lower]:
-            raise WrongOption("--only", f"{unknown[0]!r} is not among those that run here: {', '.join(here)}")
+            raise WrongOption("--attentions", f"{unknown[0]!r} is not among those that run here: {', '.join(here)}")
         names = [name for name in here if name.lower() in wanted]
     if drops:
         if only is not None and (without := [name for name in names if not ATTENTIONS[name].drops]):

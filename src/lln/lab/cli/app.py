@@ -12,7 +12,7 @@ import typer
 from lln.lab.cli import bench, calibrate, compare, convert, info, inspect, plan, report, reproduce, shared, train
 
 app = typer.Typer(
-    help="Linear-time attention that behaves like softmax attention.",
+    help="Linear Log-Normal attention: its cost grows linearly with the length of a sequence.",
     epilog="Example: [bold]lln report[/bold] for a page about it, measured here; [bold]lln train mlm[/bold] for a "
     "model of its own; [bold]lln inspect MODEL[/bold] to see how a pretrained model attends.",
     no_args_is_help=True,

@@ -22,7 +22,7 @@ def bench(
     shapes: str | None = None,
     causal: Causal | None = None,
     dtype: Dtype | None = None,
-    only: str | None = None,
+    only: Annotated[str | None, typer.Option("--attentions", "--only")] = None,
     peers: str | None = None,
     model: str | None = None,
     modes: str | None = None,
@@ -30,7 +30,7 @@ def bench(
     dropout: Annotated[float, typer.Option(min=0.0, max=0.9)] = 0.0,
     repeats: shared.CountOrNone = None,
     quick: bool = False,
-    device: Annotated[str | None, typer.Option(callback=shared.parse_device)] = None,
+    device: shared.Device = "",
     seed: shared.Seed = 0,
     out: Path = Path("bench"),
     as_json: shared.JsonForTable = False,
@@ -57,18 +57,18 @@ def bench(
         dropout: Of attention weights, in what is timed.
         repeats: Measurements behind each median. [default: 5, on cuda 50]
         quick: Short lengths and fewer repeats.
-        device: cpu, cuda, cuda:1, ... [default: cuda if there is one]
         seed: Seed of the random inputs.
         out: Folder for bench.json, bench.md and the charts (SVG).
         render: Measure nothing: table, Markdown and charts of this stored bench.json.
         tune: Find the fastest settings of the kernels instead.
 
     Example: [bold]lln bench --quick[/bold] for a look in a minute; [bold]lln bench --lengths 1024,8192 --tokens 65536
-    --only flash,LLN,LLN+Diag[/bold] for batches of equal size; [bold]lln bench --shapes 16x12x4096x64,1x12x16384x64
-    --causal no --json[/bold] for shapes of your own; [bold]lln bench --dropout 0.1 --causal no[/bold] for what training
-    an encoder takes; [bold]lln bench --peers fla[/bold] for flash-linear-attention, which tunes itself for minutes;
-    [bold]lln bench --model roberta-base --lengths 512,4096[/bold] for a whole model, as transformers runs it;
-    [bold]lln bench --render bench/bench.json --out page[/bold] to draw what another machine measured.
+    --attentions flash,LLN,LLN+Diag[/bold] for batches of equal size; [bold]lln bench --shapes
+    16x12x4096x64,1x12x16384x64 --causal no --json[/bold] for shapes of your own; [bold]lln bench --dropout 0.1 --causal
+    no[/bold] for what training an encoder takes; [bold]lln bench --peers fla[/bold] for flash-linear-attention, which
+    tunes itself for minutes; [bold]lln bench --model roberta-base --lengths 512,4096[/bold] for a whole model, as
+    transformers runs it; [bold]lln bench --render bench/bench.json --out page[/bold] to draw what another machine
+    measured.
     """
     shared.need_folder(out)
 
@@ -80,7 +80,7 @@ def bench(
     from lln.lab.bench.kernel_plan import make_plan
     from lln.lab.bench.kernel_times import measure
 
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = torch.device(device)
     if tune:
         from lln.lab.bench.tune import tune as find_settings
 

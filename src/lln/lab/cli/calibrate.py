@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lln.lab.cli.shared import DeviceToMeasure, Seed, need_file, parse_lengths
+from lln.lab.cli.shared import Device, Seed, need_file, parse_lengths
 from lln.lab.core.limits import MOST, WIDEST
 from lln.lab.core.progress import progress_bar
 
@@ -16,7 +16,7 @@ def calibrate(
     lengths: str = "",
     seeds: Annotated[int, typer.Option(min=0, max=MOST)] = 0,
     seed: Seed = 0,
-    device: DeviceToMeasure = "cpu",
+    device: Device = "",
 ) -> None:
     """Measure the curves of variance and entropy matching (minutes on a GPU, hours for all of them on a CPU).
 

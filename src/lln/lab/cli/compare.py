@@ -11,7 +11,7 @@ from lln.lab.core.progress import progress_bar
 
 def compare(
     lengths: str = "512,2048",
-    only: str | None = None,
+    only: Annotated[str | None, typer.Option("--attentions", "--only")] = None,
     everything: Annotated[bool, typer.Option("--all")] = False,
     plugin: Annotated[list[str] | None, typer.Option()] = None,
     temperatures: str = "0.5,1,2",
@@ -21,7 +21,7 @@ def compare(
     dim: shared.Count = 64,
     causal: bool = False,
     repeats: shared.Count = 3,
-    device: str | None = None,
+    device: shared.Device = "",
     seed: shared.Seed = 0,
     out: Path = Path("compare"),
     as_json: shared.JsonForTable = False,
@@ -40,13 +40,12 @@ def compare(
         dim: Head dim.
         causal: Causal attention, where a mechanism can.
         repeats: Calls timed of each.
-        device: cpu, cuda, ... [default: cuda if there is one]
         seed: Seed of the inputs.
         out: Folder for compare.json, compare.md and the charts (SVG).
 
     Example: [bold]lln compare[/bold] for a few mechanisms; [bold]lln compare --all --lengths 512,2048[/bold] for every
-    one of them; [bold]lln compare --only softmax,lln_diag,elu --model ./my-model[/bold] on the queries and keys of a
-    model; [bold]lln compare --plugin my_attention.py:attend[/bold] for attention of your own.
+    one of them; [bold]lln compare --attentions softmax,lln_diag,elu --model ./my-model[/bold] on the queries and keys
+    of a model; [bold]lln compare --plugin my_attention.py:attend[/bold] for attention of your own.
     """
     import torch
 
@@ -58,15 +57,14 @@ def compare(
 
     shared.need_folder(out)
     if only is not None and everything:
-        raise typer.BadParameter("--only and --all exclude each other.", param_hint="--only")
+        raise typer.BadParameter("--attentions and --all exclude each other.", param_hint="--attentions")
     own = [load_attention(text, "--plugin") for text in plugin or []]
     names = tuple(mechanisms()) if everything else DEFAULT if only is None else tuple(only.split(","))
     names = tuple(dict.fromkeys((*names, *own)))
-    chosen = shared.parse_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     hot = shared.parse_numbers(temperatures, "--temperatures", float, "numbers with commas between, like 0.5,1,2")
     plan = ComparisonPlan(
         names=names, lengths=tuple(shared.parse_lengths(lengths)), temperatures=tuple(hot), batch=batch, heads=heads,
-        dim=dim, causal=causal, device=torch.device(chosen or "cpu"), repeats=repeats, seed=seed,
+        dim=dim, causal=causal, device=torch.device(device), repeats=repeats, seed=seed,
     )  # fmt: skip
     loaded = None
     if model is not None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.shared import Count, CountOrNone, DeviceToRun, ModelName, Seed, Steps, fail, need, need_folder
+from lln.lab.cli.shared import Count, CountOrNone, Device, ModelName, Seed, Steps, fail, need, need_folder
 from lln.lab.core.limits import LONGEST
 from lln.lab.core.progress import Bars
 
@@ -35,7 +35,7 @@ def convert(
     batch_size: Count = 4,
     rate: float = 0.01,
     fine_rate: float = 1e-4,
-    device: DeviceToRun = "cpu",
+    device: Device = "",
     seed: Seed = 0,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:

@@ -52,7 +52,7 @@ def ask_device(name: str) -> dict[str, Any]:
 
 
 def show_calls(asked: dict[str, Any]) -> list[Any]:
-    """A table of dtypes and head dims by kinds of calls, and under it the reasons."""
+    """A table of kinds of calls by dtypes and head dims, and under it the reasons."""
     from lln.lab.core.tables import terminal_table
 
     cells: dict[tuple[str, int], list[str]] = {}
@@ -67,7 +67,8 @@ def show_calls(asked: dict[str, Any]) -> list[Any]:
     where = f"{asked['device']} {asked['card'] or ''}".strip()
     if asked["shared memory"]:
         where += f", {asked['shared memory'] / 1024:.0f} KiB of shared memory a program, settings {asked['settings']}"
-    table = terminal_table(("dtype", "head dim", *modes), [(*key, *row) for key, row in cells.items()], "lrl")
+    rows = [(mode, *(row[number] for row in cells.values())) for number, mode in enumerate(modes)]
+    table = terminal_table(("call", *(f"{dtype} {dim}" for dtype, dim in cells)), rows, "l")
     said = [f"Calls with backend='auto' on {where}, training:", table]
     for reason, kinds in reasons.items():
         which = "" if len(kinds) == len(asked["kinds"]) else f" ({'; '.join(kinds)})"

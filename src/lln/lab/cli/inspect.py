@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.shared import Count, DeviceToRun, JsonForTable, ModelName, Seed, fail, need, need_folder
+from lln.lab.cli.shared import Count, Device, JsonForTable, ModelName, Seed, fail, need, need_folder
 from lln.lab.core.errors import Refused, read_text
 from lln.lab.core.limits import LONGEST
 from lln.lab.core.progress import progress_bar
@@ -21,27 +21,27 @@ def read_texts(file: Path | None, given: list[str]) -> list[str]:
             raise Refused("--texts: there is nothing but blanks in it")
         return texts
     if given:
-        raise Refused("--text and --texts are two ways to say one thing; give one of them")
+        raise Refused("--file and --files are two ways to say one thing; give one of them")
     try:
-        lines = sys.stdin.read() if str(file) == "-" else read_text(file, "--text: ")
+        lines = sys.stdin.read() if str(file) == "-" else read_text(file, "--file: ")
         lines.encode()  # stdin may hold bytes that are no text
     except UnicodeError:
-        raise Refused("--text: - is not UTF-8 text") from None
+        raise Refused("--file: - is not UTF-8 text") from None
     texts = [line.strip() for line in lines.splitlines() if line.strip()]
     if not texts:
-        raise Refused(f"--text: {file} is empty; it should hold a text in each line")
+        raise Refused(f"--file: {file} is empty; it should hold a text in each line")
     return texts
 
 
 def inspect(
     model: ModelName,
-    text: Path | None = None,
+    text: Annotated[Path | None, typer.Option("--file", "--text")] = None,
     texts: list[str] | None = None,
     images: Annotated[list[Path] | None, typer.Option()] = None,
     out: Path = Path("inspected"),
     max_length: Annotated[int, typer.Option(min=2, max=LONGEST)] = 512,
     batch_size: Count = 8,
-    device: DeviceToRun = "cpu",
+    device: Device = "",
     seed: Seed = 0,
     as_json: JsonForTable = False,
 ) -> None:
@@ -59,7 +59,7 @@ def inspect(
         seed: Seed, for pipelines and models that draw random numbers.
 
     Example: [bold]lln inspect sentence-transformers/all-MiniLM-L6-v2[/bold], then open inspected/index.html; [bold]lln
-    inspect ./my-model --text notes.txt --max-length 256[/bold] for a saved folder and your own lines; [bold]lln inspect
+    inspect ./my-model --file notes.txt --max-length 256[/bold] for a saved folder and your own lines; [bold]lln inspect
     gpt2 --texts "One sentence." --texts "Another." --json[/bold]; [bold]lln inspect timm/vit_small_patch16_224.dino
     --images photos[/bold] for an image model.
     """

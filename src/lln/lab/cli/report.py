@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.shared import CountOrNone, DeviceToMeasure, Seed, fail, find_missing, need, need_folder, parse_lengths
+from lln.lab.cli.shared import CountOrNone, Device, Seed, fail, find_missing, need, need_folder, parse_lengths
 from lln.lab.core.progress import progress_bar
 
 
@@ -18,7 +18,7 @@ def report(
     lengths: str | None = None,
     repeats: CountOrNone = None,
     seed: Seed = 0,
-    device: DeviceToMeasure = "cpu",
+    device: Device = "",
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Measure softmax attention and LLN on this machine and write a page about it.
@@ -41,6 +41,7 @@ def report(
     need("report")
     need_folder(out)
 
+    import lln
     from lln.lab.page.build import LENGTHS, PARTS, QUICK_LENGTHS, Options, make, make_part, read_stored, write
 
     names = list(PARTS) if sections is None else [name.strip() for name in sections.split(",")]
@@ -64,6 +65,8 @@ def report(
     kept = [one.name for one in parts if not again and read_stored(options, one) is not None]
     if kept:
         typer.echo(f"Kept from before: {', '.join(kept)} (--again measures anew).", err=True)
+    what = ", ".join(one.name for one in parts)
+    typer.echo(f"lln-attention {lln.__version__} measures on {device} and writes a page: {what}.", err=True)
     steps = sum(one.steps for one in parts if one.name not in kept)
     try:
         with progress_bar(steps, transient=steps == 0) as step:

@@ -18,16 +18,26 @@ if TYPE_CHECKING:
     from lln.lab.paper.jobs import Job
     from lln.lab.paper.reproduction import Reproduction, Workload
 
-FigureName = enum.StrEnum(
-    "FigureName",
-    "table1 table2 table3 table4 table5 fig1 fig2 fig5a fig5b fig6a fig6b fig7 fig8 fig9 fig10 matching variants "
-    "lengths pretraining",
-)
+LISTED: dict[str, tuple[str, str]] = read_data("reproductions")  # title, and time at scale tiny on one core
+FigureName = enum.StrEnum("FigureName", list(LISTED))
 Scale = enum.StrEnum("Scale", "tiny mini paper")
 TRAINED = tuple(read_data("experiments"))  # from training runs
 TUNED = ("table1", "matching", "variants")  # pre-trained, then fine-tuned
 MEASURED = ("table2", "table4")  # of single training steps
 SHARED = ("--attentions", "--set", "--from", "--no-charts")  # by these and those that are trained
+
+
+def print_list(wanted: bool) -> None:
+    """What can be made, and how long it takes."""
+    if not wanted:
+        return
+    from lln.lab.core.tables import print_wide, terminal_table
+
+    rows = [[name, *told] for name, told in LISTED.items()]
+    caption = "Times are those of one core, of training at scale tiny, as measured for the documentation. Figures 3 "
+    caption += "and 4 of the paper are block diagrams: there is nothing to measure in them."
+    print_wide(terminal_table(["name", "what it is", "time"], rows, "l", caption=caption))
+    raise typer.Exit
 
 
 def reproduce(
@@ -37,7 +47,7 @@ def reproduce(
     seeds: shared.CountOrNone = None,
     seed: shared.Seed = 0,
     scale: Scale = Scale.tiny,
-    device: Annotated[str | None, typer.Option(callback=shared.parse_device)] = None,
+    device: shared.Device = "",
     attentions: str | None = None,
     tasks: str | None = None,
     tunings: shared.CountOrNone = None,
@@ -51,17 +61,18 @@ def reproduce(
     at_once: shared.Count = 1,
     no_controls: bool = False,
     as_json: shared.AsJson = False,
+    show_list: Annotated[bool, typer.Option("--list", callback=print_list, is_eager=True)] = False,
 ) -> None:
     """Make a figure or table of the paper from scratch and say whether its claims hold, in numbers.
 
     Args:
-        figure: A figure or table of the paper, or of ours.
+        figure: A figure or table of the paper, or of ours; --list tells them all.
+        show_list: List all figures and tables with the time that each takes, and stop.
         out: Folder for data (JSON, CSV), tables (Markdown), charts (SVG) and runs.
         quick: Shorter sequences and fewer draws.
         seeds: Sets of draws, or training runs. [default: 4, quick 2; runs 1]
         seed: The first seed.
         scale: Sizes of models, sequences and runs.
-        device: cpu or cuda. [default: cuda if there is one]
         attentions: Names; of runs with options like lln:alpha=2. [default: the paper's]
         tasks: Of table1 and table5; of fig9 image or mlm. [default: all; fig9 image]
         tunings: Fine-tunings of each pre-trained model. [default: 3, tiny 1]
@@ -170,7 +181,7 @@ def reproduce(
 
 
 def reproduce_costs(
-    name: str, scale: str, device: str | None, out: Path, attentions: list[str], changes: list[str], *, repeats: int,
+    name: str, scale: str, device: str, out: Path, attentions: list[str], changes: list[str], *, repeats: int,
     seed: int, source: Path | None, charts: bool, as_json: bool,
 ) -> None:  # fmt: skip
     shared.need("train")
@@ -200,7 +211,6 @@ def reproduce_costs(
             raise typer.BadParameter(f"{source} holds no {file}.", param_hint="--from")
         result = read_json(source / file, dict)
     else:
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         with progress_bar(len(cells)) as step:
             result = measure_steps(
                 table, cells, scale, setting, device=torch.device(device), repeats=repeats, seed=seed, progress=step,

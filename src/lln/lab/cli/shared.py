@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from lln.files import Unreadable, write_text
 from lln.lab.core.errors import Refused, WrongOption, first_line
@@ -33,6 +34,17 @@ EXTRAS = {
 }
 
 
+class Command(TyperCommand):
+    """Whose flags stand in --help without `<bool>`: they take no value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        found = super().get_params(ctx)
+        for option in found:
+            if getattr(option, "is_flag", False):
+                option.display_type_rich = lambda ctx: None
+        return found
+
+
 def add_command(app: typer.Typer, command: Callable[..., None]) -> None:
     """Adds a function as a command. Its docstring is what --help says: first what the command does; under `Args:` each
     option, with [default: ...] where words tell it; last the epilog, which begins with `Example:`."""
@@ -49,7 +61,10 @@ def add_command(app: typer.Typer, command: Callable[..., None]) -> None:
         kinds[name] = Annotated[kind, option]
     command.__annotations__ = kinds
     explained = explain(command.__name__)(settle(command))
-    app.command(help=about, epilog=f"Example: {' '.join(example.split())}")(explained)
+    examples = re.split(r"(?<=[;.]) (?=\[bold\]|\w)", " ".join(example.split()))  # one a line
+    app.command(cls=Command, help=about, epilog="\n\n".join(["Examples:", *(part.rstrip(";.") for part in examples)]))(
+        explained
+    )
 
 
 def settle(command: Callable[..., None]) -> Callable[..., None]:
@@ -153,14 +168,23 @@ def parse_device(text: str | None) -> str | None:
     return text
 
 
+def choose_device(text: str) -> str | None:
+    """The one that was asked for, or the GPU where there is one."""
+    import torch
+
+    return parse_device(text or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 # Kinds of options, and options that mean the same in several commands.
 Count = Annotated[int, typer.Option(min=1, max=MOST)]
 CountOrNone = Annotated[int | None, typer.Option(min=1, max=MOST)]
 Steps = Annotated[int, typer.Option(min=0, max=STEPS)]
 Seed = Annotated[int, typer.Option(min=0, max=LAST_SEED)]
 SeedOrNone = Annotated[int | None, typer.Option(min=0, max=LAST_SEED)]
-DeviceToMeasure = Annotated[str, typer.Option(help="Where to measure: cpu, cuda, ...", callback=parse_device)]
-DeviceToRun = Annotated[str, typer.Option(help="Where to run: cpu, cuda, ...", callback=parse_device)]
+Device = Annotated[  # one rule for all commands
+    str,
+    typer.Option(help="cpu, cuda, cuda:1, ...", show_default="the GPU where there is one", callback=choose_device),
+]
 DataRoot = Annotated[Path | None, typer.Option(help="Folder with data in the Hub's layout.", envvar="LLN_DATA_ROOT")]
 ModelName = Annotated[str, typer.Argument(help="A folder that a model was saved to, or a Hub id.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lln.lab.cli.shared import AsJson, Count, DataRoot, SeedOrNone, fail, need, need_folder, parse_changes
+from lln.lab.cli.shared import AsJson, Count, DataRoot, Device, SeedOrNone, fail, need, need_folder, parse_changes
 from lln.lab.core.errors import WrongOption
 from lln.lab.core.progress import Bars, describe_metrics
 
@@ -15,7 +15,7 @@ from lln.lab.core.progress import Bars, describe_metrics
 def train(
     task: Annotated[str, typer.Argument()],
     attention: str = "lln_diag",
-    preset: str = "tiny",
+    preset: Annotated[str, typer.Option("--scale", "--preset")] = "tiny",
     name: str | None = None,
     out: Path | None = None,
     start: Path | None = None,
@@ -23,7 +23,7 @@ def train(
     changes: Annotated[list[str] | None, typer.Option("--set")] = None,
     data_root: DataRoot = None,
     report_to: str = "",
-    device: str | None = None,
+    device: Device = "",
     graph: bool = False,
     fsdp: bool = False,
     context_parallel: Count = 1,
@@ -42,20 +42,17 @@ def train(
         seed: Seed of weights, order and masks. [default: 0]
         changes: An option of the config, like optimisation.rate=1e-3.
         report_to: tensorboard, wandb, trackio, with commas between.
-        device: cpu or cuda. [default: cuda if there is one]
         graph: Capture the whole step in a CUDA graph.
         fsdp: Spread weights over the processes of torchrun.
         context_parallel: So many of them share each sequence, of which each holds some tokens (mlm, lln and lln_diag).
         dry_run: Print the config and sizes, and train nothing.
 
     Example: [bold]lln train mlm[/bold] for a tiny run on embedded text; [bold]lln train lra --name listops --attention
-    softmax --set optimisation.steps=800[/bold] to change an option; [bold]lln train glue --name sst2 --preset mini
+    softmax --set optimisation.steps=800[/bold] to change an option; [bold]lln train glue --name sst2 --scale mini
     --data-root DIR --start runs/mlm/model[/bold] to fine-tune; [bold]torchrun --nproc-per-node 2 -m lln train
     mlm[/bold] on two devices. A stopped run: the same command.
     """
     need("train")
-
-    import torch
 
     from lln.hf.distillation import NotFinite
     from lln.lab.core.errors import DataError
@@ -72,9 +69,8 @@ def train(
         if name_there in asked:
             raise WrongOption("--set", f"{name_there} is given twice, with --{option} and here.")
         asked[name_there] = "yes" if held is True else str(held)
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if where not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"must be cpu or cuda; got {where!r}.", param_hint="--device")
+    if device not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"must be cpu or cuda; got {device!r}.", param_hint="--device")
     if names_file(attention):
         attention = load_attention(attention, "--attention")
     first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes, the one that writes
@@ -88,7 +84,7 @@ def train(
         with Bars(quiet=not first) as bars:
             update = bars.add("start", config.optimisation.steps)
             result = run(
-                config, folder, device=where, data_root=data_root, say=bars.say,
+                config, folder, device=device, data_root=data_root, say=bars.say,
                 progress=lambda number, values: update(completed=number, description=describe_metrics(values)),
                 report_to=report_to.split(",") if report_to else [], context_parallel=context_parallel,
             )  # fmt: skip

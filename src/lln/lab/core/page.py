@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+import lln
 from lln.files import write_json, write_text
 from lln.lab.core.charts import Axis, draw_lines
 from lln.lab.core.documents import write_document, write_paragraphs
@@ -26,6 +27,15 @@ class Chart:
     svg: str
     caption: str  # also what a screen reader says
     rows: Sequence[dict[str, Any]] = ()  # what it shows, for the CSV file
+
+    @property
+    def title(self) -> str:
+        """
+        >>> Chart("gap-against-temperature", "<svg/>", "").title
+        'Gap against temperature'
+        """
+        words = self.name.replace("-", " ").replace("_", " ").capitalize()
+        return words.replace("lln diag", "LLN+Diag").replace("lln", "LLN")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +83,13 @@ def pick(rows: Rows, **values: Any) -> dict[str, Any]:
 
 def write_page(
     out: Path, sections: list[Section], made: dict[str, Any], *, summary: Sequence[str] = (),
-    left_out: Sequence[str] = (),
+    left_out: Sequence[str] = (), doubts: Sequence[str] = (), provisional: bool = False,
 ) -> Path:  # fmt: skip
     """Writes index.html, an SVG file for each chart with its data as CSV, and a JSON file for each section."""
-    page = write_document("page.html", sections=sections, provenance=made, summary=summary, left_out=left_out)
+    page = write_document(
+        "page.html", sections=sections, provenance=made, summary=summary, left_out=left_out, doubts=doubts,
+        provisional=provisional, version=lln.__version__,
+    )  # fmt: skip
     for section in sections:
         write_json(out / f"{section.name}.json", section.data)
         for chart in section.charts:

@@ -1,11 +1,12 @@
 """Progress of what takes more than a moment. It goes to stderr, since stdout is for results."""
 
 import contextlib
-import functools
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
+EVERY = 30.0  # seconds between lines where there is no terminal
 Progress = Callable[[str], None]  # hears a few words as each step begins
 
 
@@ -26,6 +27,7 @@ class Bars:
             progress.TimeElapsedColumn(), progress.TimeRemainingColumn(),
             console=Console(stderr=True, quiet=quiet), transient=transient,
         )  # fmt: skip
+        self.began = self.told = time.monotonic()
 
     def __enter__(self) -> Self:
         self.progress.start()
@@ -40,7 +42,22 @@ class Bars:
     def add(self, text: str, total: float | None, **options: Any) -> Callable[..., None]:
         """A new bar, as a function that changes it: what it takes is that of rich's Progress.update (completed, total,
         advance, description, visible)."""
-        return functools.partial(self.progress.update, self.progress.add_task(text, total=total, **options))
+        task = self.progress.add_task(text, total=total, **options)
+
+        def change(**changes: Any) -> None:
+            self.progress.update(task, **changes)
+            self.tell(next(one for one in self.progress.tasks if one.id == task))
+
+        return change
+
+    def tell(self, task: Any) -> None:
+        """A line now and then where nobody sees the bar: in a log, say."""
+        now = time.monotonic()
+        if self.progress.console.is_terminal or not task.visible or now - self.told < EVERY:
+            return
+        self.told = now
+        done = "" if task.total is None else f", {task.percentage:.0f} %"
+        self.say(f"{task.description}{done}, after {now - self.began:.0f} s")
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-NARROWEST = 110  # columns, where nobody looks at a terminal of some other width
+WIDEST_NAME = 30  # of the names in a first column, in columns of the terminal
+NARROWEST = 80  # columns, where nobody looks at a terminal of some other width
 
 
 def markdown_table(header: Sequence[object], rows: Iterable[Sequence[object]], align: str = "lr") -> list[str]:
@@ -38,18 +39,24 @@ def terminal_table(
     there is no line for one. Texts are shown as they are; a cell may be a rich Text too. `look` goes to rich's Table.
 
     >>> print_wide(terminal_table(["attention", "ms"], [["LLN", 1.5]]))
-    ┏━━━━━━━━━━━┳━━━━━┓
-    ┃ attention ┃  ms ┃
-    ┡━━━━━━━━━━━╇━━━━━┩
-    │ LLN       │ 1.5 │
-    └───────────┴─────┘
+    <BLANKLINE>
+    attention   ms
+    ──────────────
+    LLN        1.5
+    <BLANKLINE>
     """
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
+    look = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0)} | look
     made = Table(title=Text(title) if title else None, caption=caption or None, show_header=bool(header), **look)
-    for heading, side in zip(header, align.ljust(len(header), align[-1]), strict=False):
-        made.add_column(heading, justify="right" if side == "r" else "left", no_wrap=not wrap)
+    rows = list(rows)
+    names = " ".join(row if isinstance(row, str) else str(row[0]) for row in rows).split()
+    longest = min(max(map(len, names), default=0), WIDEST_NAME)  # words there are not cut
+    for number, (heading, side) in enumerate(zip(header, align.ljust(len(header), align[-1]), strict=False)):
+        least = longest if number == 0 else None
+        made.add_column(heading, justify="right" if side == "r" else "left", no_wrap=not wrap, min_width=least)
     for row in rows:
         if isinstance(row, str):
             made.add_section()

@@ -21,7 +21,7 @@ from lln.lab.core.progress import Progress
 from lln.lab.page import distribution_section, explorer_section, kernels_section, lengths_section, moments_section
 from lln.lab.page import training_section as training
 
-PARTS = ("distribution", "explorer", "moments", "training", "lengths", "kernels")  # in the order of the story
+PARTS = ("lengths", "kernels", "explorer", "distribution", "moments", "training")  # speed first
 LENGTHS, QUICK_LENGTHS = (256, 512, 1024, 2048, 4096, 8192), (256, 512, 1024)
 KERNEL_LENGTHS = [512, 1024, 2048, 4096, 8192, 16384, 65536]
 
@@ -113,7 +113,11 @@ def write(options: Options, parts: Sequence[Part], results: dict[str, Result], l
     sections = [one.section(results[one.name]) for one in parts]
     # Of the times, where there are some: what else is measured takes one thread, and that would be said of them too.
     provenance = results.get("lengths", next(iter(results.values())))["provenance"]
-    return write_page(options.out, sections, provenance, summary=summarize(results), left_out=left_out)
+    doubts = lengths_section.describe_doubts(results["lengths"]) if "lengths" in results else []
+    return write_page(
+        options.out, sections, provenance, summary=summarize(results), left_out=left_out, doubts=doubts,
+        provisional=options.quick,
+    )  # fmt: skip
 
 
 def summarize(results: dict[str, Result]) -> list[str]:

@@ -14,13 +14,15 @@ from lln.lab.core.page import Result, Rows, Section, begin_result, chart_lines, 
 from lln.lab.core.palette import ATTENTIONS, SOLID
 from lln.lab.core.progress import Progress, ignore
 from lln.lab.core.timing import use_one_thread
+from lln.lab.page.sentence_maps import SENTENCE, measure_sentence
 from lln.lab.paper.analysis import LLN, Draws, make_maps, read_curve, summarize
 from lln.lab.paper.fig2 import SERIES, STYLES
 from lln.peers.simple_kernels import FEATURES
 
 LOW, HIGH, BINS = -8.0, 6.0, 56  # of the histogram of log(N P): 0 is an even share
 TEMPERATURES = (0.18, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
-START = {"dim": 64, "matching": "paper", "temperature": 1.0}  # what the page shows first
+PAPER = "LLN, paper matching"
+START = {"dim": 64, "matching": "entropy", "temperature": 0.5}  # what the page shows first: the recommended matching
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,7 @@ class ExplorerPlan:
     dims: tuple[int, ...] = (16, 64, 128)
     temperatures: tuple[float, ...] = TEMPERATURES
     seeds: int = 8  # of two, the gap of cold attention is off by more than the attentions differ
+    sentence: str = SENTENCE
 
     def count_steps(self) -> int:
         return len(self.dims) * len(self.temperatures)
@@ -53,7 +56,8 @@ def measure(plan: ExplorerPlan, *, seed: int, progress: Progress = ignore) -> Re
                 rows.append({"series": series, "dim": dim, "temperature": temperature, **found, **shape})
     what = "entropy, spectral gap and histogram of log(N P) on Gaussian queries and keys, float64"
     bins = {"low": LOW, "high": HIGH, "count": BINS}
-    return begin_result(what, plan, seed) | {"bins": bins, "rows": rows}
+    sentence = measure_sentence(plan.temperatures, seed)
+    return begin_result(what, plan, seed) | {"bins": bins, "rows": rows, "sentence": sentence}
 
 
 def count_shares(shares: Tensor) -> dict[str, Any]:
@@ -99,11 +103,13 @@ def list_for_script(result: Result) -> dict[str, Any]:
         series = values.setdefault(str(row["dim"]), {}).setdefault(row["series"], [])
         series.append(rounded | {"histogram": row["histogram"]})
     looks = [{"name": name, "colour": ATTENTIONS[name].colour, "dash": list(SOLID)} for name in ("softmax", "LLN")]
+    beside = STYLES["paper"]  # always, to compare with the matching that is chosen
+    looks.append({"name": PAPER, "colour": beside.colour, "dash": list(beside.dash), "series": "paper"})
     looks += [{"name": name, "colour": STYLES[name].colour, "dash": list(STYLES[name].dash)} for name in FEATURES]
     return {
         "dims": list(plan["dims"]), "temperatures": list(plan["temperatures"]), "length": plan["length"],
         "matchings": list(LLN), "looks": looks, "bins": result["bins"], "start": START, "values": values,
-        "most": math.log2(plan["length"]),
+        "most": math.log2(plan["length"]), "sentence": result["sentence"],
     }  # fmt: skip
 
 

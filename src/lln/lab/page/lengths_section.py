@@ -6,6 +6,9 @@ from lln.lab.core.documents import write_paragraphs
 from lln.lab.core.page import MIB, Chart, Result, Rows, Section, pick, tell_section
 from lln.lab.core.tables import show_number, show_timing
 
+WIDE = 0.5  # of the median: quartiles further apart make a ratio rough
+CROWDED = 1.25  # times as much work as cores
+
 
 def make_section(result: Result) -> Section:
     rows = result["rows"]
@@ -38,6 +41,22 @@ def compare_with_softmax(rows: Rows, attention: str, length: int) -> float:
     """How many times as fast it trains."""
     both = (pick(rows, attention=name, length=length)["training"]["median"] for name in ("softmax", attention))
     return float(next(both) / next(both))
+
+
+def describe_doubts(result: Result) -> list[str]:
+    """What makes the times of a result rough: other work on the machine, or repeats that differ much."""
+    wide = {
+        (row["attention"], row["length"]): (row["training"]["high"] - row["training"]["low"])
+        / row["training"]["median"]
+        for row in result["rows"]
+    }
+    (name, length), spread = max(wide.items(), key=lambda pair: pair[1], default=(("", 0), 0.0))
+    load, cores = result.get("load"), result.get("cores")  # of older results nobody knows
+    busy = load is not None and cores is not None and load > cores * CROWDED
+    facts = {"name": name, "length": length, "spread": spread, "load": load, "cores": cores}
+    if not busy and spread <= WIDE:
+        return []
+    return write_paragraphs("lengths.txt", "doubts", busy=busy, wide=spread > WIDE, **facts)
 
 
 def write_sentences(result: Result) -> list[str]:

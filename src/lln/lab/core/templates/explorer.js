@@ -14,7 +14,8 @@
   // LLN as the chosen matching makes it, under its own name.
   function chosen() {
     const of = data.values[dim.value];
-    return data.looks.map((look) => ({ look, rows: of[look.name === "LLN" ? matching.value : look.name] }));
+    const shown = data.looks.filter((look) => look.series !== matching.value); // the paper's is not shown twice
+    return shown.map((look) => ({ look, rows: of[look.series || (look.name === "LLN" ? matching.value : look.name)] }));
   }
 
   function element(parent, name, attributes, text) {
@@ -84,7 +85,7 @@
   function legend() {
     const list = find("explorer-legend");
     list.replaceChildren();
-    for (const look of data.looks) {
+    for (const { look } of chosen()) {
       const item = document.createElement("li"), svg = document.createElementNS(SVG, "svg");
       svg.setAttribute("viewBox", "0 0 28 8");
       svg.setAttribute("aria-hidden", "true");
@@ -104,6 +105,29 @@
     }
   }
 
+  // The weights of one sentence: each row is a word that looks at the words of the columns.
+  function maps(at) {
+    const { words, maps: of } = data.sentence, n = words.length, cell = 17, side = 52;
+    const names = { softmax: "softmax", LLN: `LLN, ${matching.value}`, "LLN+Diag": `LLN+Diag, ${matching.value}` };
+    for (const [title, name] of Object.entries(names)) {
+      const svg = find(`map-${title}`), weights = of[name][at];
+      if (!svg.childNodes.length) {
+        words.forEach((word, i) => {
+          element(svg, "text", { x: side - 4, y: side + cell * i + 13, "text-anchor": "end" }, word);
+          element(svg, "text", { transform: `translate(${side + cell * i + 12} ${side - 5}) rotate(-60)` }, word);
+        });
+        weights.forEach((_, i) => {
+          const place = { x: side + cell * (i % n), y: side + cell * Math.floor(i / n) };
+          element(element(svg, "rect", { ...place, width: cell - 1, height: cell - 1, class: "weight" }), "title", {});
+        });
+      }
+      svg.querySelectorAll("rect").forEach((rect, i) => {
+        rect.setAttribute("fill-opacity", Math.sqrt(weights[i] / 1000).toFixed(3));
+        rect.firstChild.textContent = `${words[Math.floor(i / n)]} looks at ${words[i % n]}: ${(weights[i] / 10).toFixed(1)} %`;
+      });
+    }
+  }
+
   function show() {
     const at = Number(slider.value), temperature = data.temperatures[at], found = chosen();
     find("temperature-value").textContent = temperature;
@@ -118,6 +142,7 @@
     curve("entropy", "entropy", Math.ceil(data.most * 1.05), [0, 2, 4, 6, 8].filter((t) => t <= data.most), found, at);
     curve("gap", "gap", 1, [0, 0.25, 0.5, 0.75, 1], found, at);
     table(found, at);
+    maps(at);
   }
 
   for (const control of [slider, dim, matching]) control.addEventListener("input", show);

@@ -1,0 +1,79 @@
+"""What the command line says: help that shows flags as flags, examples one a line, lists with times, signs of life."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from helpers.command import run_command
+from lln.lab.cli import reproduce
+from lln.lab.cli.app import app
+from lln.lab.core import progress
+
+RESULTS = Path(__file__).parents[2] / "results"
+GROUP = typer.main.get_command(app)
+COMMANDS = list(GROUP.commands)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_flags_without_a_kind_and_examples_one_a_line(name: str) -> None:
+    found = run_command(name, "--help")
+    assert found.exit_code == 0
+    assert "<bool>" not in found.output
+    lines = [line.strip() for line in found.output.split("Examples:")[1].splitlines() if line.strip()]
+    assert lines[0].startswith(("lln ", "make "))
+    assert all(line.count("lln " + name) <= 1 for line in lines)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_device_means_the_same_everywhere(name: str) -> None:
+    options = {o: p for p in GROUP.commands[name].params for o in p.opts}  # type: ignore[attr-defined]
+    if "--device" not in options:
+        assert name == "info"
+        return
+    assert options["--device"].show_default == "the GPU where there is one"
+    callback = options["--device"].callback
+    assert callback is not None
+
+
+def test_without_a_choice_the_gpu_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lln.lab.cli.shared import choose_device
+
+    assert choose_device("cpu") == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("") == "cpu"
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("lln.lab.cli.shared.parse_device", lambda text: asked.append(text) or text)
+    assert choose_device("") == "cuda"
+    assert asked == ["cuda"]
+
+
+def test_the_list_of_figures_has_the_times_that_were_measured() -> None:
+    output = run_command("reproduce", "--list", columns=80).output
+    assert max(map(len, output.splitlines())) <= 80
+    assert "block diagrams" in output
+    for name, (title, time) in reproduce.LISTED.items():
+        assert name in output
+        paths = [RESULTS / "paper" / "tiny" / f"{name}.json", RESULTS / name / "tiny" / f"{name}.json"]
+        for path in paths:
+            if path.exists():
+                runs = json.loads(path.read_text())["runs"]
+                minutes = sum(run["seconds"] for run in runs) / 60
+                assert time == f"{minutes:.0f} min", name
+        if not name.startswith(("fig", "table")):
+            assert title.startswith("ours: ")
+
+
+def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    with progress.progress_bar(4) as step:
+        step("first")
+        step("second")
+    assert "second, 50 %, after 0 s" in capsys.readouterr().err
+    monkeypatch.setattr(progress, "EVERY", 1e9)
+    with progress.progress_bar(4) as step:
+        step("first")
+    assert "after" not in capsys.readouterr().err
