@@ -1,0 +1,70 @@
+"""Generated cases against dense references in float64:
+
+    make fuzz                                   every kind, an hour
+    python tools/fuzz.py --kinds op --cases 50000 --seconds 7200
+    python tools/fuzz.py --kinds op --only 1234  one case again
+
+The kinds: op (output, state and gradients of lln_attention), kernels (the Triton kernels with every gradient; in
+Triton's interpreter where there is no GPU), states (cut and merged), modules (padding, saving), plugin (models of
+transformers). How a case is drawn is in tests/helpers/fuzzing.py. Results are in results/hardening/fuzz-KIND.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from campaign import Campaign, finish, make_parser
+from helpers.fuzzing import CHECKS, run_case
+
+# Of the time, where all are asked for. A case of the op takes a hundredth of one of the kernels.
+SHARES = {"op": 0.3, "kernels": 0.4, "states": 0.1, "modules": 0.1, "plugin": 0.1}
+
+
+@contextlib.contextmanager
+def poison_memory() -> Iterator[None]:
+    """torch.empty gives NaN, so that reading what nobody wrote shows."""
+    switches: Any = torch.utils.deterministic
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    switches.fill_uninitialized_memory = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = make_parser(__doc__, 50_000)
+    parser.add_argument("--kinds", nargs="+", choices=CHECKS, default=list(CHECKS))
+    options: argparse.Namespace = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if "plugin" in options.kinds:
+        import transformers
+
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+    until, campaigns = time.monotonic(), []
+    whole = sum(SHARES[kind] for kind in options.kinds)
+    with poison_memory():
+        for kind in options.kinds:
+            until = max(until, time.monotonic()) + options.seconds * SHARES[kind] / whole
+            campaigns.append(Campaign(f"fuzz-{kind}", options, kind=kind))
+            campaigns[-1].run(lambda number, kind=kind: (kind, run_case(kind, options.seed, number)), until)
+    finish(campaigns)
+
+
+if __name__ == "__main__":
+    main()
