@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, overload
 
 import torch
@@ -213,9 +214,9 @@ def attend_checked(
     """`lln_attention` of tensors that `check_inputs` has seen, for modules, which look at them before the op does.
     They have the dtype of `autocast`. options: the other keywords of `check_call`."""
     ranks = find_ranks()
-    attend, shared = (attend_here, ()) if ranks is None else (ranks.attend, (ranks,))
+    attend = attend_here if ranks is None else functools.partial(ranks.attend, ranks)
     found: Tensor | tuple[Tensor, LLNState] = attend(
-        *shared, inputs, alpha, beta, state=state, return_state=return_state, backend=backend, **options
+        inputs, alpha, beta, state=state, return_state=return_state, backend=backend, **options
     )
     return found
 

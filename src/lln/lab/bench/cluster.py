@@ -165,7 +165,7 @@ def count_sent(
     pieces = find_pieces(lengths, None)
     reaches = [find_block_reach(piece, block_size, is_causal, anywhere=False) for piece in pieces]
     shares = [share for by, to in pairs for share in list_shares(pieces[by], pieces[to], reaches[to])]
-    rows = sum(share.stop - share.start for share in shares)
+    rows: int = sum(share.stop - share.start for share in shares)
     return sent + rows * batch * heads * (dim + value_dim) * itemsize
 
 

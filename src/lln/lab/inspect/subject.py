@@ -1,5 +1,6 @@
 """What `lln inspect` looks at: a model of transformers or timm, or a pipeline of diffusers, and what it is shown."""
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -137,13 +138,16 @@ def find_pipeline(name: str, device: str, texts: Sequence[str], size: int, seed:
         for first in range(0, len(asked), size):
             part = asked[first : first + size]
             progress(f"{called} {first + 1} to {first + len(part)}")
-            wanted = {"prompt": {"prompt": part}, "class": {"class_labels": part}, "sample": {"batch_size": len(part)}}
+            wanted: dict[str, dict[str, Any]] = {
+                "prompt": {"prompt": part},
+                "class": {"class_labels": part},
+                "sample": {"batch_size": len(part)},
+            }
             given: dict[str, Any] = {"num_inference_steps": STEPS, "output_type": "latent", **wanted[called]}
             given["generator"] = torch.Generator().manual_seed(seed + first)
             try:
-                yield from catch_calls(
-                    model, lambda given=given: pipe(**{k: v for k, v in given.items() if k in takes})
-                )
+                taken = {k: v for k, v in given.items() if k in takes}
+                yield from catch_calls(model, functools.partial(pipe, **taken))
             except Exception as error:
                 raise CannotInspect(f"its pipeline does not run: {first_line(error)}") from error
 

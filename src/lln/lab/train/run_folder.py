@@ -65,10 +65,12 @@ class Run:
     def read_result(self) -> dict[str, Any] | None:
         """None: the run is not finished."""
         result: dict[str, Any] | None = self.read(RESULT)
+        if result is None:
+            return None
         shapes: dict[str, Any] = {
             "config": dict, "metrics": dict, "guess": dict, "notes": list, "parameters": int, "seconds": (int, float),
         }  # fmt: skip
-        for name, kind in shapes.items() if result is not None else ():
+        for name, kind in shapes.items():
             if not isinstance(result.get(name), kind):
                 raise Unreadable(f"{self.path / RESULT} is not the result of a run: its {name!r} is missing or wrong.")
         return result
