@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from lln.kernels.triton.causal import is_marked
-from lln.kernels.triton.evidence_causal import (
+from lln.kernels.triton.evidence_chunks import (
     chunk_exponents,
     drop_weights,
     load_exponents,

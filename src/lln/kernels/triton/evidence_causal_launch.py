@@ -11,12 +11,12 @@ from torch import Tensor
 from lln.kernels.call import Call
 from lln.kernels.triton import plan
 from lln.kernels.triton.evidence_causal import (
-    evidence_prefix_kernel,
     evidence_queries_kernel,
     evidence_values_kernel,
     evidence_weights_kernel,
 )
 from lln.kernels.triton.evidence_causal_keys import evidence_causal_keys_kernel, evidence_suffix_kernel
+from lln.kernels.triton.evidence_chunks import evidence_prefix_kernel
 from lln.kernels.triton.evidence_fold import evidence_fold_kernel
 from lln.kernels.triton.evidence_launch import HELD, KERNELS, Channels, EvidenceBackward, EvidenceForward
 from lln.kernels.triton.forward import ROWS, name_strides
