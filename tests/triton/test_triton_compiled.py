@@ -37,7 +37,9 @@ def run(script: Path, *arguments: str, cache: Path) -> str:
         pytest.param("gfx942", "float16", "64", "LLN, causal", False, marks=pytest.mark.long),
         ("90", "bfloat16", "64", "evidence, signed", False),
         ("90", "bfloat16", "64", "evidence, directions", True),
+        ("90", "bfloat16", "64", "evidence, causal", True),
         pytest.param("80", "float16", "64", "evidence, Diag", True, marks=pytest.mark.long),
+        pytest.param("120", "bfloat16", "64", "evidence, directions, causal", False, marks=pytest.mark.long),
         pytest.param("86", "bfloat16", "64", "evidence, directions, Diag", False, marks=pytest.mark.long),
         pytest.param("120", "bfloat16", "128", "evidence", False, marks=pytest.mark.long),
         pytest.param("gfx942", "bfloat16", "64", "evidence", False, marks=pytest.mark.long),
@@ -52,7 +54,9 @@ def test_kernels_compile_and_fit_into_a_card(
     run(TOOL, *options, *(["--hard"] if hard else []), cache=tmp_path)
     (row,) = json.loads(stored.read_text())["rows"]
     expected = {"forward": "read_kernel", "backward": "fold_backward_kernel"}
-    if "directions" in mode:
+    if "causal" in mode and mode in EVIDENCE:
+        expected = {"forward": "evidence_values_kernel", "backward": "evidence_causal_keys_kernel"}
+    elif "directions" in mode:
         expected = {"forward": "directed_read_kernel", "backward": "directed_keys_kernel"}
     elif mode in EVIDENCE:
         expected = {name: f"evidence_{kernel}" for name, kernel in expected.items()}

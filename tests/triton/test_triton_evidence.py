@@ -36,6 +36,7 @@ class Case:
     dim: int = 16
     value_dim: int = 16
     beta: str = "number"
+    is_causal: bool = False
     block_size: int | None = None
     mix: str = "number"
     mask: str = "none"
@@ -92,7 +93,8 @@ def evaluate(case: Case, backend: str = BACKEND, wide: bool = False) -> dict[str
         if isinstance(x, Tensor):
             given[name] = leaves[name] = x.to(device, torch.float64 if wide else x.dtype).requires_grad_()
     options: dict[str, Any] = {n: x for n, x in given.items() if " " not in n}
-    options |= {"directions": name_directions(case, given), "scale": case.scale, "return_state": case.return_state}
+    options |= {"directions": name_directions(case, given), "scale": case.scale, "is_causal": case.is_causal}
+    options["return_state"] = case.return_state
     mix = tuple(x for n, x in given.items() if n.startswith("mix"))
     if case.block_size is not None:
         options |= {"block_size": case.block_size, "mix": mix[0] if len(mix) == 1 else mix}
@@ -153,6 +155,11 @@ CASES = [
     Case(LENGTHS[options["packed"]], heads=3 - options["group"], **{name: options[name] for name in OPTIONS})
     for options in cover_pairs(OPTIONS | FIXED, COUNTED)
 ]
+CAUSAL = OPTIONS | {"block_size": [None], "mix": ["number"]}
+CASES += [
+    Case(LENGTHS[options["packed"]], heads=3 - options["group"], is_causal=True, **{n: options[n] for n in OPTIONS})
+    for options in cover_pairs(CAUSAL | FIXED, [pair for pair in COUNTED if not {"block_size", "mix"} & set(pair)])
+]
 if GPU:
     CASES += [dataclasses.replace(c, lengths=(700, 0, 500) if c.packed else (1100, 1100), dim=64) for c in CASES]
 
@@ -180,11 +187,31 @@ MORE = {
     "directions, narrow": Case(dim=5, value_dim=3, directions=7),
     "directions, large": Case(directions=24, beta="[H, D]", size=30.0),
     "directions, far": Case(directions=70, shift=50.0, beta="[H, D]"),
+    "causal, splits": Case((200,), is_causal=True, heads=1, mask="left", return_state=True),
+    "causal, splits, signed": Case((130,), is_causal=True, heads=1, directions="signed", state=True),
+    "causal, state": Case((40, 40), is_causal=True, state=True, return_state=True, beta="[H, D]", value_dim=24),
+    "causal, state signed": Case(
+        (20, 20), is_causal=True, state=True, return_state=True, directions="signed", mask="left"
+    ),
+    "causal, returned": Case(
+        (70, 0, 5), is_causal=True, packed=True, return_state=True, directions=20, mask="dead sample"
+    ),
+    "causal, a token": Case((1, 1), is_causal=True, state=True, return_state=True, directions=140),
+    "causal, nothing": Case((0, 0), is_causal=True, state=True, return_state=True),
+    "causal, narrow": Case((20, 20), is_causal=True, dim=5, value_dim=3, directions="signed"),
+    "causal, large": Case((66,), is_causal=True, heads=1, group=2, beta="[H, D]", size=30.0, mask="holes"),
+    "causal, large, state": Case(
+        (12,), is_causal=True, heads=1, beta="[H, D]", size=30.0, directions=20, state=True, return_state=True
+    ),
+    "causal, far": Case((130,), is_causal=True, heads=1, shift=50.0, directions="signed", beta="[H, D]"),
     "large": Case(beta="[H, D]", size=30.0),
     "far": Case(shift=50.0, directions="signed", beta="[H, D]"),
     "far, blocks": Case((100, 100), shift=50.0, block_size=32),
     "bfloat16": Case(dtype=torch.bfloat16, dim=32),
     "bfloat16 far": Case(dtype=torch.bfloat16, dim=32, shift=50.0, directions="signed", beta="[H, D]"),
+    "bfloat16 causal": Case((100, 100), is_causal=True, dtype=torch.bfloat16, dim=32, beta="[H, D]"),
+    "bfloat16 causal far": Case((70, 70), is_causal=True, dtype=torch.bfloat16, dim=32, shift=50.0),
+    "float16 causal": Case((70, 70), is_causal=True, dtype=torch.float16, dim=32, directions=40, group=2),
     "bfloat16 directions": Case(dtype=torch.bfloat16, dim=32, directions=130, beta="[H, D]"),
     "bfloat16 directions, blocks": Case(dtype=torch.bfloat16, dim=32, directions=70, group=2, block_size=16),
     "bfloat16 directions, far": Case(dtype=torch.bfloat16, dim=32, directions=70, shift=50.0),
@@ -226,11 +253,13 @@ def test_a_sample_without_a_key_gives_zeros_and_no_nan() -> None:
     assert out[1].any()
 
 
-@pytest.mark.parametrize("channels", [None, 70])
-def test_dropout_leaves_what_it_keeps_unbiased_and_its_gradients_are_those_of_one_mask(channels: int | None) -> None:
+@pytest.mark.parametrize(("channels", "is_causal"), [(None, False), (70, False), (None, True)])
+def test_dropout_leaves_what_it_keeps_unbiased_and_its_gradients_are_those_of_one_mask(
+    channels: int | None, is_causal: bool
+) -> None:
     q, k, v = (normal(i, 1, 1, 64, 16).float().to(DEVICE).requires_grad_() for i in range(3))
     way = None if channels is None else 0.5 * normal(9, channels, 16).float().to(DEVICE)
-    attend = functools.partial(attend_by_kernels, directions=way)
+    attend = functools.partial(attend_by_kernels, directions=way, is_causal=is_causal)
     dense = attend(q, k, v, beta=1.3)
     torch.manual_seed(0)
     several = torch.stack([attend(q, k, v, beta=1.3, dropout_p=0.3) for _ in range(24)])
@@ -262,11 +291,31 @@ def assert_sums_agree(a: Tensor, b: Tensor, tolerance: float) -> None:
 
 
 @only_triton
+def test_a_key_far_larger_than_all_before_it_leaves_these_as_they_are() -> None:
+    """What is before it in its own split would vanish beside it, and is done again row by row; other splits are not."""
+    given = [normal(i, 1, 1, 132, 16) for i in range(3)]
+    given[1][:, :, 130] *= 60.0
+    g, found = normal(5, 1, 1, 132, 16), []
+    for backend, place in (("eager", ("cpu", torch.float64)), (BACKEND, (DEVICE, torch.float32))):
+        leaves = [t.to(*place).requires_grad_() for t in given]
+        out = lln_attention(*leaves, beta=2.0, read="evidence", is_causal=True, backend=backend)
+        found.append([t.detach().cpu().double() for t in (out, *torch.autograd.grad(out, leaves, g.to(out)))])
+    assert float(found[0][1][:, :, 128:130].abs().max()) > 1e-3
+    for expected, ours in zip(*found, strict=True):
+        assert relative_error(ours, expected) <= 2e-5
+        assert relative_error(ours[:, :, 128:130], expected[:, :, 128:130]) <= 1e-4
+
+
+@only_triton
 def test_what_has_no_kernels_is_refused_in_a_sentence_and_auto_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (normal(i, 1, 1, 8, 16).float().to(DEVICE) for i in range(3))
     wide = torch.cat([v] * 9, -1)
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"is_causal": True}, "the evidence read has kernels without is_causal"),
+        (
+            {"is_causal": True, "block_size": 4},
+            "the evidence read has kernels without block_size where is_causal is set",
+        ),
+        ({"is_causal": True, "directions": normal(4, 130, 16).to(DEVICE)}, "with up to 128 channels where is_causal"),
         ({"mix": "evidence", "block_size": 4}, "with numbers or tensors for mix"),
         ({"value": wide}, "with head dims up to 128, and these are 16 and 144"),
         ({"block_size": 4, "scale": -1.0}, "with blocks that fit into a program"),
@@ -284,15 +333,15 @@ def test_what_has_no_kernels_is_refused_in_a_sentence_and_auto_runs_it(monkeypat
 
 @only_triton
 @pytest.mark.usefixtures("playable")
-@pytest.mark.parametrize("directions", [None, "signed", 20])
-def test_a_call_that_comes_again_is_played_and_gives_the_same_bits(directions: Any) -> None:
+@pytest.mark.parametrize(("directions", "is_causal"), [(None, False), ("signed", False), (20, False), (None, True)])
+def test_a_call_that_comes_again_is_played_and_gives_the_same_bits(directions: Any, is_causal: bool) -> None:
     if isinstance(directions, int):
         directions = normal(9, directions, 16).float().to(DEVICE)
     for seed in range(2):
         q, k, v = (normal(3 * seed + i, 1, 2, 40, 16).float().to(DEVICE).requires_grad_() for i in range(3))
 
         def call(*given: Tensor) -> list[Tensor]:
-            out = attend_by_kernels(*given, beta=1.3, directions=directions)
+            out = attend_by_kernels(*given, beta=1.3, directions=directions, is_causal=is_causal)
             return [out, *torch.autograd.grad(out, given, normal(7, *out.shape).to(out))]
 
         found = call(q, k, v)

@@ -224,12 +224,12 @@ def test_a_machine_is_asked_what_runs_where(on_card: Callable[[Look], None]) -> 
         wide = read_value(kernel, args, "WIDE") and read_value(kernel, args, "D") == 128
         if wide and (kernel.fn.__name__ == "causal_keys_kernel" or read_value(kernel, args, "BS")):
             return Needs(200 * KIB)
-        channels = read_value(kernel, args, "BE")
+        channels = read_value(kernel, args, "BE") or 0
         return Needs(120 * KIB if channels > 64 else 40 * KIB, 128)
 
     on_card(look)
     found = {(a.dtype, a.dim, a.mode): a for a in survey.survey(torch.device("cpu"))}
-    assert len(found) == 42
+    assert len(found) == 66
     assert found["bfloat16", 64, "LLN"].runs == "kernels"
     assert found["bfloat16", 128, "LLN+Diag, causal"].parts == (64, 64)
     assert found["float32", 128, "LLN"].runs == "kernels"
@@ -237,6 +237,7 @@ def test_a_machine_is_asked_what_runs_where(on_card: Callable[[Look], None]) -> 
     assert found["float32", 128, "LLN, causal"].runs == "eager"
     reason = "causal_keys_kernel needs 200 KiB of shared memory, and there are 99"
     assert found["float32", 128, "LLN, causal"].reason == reason
+    assert found["bfloat16", 64, "evidence, directions, causal"].runs == "kernels"
     told = [dataclasses.asdict(answer) for answer in found.values()]
     asked = {"device": "cuda:0", "card": "small", "shared memory": SMALL.shared, "settings": "measured", "kinds": told}
     head, table, *reasons = info.show_calls(asked)

@@ -67,9 +67,7 @@ class DirectedBackward(Directed, EvidenceBackward):
         parts = self.allocate(self.heads * w.works, self.channels * self.dim)
         centred = self.call.log_sum is None and self.grads[0] is None
         self.launch(directed_ways_kernel, self.heads * self.sets * w.works, "ways", DWAY=parts, CENTRED=centred)
-        way = self.values["WAY"]
-        sums = self.sum_works(parts, self.heads, w).unflatten(-1, way.shape[-2:])
-        self.gradients["directions"] = sums.sum_to_size(way.shape).contiguous()
+        self.add_ways(parts, w)
 
     def ask_no_keys(self) -> None:
         self.gradients["directions"] = torch.zeros_like(self.values["WAY"])

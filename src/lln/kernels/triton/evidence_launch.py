@@ -46,6 +46,16 @@ SETTINGS = {
     ("read_backward+blocks", 2): Settings(8, 1, 3),
     ("fold_backward+blocks", 1): Settings(4, 2, 6),
     ("fold_backward+blocks", 2): Settings(4, 1, 6),
+    ("causal", 1): Settings(8, 2, 6),
+    ("causal_values", 1): Settings(4, 2, 6),
+    ("causal_rows", 1): Settings(8, 2, 6),
+    ("causal_queries", 1): Settings(4, 2, 6),
+    ("causal_keys", 1): Settings(8, 1, 6),
+    ("causal", 0): Settings(8, 1, 6),
+    ("causal_values", 0): Settings(8, 1, 6),
+    ("causal_rows", 0): Settings(8, 1, 6),
+    ("causal_queries", 0): Settings(8, 1, 6),
+    ("causal_keys", 0): Settings(8, 1, 6),
     # Sets of channels with directions of their own.
     ("fold", 0): Settings(4, 3, 3),
     ("read", 0): Settings(4, 3, 4),
@@ -72,7 +82,8 @@ class Channels(Launch):
         way = self.call.directions
         if isinstance(way, Tensor):
             room = SET if self.dtype == torch.bfloat16 or self.size <= 64 else SET // 2
-            size = min(plan.pad_dim(way.shape[2]), room)
+            size = plan.pad_dim(way.shape[2])
+            size = size if self.call.is_causal else min(size, room)
             self.signs, self.channels, self.sets = 0, way.shape[2], -(-way.shape[2] // size)
             steps = 0 if way.shape[0] == 1 else way.stride(0), way.stride(1)
         else:
@@ -224,20 +235,21 @@ class EvidenceBackward(Channels, Backward):
         has_state = self.call.log_sum is not None
         self.asked = self.allocate_asked(self.batch, self.heads) if has_state else dict.fromkeys(parts)
         results = {f"{name}_OUT": t for name, t in self.asked.items()}
-        self.merge_channels(evidence_sum_kernel, w, **parts, **results, **self.find_grads(), WEIGHTED=self.blocks)
+        grads = self.find_grads({name: self.values[name] for name in KERNELS})
+        self.merge_channels(evidence_sum_kernel, w, **parts, **results, **grads, WEIGHTED=self.blocks)
 
     def read_backward(self, w: plan.Works, parts: dict[str, Tensor], dweight: Tensor | None) -> None:
         """dq, and by splits dS, dK, dH and the gradient of the blocks' weight."""
         count = self.query_heads * w.works
         self.launch(evidence_read_backward_kernel, count, "read_backward", **parts, DWEIGHT=dweight)
 
-    def find_grads(self) -> dict[str, Any]:
+    def find_grads(self, held: dict[str, Tensor]) -> dict[str, Any]:
         """Of a returned state; some of them may be missing."""
         if all(g is None for g in self.grads):
             return {"HAS_GRAD": False, **{f"G_{name}": None for name in KERNELS}}
         found: dict[str, Any] = {"HAS_GRAD": True}
         for name, g in zip(KERNELS, self.grads, strict=True):
-            found[f"G_{name}"] = torch.zeros_like(self.values[name]) if g is None else g.contiguous()
+            found[f"G_{name}"] = torch.zeros_like(held[name]) if g is None else g.contiguous()
         return found
 
     def ask_keys(self) -> None:
@@ -247,6 +259,14 @@ class EvidenceBackward(Channels, Backward):
         centred = self.call.log_sum is None and self.grads[0] is None
         self.launch(evidence_fold_backward_kernel, self.heads * w.works, "fold_backward", DBETA=dbeta, CENTRED=centred)
         self.add_up("beta", dbeta, w)
+
+    def add_ways(self, parts: Tensor | None, w: plan.Works) -> None:
+        """The gradient of directions."""
+        if parts is None:
+            return
+        way = self.values["WAY"]
+        sums = self.sum_works(parts, self.heads, w).unflatten(-1, way.shape[-2:])
+        self.gradients["directions"] = sums.sum_to_size(way.shape).contiguous()
 
     def ask_no_keys(self) -> None:
         if self.dbeta:

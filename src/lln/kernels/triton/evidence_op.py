@@ -1,4 +1,4 @@
-"""The evidence read's kernels as one differentiable operation, and which calls they take: bidirectional ones."""
+"""The evidence read's kernels as one differentiable operation. `support` says which calls they take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lln.kernels.call import FIELDS, TENSORS, Call
+from lln.kernels.evidence import SIGNED
 from lln.kernels.triton import plan
+from lln.kernels.triton.evidence_causal_launch import CausalBackward, CausalForward, direct_signed
 from lln.kernels.triton.evidence_directed_launch import DirectedBackward, DirectedForward, direct
 from lln.kernels.triton.evidence_launch import HELD, EvidenceBackward, EvidenceForward, Outer
 from lln.kernels.triton.fit import DoesNotFit, Fit, find
@@ -45,6 +47,8 @@ def name_directions(call: Call) -> Hashable:
 
 
 def choose_passes(call: Call) -> tuple[type[EvidenceForward], type[EvidenceBackward]]:
+    if call.is_causal:
+        return CausalForward, CausalBackward
     if isinstance(call.directions, Tensor):
         return DirectedForward, DirectedBackward
     return EvidenceForward, EvidenceBackward
@@ -161,6 +165,10 @@ class AttendByEvidence(Function):
 
 def apply(call: Call) -> tuple[Tensor, ...]:
     """(out, log_sum, mean_value, mean_key, entropy), differentiable."""
+    if call.is_causal and call.query.shape[2] < 2:  # a token sees its state and itself
+        call = call.change(is_causal=False)
+    if call.is_causal and call.directions == SIGNED:
+        call = direct_signed(call)
     tensors, rest = take_apart(direct(call) if isinstance(call.directions, Tensor) else call)
     found: tuple[Tensor, ...] = AttendByEvidence.apply(rest, *tensors)
     return found

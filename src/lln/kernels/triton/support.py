@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lln.kernels.call import Call
 from lln.kernels.common import is_plain, is_watched
+from lln.kernels.evidence import count_channels
 from lln.kernels.triton import plan
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,8 +61,11 @@ def explain_refusal(query: Tensor) -> str | None:
 def explain_evidence(call: Call) -> str | None:
     """The same of a call with the evidence read."""
     where, dim, width, size = "", call.query.shape[-1], call.value.shape[-1], call.block_size
-    if call.is_causal:
-        where = "without is_causal"
+    channels = count_channels(call.directions, dim)
+    if call.is_causal and size is not None:
+        where = "without block_size where is_causal is set"
+    elif call.is_causal and call.query.shape[2] > 1 and channels > EVIDENCE_DIM:
+        where = f"with up to {EVIDENCE_DIM} channels where is_causal is set, and these are {channels}"
     elif call.joint:
         where = "with numbers or tensors for mix"
     elif torch.compiler.is_compiling() or is_watched():

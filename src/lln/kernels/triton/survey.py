@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 DIMS = (64, 128)
 MODES = {"LLN": (False, None), "LLN+Diag": (False, 64), "LLN, causal": (True, None), "LLN+Diag, causal": (True, 64)}
-# By directions, a number standing for so many learned ones, and block size.
-EVIDENCE: dict[str, tuple[str | int | None, int | None]] = {
-    "evidence": (None, None), "evidence, signed": ("signed", None), "evidence, Diag": (None, 64),
-    "evidence, directions": (256, None), "evidence, directions, Diag": (256, 64),
+# By directions (a number stands for so many learned ones), causality and block size.
+EVIDENCE: dict[str, tuple[str | int | None, bool, int | None]] = {
+    "evidence": (None, False, None), "evidence, signed": ("signed", False, None), "evidence, Diag": (None, False, 64),
+    "evidence, directions": (256, False, None), "evidence, directions, Diag": (256, False, 64),
+    "evidence, causal": (None, True, None), "evidence, directions, causal": (128, True, None),
 }  # fmt: skip
 
 
@@ -43,7 +44,7 @@ def build_call(
     """A call of this kind. hard: with all that asks for room, which is a key mask, dropout, two query heads a key head,
     factors of every channel, and lengths that leave tiles half full."""
     is_causal, block_size = MODES.get(mode, (False, None))
-    directions, block_size = EVIDENCE.get(mode, (None, block_size))
+    directions, is_causal, block_size = EVIDENCE.get(mode, (None, is_causal, block_size))
     heads, length = (4, length - 12) if hard else (2, length)
 
     def rows(number: int) -> torch.Tensor:

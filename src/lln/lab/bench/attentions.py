@@ -151,7 +151,8 @@ def evidence_variant(block_size: int | None = None, directions: str | int | None
         return functools.partial(lln_attention, **given)
 
     # Elsewhere it runs in plain PyTorch, which takes seconds at the lengths that are measured by default.
-    return Attention(build, reference=functools.partial(build, backend="eager"), causality=(False,), devices=("cuda",))
+    causality = (False,) if block_size is not None or isinstance(directions, int) else (False, True)
+    return Attention(build, reference=functools.partial(build, backend="eager"), causality=causality, devices=("cuda",))
 
 
 def torch_backend(which: SDPBackend, *devices: str) -> Attention:
