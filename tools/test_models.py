@@ -39,7 +39,7 @@ import lln.hf
 from lln.files import write_json
 from lln.hf import interface
 from lln.hf.attach import ModelAttention
-from lln.hf.find import rescale_query
+from lln.hf.find import list_attending, rescale_query
 from lln.hf.layers import RUNS
 from lln.lab.core.provenance import provenance
 from lln.naive import naive_lln, naive_lln_diag
@@ -93,7 +93,11 @@ class Watched:
 
 WATCHED = Watched()
 AttentionInterface.register(SOFTMAX, lambda *args, **given: WATCHED.attend(*args, **given))
-AttentionMaskInterface.register(SOFTMAX, eager_mask)
+# Never None where a model asks for a mask that hides nothing: without one, a module that calls itself causal would be so
+# (that of Phi-4's image model).
+AttentionMaskInterface.register(
+    SOFTMAX, lambda *args, **given: eager_mask(*args, **given | {"allow_is_bidirectional_skip": False})
+)
 
 
 def watch_softmax(tiny: Tiny) -> dict[str, list[tuple[Tensor | None, bool]]]:
@@ -256,6 +260,8 @@ def try_one(tiny: Tiny, name: str, options: dict[str, Any], masks: dict[str, Any
         raise Failure(f"softmax goes on to run in {', '.join(sorted(spy.beside))}")
     if not errors and partly:
         raise Unreached
+    if not errors and not list_attending(model):  # a name changes nothing of it, and conversion says why
+        lln.hf.convert(model, name)
     if not errors:
         raise Failure("no attention was reached" if masks else "accepted, though no attention of it can be LLN's")
     missed = [] if partly else sorted(set(masks) - set(turn))

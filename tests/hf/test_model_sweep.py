@@ -33,6 +33,8 @@ def sweep() -> Iterator[Any]:
         ("bert", "agrees", None), ("llama", "agrees", None), ("vit", "agrees", None), ("bart", "agrees", None),
         ("modernbert", "agrees", ["in its global layers"]), ("doge", "refused", "DogeAttention of DogeModel adds"),
         ("t5", "refused", "position_bias: T5Attention uses a bias"),
+        ("resnet", "refused", "ResNetModel has no attention; use it as it is"),
+        ("phi4_multimodal_vision", "agrees", None),  # calls itself causal, and is not
     ],
 )  # fmt: skip
 def test_an_architecture_agrees_or_is_refused(sweep: Any, name: str, outcome: str, words: Any) -> None:
