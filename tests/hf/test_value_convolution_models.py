@@ -13,6 +13,7 @@ from helpers.hf_models import build_model, build_writer, expect_guess, make_batc
 from helpers.tensors import relative_error
 from lln.lab.paper.jobs import configure
 from lln.lab.train.models import check_attention
+from lln.lab.train.run import train
 from lln.naive import naive_value_convolution
 from lln.nn.value_convolution import convolve_patches
 
@@ -241,3 +242,16 @@ def test_a_fit_asks_the_rest_for_what_the_neighbours_do_not_give() -> None:
     # One block is softmax itself: without taps it is taken whole; what the taps have added moves it.
     assert relative_error(found[0][1], torch.ones_like(found[0][1])) < 1e-2
     assert relative_error(found[1][1], found[0][1]) > 1e-3
+
+
+@pytest.mark.parametrize("attention", ["lln:value_convolution=3x3", "softmax:value_convolution=3x3"])
+def test_an_image_recipe_learns_rows_and_columns(attention: str, tmp_path: Path, cache: Path) -> None:
+    small = {"optimisation.steps": "3", "optimisation.batch": "4", "optimisation.warmup": "1", "log_every": "1",
+             "save_every": "3", "evaluate_every": "3", "record_every": "0", "data.train": "12", "data.evaluation": "8",
+             "model.layers": "2"}  # fmt: skip
+    train(configure("image", "tiny", attention, 0, small), tmp_path / "run", cache_dir=cache)
+    model = tf.AutoModelForImageClassification.from_pretrained(tmp_path / "run" / "model")
+    taps, last = list_taps(model)
+    assert not bool(last.any())  # patches of the last layer, where the class token alone is read
+    assert taps.shape == (2, 32, 3, 3)
+    assert float(taps.detach().abs().max()) > 1e-5

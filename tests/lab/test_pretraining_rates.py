@@ -13,7 +13,7 @@ from helpers.command import run_command
 from helpers.fake_runs import finish, list_jobs, make_asked
 from helpers.runs import SMALLEST, make_tiny
 from lln.lab.core.errors import Refused
-from lln.lab.paper.experiments import EXPERIMENTS
+from lln.lab.paper.experiments import EXPERIMENTS, find_refusal
 from lln.lab.paper.rates import BEST, list_known_rates, parse_rates
 from lln.lab.paper.reproduction import Reproduction
 from lln.lab.paper.run_jobs import MOST_AT_ONCE, cap_at_once
@@ -102,6 +102,7 @@ def test_wrong_rates_are_one_sentence(text: str) -> None:
 def test_every_arm_of_the_pretraining_can_be_run() -> None:
     names = EXPERIMENTS["pretraining"].attentions
     assert {"mala", "rala", "polaformer", "nalaformer", "sla"} <= set(names)
+    assert [name for scale in ("tiny", "mini") for name in names if find_refusal("mlm", scale, name)] == []
     for kind in ("softmax", "block_diagonal", "lln", "lln_diag"):
         assert {kind, f"{kind}:value_convolution=5"} <= set(names)
 

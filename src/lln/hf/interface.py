@@ -282,6 +282,8 @@ def attend_with_state(call: Request, layer: StateLayer) -> Result:
             "past_key_values: attention to an encoder and to the decoder's own tokens need a cache each; use "
             "EncoderDecoderCache(LLNCache(), LLNCache())."
         )
+    if not torch.compiler.is_compiling():
+        _ = attention.settings  # known before a compiler asks in a step: in Python 3.11 a lock is around it
     if attention.cross:
         call.count_all()
         if not new:  # all of them, and what hides some, are in the state

@@ -153,7 +153,7 @@ def check_peers(model: PreTrainedModel) -> None:
     """ValueError where an attention that lln.hf.convert attached has weights for each place."""
     lengths = {find_longest(config) for _, _, config in walk(model)} - {None}
     for path, tensor in name_tensors(model):
-        if ".lln_peer." in path and lengths & set(tensor.shape):
+        if ".lln_peer." in path and not path.endswith(".value_taps") and lengths & set(tensor.shape):
             raise ValueError(
                 f"model: {path} of {type(model).__name__} has a row for each of its places; extend the positions "
                 "first, and then let lln.hf.convert give the model this attention."
