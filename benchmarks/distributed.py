@@ -75,7 +75,7 @@ def run_sharded(parts: list[Rows], options: dict[str, Any]) -> list[Tensor]:
 
 def cut(tensors: Rows, lengths: tuple[int, ...]) -> list[Rows]:
     """As ranks hold them, each in memory of its own."""
-    split = (t.split(list(lengths), 2) for t in tensors)
+    split = (torch.split(t, list(lengths), 2) for t in tensors)
     return [[t.contiguous() for t in rows] for rows in zip(*split, strict=True)]
 
 
@@ -103,7 +103,7 @@ def measure_kind(name: str, options: dict[str, Any], settings: argparse.Namespac
     one, many = [tensors], cut(tensors, lengths)
     ways: dict[str, tuple[Run, list[Rows], list[Tensor]]] = {
         "one pass": (lambda parts: run_whole(parts, options), one, [weights]),
-        "sharded": (lambda parts: run_sharded(parts, options), many, list(weights.split(list(lengths), 2))),
+        "sharded": (lambda parts: run_sharded(parts, options), many, list(torch.split(weights, list(lengths), 2))),
     }
 
     def run_plainly(parts: list[Rows]) -> list[Tensor]:
@@ -124,8 +124,13 @@ def measure_kind(name: str, options: dict[str, Any], settings: argparse.Namespac
     with torch.no_grad():
         times = time_calls(forward, repeats=settings.repeats, device=device, warmup=2)
     trained = time_calls(both, repeats=settings.repeats, device=device, warmup=2)
-    sizes = {"heads": settings.heads, "dim": settings.dim, "value_dim": settings.dim, "itemsize": dtype.itemsize}
-    own = {key: options.get(key, usual) for key, usual in (("is_causal", False), ("block_size", None))}
+    sizes: dict[str, Any] = {
+        "heads": settings.heads,
+        "dim": settings.dim,
+        "value_dim": settings.dim,
+        "itemsize": dtype.itemsize,
+    }
+    sizes |= {key: options.get(key, usual) for key, usual in (("is_causal", False), ("block_size", None))}
     found = {
         "errors": errors | {"plain": plain},
         "forward": {kind: dataclasses.asdict(timing) for kind, timing in times.items()},
@@ -133,7 +138,7 @@ def measure_kind(name: str, options: dict[str, Any], settings: argparse.Namespac
         "cost": [each["sharded"].median / each["one pass"].median - 1 for each in (times, trained)],
     }
     if "read" not in options:
-        found["sent"] = [count_sent(lengths, rank, **sizes, **own) for rank in range(len(lengths))]
+        found["sent"] = [count_sent(lengths, rank, **sizes) for rank in range(len(lengths))]
     return found
 
 

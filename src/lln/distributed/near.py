@@ -25,19 +25,21 @@ def attend_by_torch(call: Call) -> Tensor:
     assert call.block_size is not None
     length = call.query.shape[2]
     whole = length - length % call.block_size
-    rows = call.query, call.key, call.value
-    outs = [attend_parts(call, *(t[:, :, :whole] for t in rows), call.block_size)] if whole else []
+    outs = [attend_parts(call, slice(0, whole), call.block_size)] if whole else []
     if whole < length:
-        outs.append(attend_parts(call, *(t[:, :, whole:] for t in rows), length - whole))
+        outs.append(attend_parts(call, slice(whole, length), length - whole))
     return torch.cat(outs, 2).to(compute_dtype(call.query.dtype))
 
 
-def attend_parts(call: Call, query: Tensor, key: Tensor, value: Tensor, size: int) -> Tensor:
-    batch = query.shape[0]
-    # [B n, H, size, D]
-    parts = (t.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+def attend_parts(call: Call, rows: slice, size: int) -> Tensor:
+    def cut(t: Tensor) -> Tensor:
+        parts: Tensor = t[:, :, rows].unflatten(2, (-1, size))
+        return parts.transpose(1, 2).flatten(0, 1)  # [B n, H, size, D]
+
+    query, key, value = cut(call.query), cut(call.key), cut(call.value)
     grouped = query.shape[1] != key.shape[1]
     out = functional.scaled_dot_product_attention(
-        *parts, is_causal=call.is_causal, scale=call.scale, enable_gqa=grouped
+        query, key, value, is_causal=call.is_causal, scale=call.scale, enable_gqa=grouped
     )
-    return out.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
+    together: Tensor = out.unflatten(0, (call.query.shape[0], -1))
+    return together.transpose(1, 2).flatten(2, 3)

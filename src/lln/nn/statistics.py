@@ -178,7 +178,8 @@ class MomentMatcher(nn.Module):
         """The moments of the whole batch on all ranks, as `pending` holds them."""
         data = self._data(query, key, where)
         if (ranks := find_ranks()) is not None:
-            data = *data[:5], *(ranks.cut_offsets(one, t.shape[2]) for one, t in zip(data[5:], data[:2], strict=True))
+            cut = [ranks.cut_offsets(one, t.shape[2]) for one, t in zip(data[5:], data[:2], strict=True)]
+            data = *data[:5], cut[0], cut[1]
         with share(None):  # of the rows here: those of all ranks, also of ranks with other sequences, come just below
             both = both_moments(*data, self.backend).sum(2)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
