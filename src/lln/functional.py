@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Literal, overload
 
 import torch
@@ -213,11 +212,11 @@ def attend_checked(
 ) -> Tensor | tuple[Tensor, LLNState]:  # fmt: skip
     """`lln_attention` of tensors that `check_inputs` has seen, for modules, which look at them before the op does.
     They have the dtype of `autocast`. options: the other keywords of `check_call`."""
+    call: dict[str, Any] = {"state": state, "return_state": return_state, "backend": backend, **options}
     ranks = find_ranks()
-    attend = attend_here if ranks is None else functools.partial(ranks.attend, ranks)
-    found: Tensor | tuple[Tensor, LLNState] = attend(
-        inputs, alpha, beta, state=state, return_state=return_state, backend=backend, **options
-    )
+    if ranks is None:
+        return attend_here(inputs, alpha, beta, **call)
+    found: Tensor | tuple[Tensor, LLNState] = ranks.attend(ranks, inputs, alpha, beta, **call)
     return found
 
 

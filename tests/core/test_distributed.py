@@ -5,12 +5,25 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.call_options import cover_pairs
 from helpers.processes import Processes
-from helpers.shared_calls import attempt, compare, compare_heads, compare_module, count_traffic, drop_rows, lose
+from helpers.shared_calls import (
+    attempt,
+    compare,
+    compare_heads,
+    compare_module,
+    count_traffic,
+    draw,
+    drop_rows,
+    lose,
+)  # fmt: skip
+from lln.checks import check_call, check_inputs
 from lln.distributed import split_evenly
 from lln.distributed.borders import find_block_reach, find_pieces, list_shares
+from lln.distributed.near import attend_by_torch
+from lln.kernels.eager import attend_block_part
 
 TOLERANCE = 1e-10
 READS = {
@@ -54,6 +67,22 @@ def test_outputs_gradients_and_states_are_those_of_one_process(processes: Proces
     del case["state"]
     case["return_state"] = case["return_state"] and case["packed"] is None
     check(processes.run(len(lengths), compare, lengths, case | read))
+
+
+@pytest.mark.parametrize("lengths", [(8, 16, 16, 7), (8, 1, 7, 20)])
+def test_blocks_that_begin_with_a_rank_go_on_from_the_state(processes: Processes, lengths: tuple[int, ...]) -> None:
+    settings = {"block_size": 8, "is_causal": True, "mix": "tensor", "factors": "tensor", "return_state": True}
+    check(processes.run(4, compare, lengths, settings))
+    check(processes.run(4, compare, lengths, settings | {"read": "evidence", "factors": "number", "mix": "number"}))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("length", [5, 16, 43])
+def test_torchs_own_attention_in_blocks_is_the_eager_one(length: int, is_causal: bool) -> None:
+    q, k, v = (draw(n, 2, heads, length, dim) for n, heads, dim in ((1, 4, 8), (2, 2, 8), (3, 2, 6)))
+    inputs = check_inputs(q, k, v, key_mask=None, cu_seqlens=None)
+    call = check_call(inputs, block_size=8, is_causal=is_causal, scale=0.7).change(block_weight=None)
+    torch.testing.assert_close(attend_by_torch(call), attend_block_part(call))
 
 
 MODULES: list[dict[str, Any]] = [

@@ -72,7 +72,7 @@ class Processes:
             tasks.put((function.__module__, function.__name__, count, arguments))
 
     def collect(self, count: int) -> dict[int, tuple[Any, str | None]]:
-        found = {}
+        found: dict[int, tuple[Any, str | None]] = {}
         for _ in range(count):
             try:
                 rank, value, error = self.answers.get(timeout=LIMIT)

@@ -13,7 +13,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 import lln
 from helpers.tensors import relative_error
-from lln.distributed import attend_across, context_parallel, sum_gradients, unshard
+from helpers.untyped import lln_attention
+from lln.distributed import context_parallel, sum_gradients, unshard
+
+attend_across: Any = lln.distributed.attend_across  # of options that are drawn
 
 
 def draw(seed: int, *shape: int) -> Tensor:
@@ -63,7 +66,7 @@ def compare(mesh: DeviceMesh, rank: int, lengths: tuple[int, ...], settings: dic
     leaves = [t for t in (*qkv, *learned.values()) if isinstance(t, Tensor)]
     for leaf in leaves:
         leaf.requires_grad_()
-    whole = lln.lln_attention(*qkv, **learned, **options)
+    whole = lln_attention(*qkv, **learned, **options)
     weights = draw(9, *whole.shape)
     expected = torch.autograd.grad((whole * weights).sum(), leaves)
 
@@ -83,7 +86,7 @@ def compare(mesh: DeviceMesh, rank: int, lengths: tuple[int, ...], settings: dic
         torch.distributed.all_reduce(total, group=mesh.get_group())
         found[f"d{name}"] = relative_error(total, want)
     if wants_state:
-        after = lln.lln_attention(*qkv, **learned, **options, return_state=True)[1]
+        after = lln_attention(*qkv, **learned, **options, return_state=True)[1]
         _, state = attend_across(mesh, *rows, **given, **here, return_state=True)
         found |= compare_states(state, after)
     return found
@@ -109,6 +112,8 @@ def compare_states(state: lln.LLNState, after: lln.LLNState) -> dict[str, float]
             continue
         assert (mine.dtype, mine.shape) == (want.dtype, want.shape), name
         if name in ("block_key", "block_value", "block_mask"):  # what stands behind the open rows is arbitrary
+            assert after.count is not None
+            assert after.block_size is not None
             rows = torch.arange(mine.shape[-2 if mine.ndim == 4 else -1]) < (after.count % after.block_size)[:, None]
             rows = rows[:, None, :, None] if mine.ndim == 4 else rows
             mine, want = mine * rows, want * rows
@@ -227,7 +232,8 @@ class Counted:
 def count_traffic(mesh: DeviceMesh, rank: int, length: int, settings: dict[str, Any]) -> tuple[int, int, int]:
     """(bytes sent forward, bytes sent backward, collectives) of one call with `length` rows on every rank, in
     bfloat16."""
-    settings = {"heads": (2, 2), "dims": (4, 4), "batch": 1} | settings
+    usual: dict[str, Any] = {"heads": (2, 2), "dims": (4, 4), "batch": 1}
+    settings = usual | settings
     qkv, learned, options = make_call(length, **settings)
     rows = [t.bfloat16().requires_grad_() for t in qkv]
     with Counted(rank) as forward:
@@ -275,7 +281,8 @@ def attempt(mesh: DeviceMesh, rank: int) -> dict[str, str]:
                 call()
             except (ValueError, TypeError) as error:
                 found[name] = str(error)
-    for name, options in {"order": {"load_balancer": object()}, "lengths": {"lengths": [1]}}.items():
+    wrong: dict[str, dict[str, Any]] = {"order": {"load_balancer": object()}, "lengths": {"lengths": [1]}}
+    for name, options in wrong.items():
         try:
             with context_parallel(mesh, **options):
                 pass

@@ -21,17 +21,17 @@ from torch.nn import functional
 
 from lln.checks import BACKENDS, Coefficient, Inputs, check_call
 from lln.distributed.borders import Piece, Reach, check_offsets, find_block_reach, find_pieces, list_shares, overlap
+from lln.distributed.near import attend_near
+from lln.distributed.states import Fields, join, list_fields, make_empty, make_state, merge, take
 from lln.functional import attend_here
 from lln.kernels.call import Call
 from lln.kernels.carry import first_valid
-from lln.kernels.common import compute_dtype, make_finite
-from lln.kernels.eager import attend_block_part, draw_dropout
+from lln.kernels.common import compute_dtype
 from lln.ranks import Form, Ranks, exchange, tie
 from lln.state import LLNState
 from lln.values import check_choice, derive_seed
 
 STATE, FIRST, ROWS, TAIL = "state", "first valid row", "rows", "last rows"
-Fields = tuple[Tensor, ...]  # of a state: log_sum, mean_value, and with the evidence read mean_key, entropy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,20 +133,38 @@ class Shared:
         return t[list(self.mine.numbers)] if self.mine.numbers else t[:1]
 
     def attend(self) -> tuple[Tensor, LLNState | None]:
-        call = self.call
+        call, rank = self.call, self.ranks.rank
         own = self.fold()
-        rank = self.ranks.rank
-        parcels = [[t for item in self.list_items(rank, to) for t in self.take(item, own)] for to in self.all]
+        parcels = [self.give(to, own) for to in self.all]
         expected = [[f for item in self.list_items(by, rank) for f in self.describe(item, own)] for by in self.all]
         given = call.query, call.key, call.value, call.alpha, call.beta, call.lln_weight, call.block_weight
         anchors = *given, call.directions
         came, token = exchange(self.ranks, parcels, expected, anchors, call.key.device)
+        out, after = self.answer(own, came)
+        return tie(out, token), after
+
+    def give(self, to: int, own: Fields) -> list[Tensor]:
+        """What goes to a rank; own: the state of the keys here."""
+        return [t for item in self.list_items(self.ranks.rank, to) for t in self.take(item, own)]
+
+    def answer(self, own: Fields, came: list[list[Tensor]]) -> tuple[Tensor, LLNState | None]:
+        """The output here, and where it was asked for the state after all rows. came: from every rank what it gave."""
+        call = self.call
         heard = [self.sort(by, parts, own) for by, parts in enumerate(came)]
-        out = self.read(own, heard)
-        if call.block_size is not None:
-            out = self.mix(out, self.attend_blocks(heard))
+        if self.is_whole:
+            out = self.read(own, heard, block_size=call.block_size, mix=(call.lln_weight, call.block_weight))
+        else:
+            out = self.read(own, heard)
+            if call.block_size is not None:
+                out = self.mix(out, self.attend_blocks(heard))
         after = self.finish(own, heard) if self.return_state else None
-        return tie(out.to(call.query.dtype), token), after
+        return out.to(call.query.dtype), after
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether blocks here go on from the state alone, with the linear part in one call."""
+        plain = self.call.block_size is not None and self.call.is_causal and not self.masked and not self.packed
+        return plain and not self.reaches[self.ranks.rank].before
 
     @property
     def all(self) -> range:
@@ -253,7 +271,8 @@ class Shared:
         first, last = states[: self.ranks.rank], states[self.ranks.rank + 1 :]
         return [s for s in first if s is not None], [s for s in last if s is not None]
 
-    def read(self, own: Fields, heard: list[dict[str, list[Tensor]]]) -> Tensor:
+    def read(self, own: Fields, heard: list[dict[str, list[Tensor]]], **blocks: Any) -> Tensor:
+        """blocks: of causal rows that begin with one, what the op is told of them."""
         call, offsets = self.call, self.offsets()
         before, after = self.list_neighbours(heard)
         if call.is_causal:
@@ -262,7 +281,8 @@ class Shared:
             if before:
                 rest = [make_empty(own, slice(1, None))] if len(own[0]) > len(before[0][0]) else []
                 held = make_state(join([merge(before), *rest]))
-            out: Tensor = self.run(inputs, is_causal=True, state=held, dropout_p=call.dropout_p)
+                held = self.open_block(held) if blocks else held
+            out: Tensor = self.run(inputs, is_causal=True, state=held, dropout_p=call.dropout_p, **blocks)
             return out
         if self.packed and len(own[0]) > 1:
             ends = [*before, take(own, slice(0, 1))], [take(own, slice(-1, None)), *after]
@@ -275,6 +295,19 @@ class Shared:
         return out
 
     # The blocks.
+
+    def open_block(self, state: LLNState) -> LLNState:
+        """A state of earlier rows, after which a block begins."""
+        call, size = self.call, self.call.block_size
+        assert size is not None
+        batch, heads, _, dim = call.key.shape
+        return dataclasses.replace(
+            state,
+            count=torch.zeros(batch, dtype=torch.int64, device=call.key.device),
+            block_key=call.key.new_zeros(batch, heads, size, dim),
+            block_value=call.key.new_zeros(batch, heads, size, call.value.shape[3]),
+            block_mask=torch.zeros(batch, size, dtype=torch.bool, device=call.key.device),
+        )
 
     def extend(self, heard: list[dict[str, list[Tensor]]]) -> list[Tensor]:
         """Keys and values, and a mask where there is one, of the rows here and those around them."""
@@ -301,8 +334,7 @@ class Shared:
         ).change(lln_weight=None, block_weight=None, start=None)
         if masks:
             near = near.change(**self.place(near, reach, heard))
-        outs = [attend_block_part(sequence) for sequence in draw_dropout(near).sequences()]
-        out = outs[0] if len(outs) == 1 else torch.cat(outs, -2)
+        out = attend_near(near)
         return out[:, :, reach.before : reach.before + call.query.shape[2]]
 
     def place(self, near: Call, reach: Reach, heard: list[dict[str, list[Tensor]]]) -> dict[str, Tensor]:
@@ -366,12 +398,8 @@ class Shared:
             found = [p[FIRST][0] for p in heard if FIRST in p]
             firsts = torch.stack([*found, self.find_first()]).amin(0)
         count = (self.mine.total - key.shape[2] - firsts).clamp_min(0)
-        batch, heads, _, dim = key.shape
-        empty = LLNState.empty(
-            batch, heads, dim, value.shape[3], read=call.read, block_size=size, dtype=key.dtype, device=key.device,
-            channels=own[0].shape[2] if call.read == "evidence" else None,
-        )  # fmt: skip
-        query = key.new_zeros(batch, call.query.shape[1], key.shape[2], dim)
+        empty = self.open_block(make_state(make_empty(own, slice(None))))
+        query = key.new_zeros(len(key), call.query.shape[1], *key.shape[2:])
         inputs = Inputs(query, key, value, masks[0] if masks else None, None, None, False)
         opened = self.run(
             inputs, is_causal=True, block_size=size, state=dataclasses.replace(empty, count=count), return_state=True
@@ -386,45 +414,3 @@ def measure(ranks: Ranks, length: int, masked: bool) -> tuple[tuple[int, ...], b
         return ranks.measure(length), masked
     told = ranks.tell(length, masked)
     return tuple(count for count, _ in told), any(mask for _, mask in told)
-
-
-def list_fields(state: LLNState) -> Fields:
-    held = state.log_sum, state.mean_value, state.mean_key, state.entropy
-    return tuple(t for t in held if t is not None)
-
-
-def make_state(fields: Fields) -> LLNState:
-    names = ("log_sum", "mean_value", "mean_key", "entropy")
-    return LLNState(**dict(zip(names, fields, strict=False)))  # type: ignore[arg-type]
-
-
-def take(fields: Fields, part: slice) -> Fields:
-    return tuple(t[part] for t in fields)
-
-
-def join(states: list[Fields]) -> Fields:
-    """One after another along the batch."""
-    return states[0] if len(states) == 1 else tuple(torch.cat(parts) for parts in zip(*states, strict=True))
-
-
-def make_empty(like: Fields, part: slice) -> Fields:
-    log_sum, *rest = take(like, part)
-    return torch.full_like(log_sum, -torch.inf), *(torch.zeros_like(t) for t in rest)
-
-
-def merge(states: list[Fields]) -> Fields:
-    """The state of the keys of all, in one step however many they are: `LLNState.merge` takes two."""
-    if len(states) == 1:
-        return states[0]
-    log_sums, *means = (torch.stack(parts) for parts in zip(*states, strict=True))
-    top = make_finite(log_sums.detach().amax(0))
-    below = log_sums - top  # <= 0
-    total = below.exp().sum(0)
-    none, log_total = total == 0, total.clamp_min(0.5).log()  # of a channel that has keys the largest weight is 1
-    log_sum, log_shares = (top + log_total).masked_fill(none, -torch.inf), below - log_total
-    shares = log_shares.exp()
-    merged = [(shares.to(t.dtype).unsqueeze(-1) * t).sum(0) for t in means[:2]]
-    if len(means) == 3:  # by the chain rule of entropy; an empty part has no share, and 0 ln 0 = 0
-        finite = log_shares.masked_fill(log_shares == -torch.inf, 0.0)
-        merged.append((shares * (means[2] - finite)).sum(0))
-    return log_sum, *merged

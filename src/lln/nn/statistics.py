@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -182,9 +182,8 @@ class MomentMatcher(nn.Module):
         """The moments of the whole batch on all ranks, as `pending` holds them."""
         data = self._data(query, key, where)
         if (ranks := find_ranks()) is not None:
-            *rest, of_queries, of_keys = data
-            offsets = ranks.cut_offsets(of_queries, query.shape[2]), ranks.cut_offsets(of_keys, key.shape[2])
-            data = cast(Data, (*rest, *offsets))
+            cut = [ranks.cut_offsets(one, t.shape[2]) for one, t in zip(data[5:], data[:2], strict=True)]
+            data = *data[:5], cut[0], cut[1]
         with share(None):  # of the rows here: those of all ranks, also of ranks with other sequences, come just below
             both = both_moments(*data, self.backend).sum(2)
         if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -159,7 +159,7 @@ def count_sent(
     state = count_state(heads, dim, value_dim, batch, wide=itemsize == 8)
     # Backward each rank sends back what it got, as gradients.
     pairs = [(to, rank) if backward else (rank, to) for to in ranks if to != rank]
-    sent = state * sum(by < to or not is_causal for by, to in pairs)
+    sent: int = state * sum(by < to or not is_causal for by, to in pairs)
     if block_size is None:
         return sent
     pieces = find_pieces(lengths, None)

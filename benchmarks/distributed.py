@@ -1,0 +1,190 @@
+"""One sequence cut into shards and put together again on one device, beside one pass over it: error and cost.
+
+    python benchmarks/distributed.py --out benchmarks/results/distributed.json
+    python benchmarks/distributed.py --device cpu --length 16384 --repeats 3
+
+Ranks are emulated: what each would do is done one after another, by the code that real ranks run, and what they would
+send is handed over. So the time is that of all ranks' work, without a network, and its excess over one pass is the
+cost of cutting. Errors are against float64 in plain PyTorch, of the output and of every gradient; sharded may have
+twice that of one pass, or of plain PyTorch in the same dtype.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lln.checks import check_call, check_inputs
+from lln.distributed import split_evenly
+from lln.distributed.across import Shared, attend
+from lln.files import write_json
+from lln.functional import attend_here
+from lln.lab.bench.cluster import count_sent
+from lln.lab.core.provenance import provenance
+from lln.lab.core.tables import print_wide, show_timing, terminal_table
+from lln.lab.core.timing import Work, time_calls
+from lln.ranks import Ranks
+
+BLOCK = 128
+KINDS: dict[str, dict[str, Any]] = {
+    "LLN": {},
+    "LLN, causal": {"is_causal": True},
+    "LLN+Diag": {"block_size": BLOCK},
+    "LLN+Diag, causal": {"block_size": BLOCK, "is_causal": True},
+    "evidence read": {"read": "evidence"},
+}
+
+
+Rows = list[Tensor]  # queries, keys and values of one rank
+Run = Callable[[list[Rows]], list[Tensor]]  # from the rows of all ranks to the outputs of all
+
+
+def list_factors(options: dict[str, Any]) -> tuple[float | None, float]:
+    return (None if options.get("read") == "evidence" else 2.0), 2.0
+
+
+def run_whole(parts: list[Rows], options: dict[str, Any], backend: Any = "auto") -> list[Tensor]:
+    alpha, beta = list_factors(options)
+    inputs = check_inputs(*parts[0], key_mask=None, cu_seqlens=None)
+    out: Any = attend_here(inputs, alpha, beta, backend=backend, **options)
+    return [out]
+
+
+def run_sharded(parts: list[Rows], options: dict[str, Any]) -> list[Tensor]:
+    """What all ranks do, one after another."""
+    alpha, beta = list_factors(options)
+    lengths, shares = tuple(rows[0].shape[2] for rows in parts), []
+    for rank, rows in enumerate(parts):
+        inputs = check_inputs(*rows, key_mask=None, cu_seqlens=None)
+        ranks = Ranks(None, rank, len(lengths), attend, lengths)  # no group: nobody talks
+        shares.append(Shared(ranks, check_call(inputs, alpha=alpha, beta=beta, **options), "auto", False))
+    owns = [share.fold() for share in shares]
+    outs = []
+    for rank, share in enumerate(shares):
+        came = [giver.give(rank, own) for giver, own in zip(shares, owns, strict=True)]
+        outs.append(share.answer(owns[rank], came)[0])
+    return outs
+
+
+def cut(tensors: Rows, lengths: tuple[int, ...]) -> list[Rows]:
+    """As ranks hold them, each in memory of its own."""
+    split = (torch.split(t, list(lengths), 2) for t in tensors)
+    return [[t.contiguous() for t in rows] for rows in zip(*split, strict=True)]
+
+
+def go_back(run: Run, parts: list[Rows], weights: list[Tensor]) -> list[list[Tensor]]:
+    """Of all ranks: the output and the gradients of queries, keys and values."""
+    leaves = [[t.detach().requires_grad_() for t in rows] for rows in parts]
+    outs = run(leaves)
+    flat = [t for rows in leaves for t in rows]
+    grads = iter(torch.autograd.grad(outs, flat, [w.to(o.dtype) for w, o in zip(weights, outs, strict=True)]))
+    return [[out.detach(), *(next(grads) for _ in rows)] for out, rows in zip(outs, leaves, strict=True)]
+
+
+def list_errors(results: list[list[Tensor]], reference: list[list[Tensor]]) -> dict[str, float]:
+    whole = [[torch.cat(parts, 2) for parts in zip(*each, strict=True)] for each in (results, reference)]
+    pairs = zip(("out", "dq", "dk", "dv"), *whole, strict=True)
+    return {name: float((a.double() - b).norm() / b.norm()) for name, a, b in pairs}
+
+
+def measure_kind(name: str, options: dict[str, Any], settings: argparse.Namespace) -> dict[str, Any]:
+    device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
+    lengths = split_evenly(settings.length, settings.shards, BLOCK)
+    generator = torch.Generator(device).manual_seed(settings.seed)
+    shape = (1, settings.heads, settings.length, settings.dim)
+    *tensors, weights = (torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(4))
+    one, many = [tensors], cut(tensors, lengths)
+    ways: dict[str, tuple[Run, list[Rows], list[Tensor]]] = {
+        "one pass": (lambda parts: run_whole(parts, options), one, [weights]),
+        "sharded": (lambda parts: run_sharded(parts, options), many, list(torch.split(weights, list(lengths), 2))),
+    }
+
+    def run_plainly(parts: list[Rows]) -> list[Tensor]:
+        return run_whole(parts, options, "eager")
+
+    wide = [[t.double() for t in tensors]]
+    reference = go_back(run_plainly, wide, [weights])
+    del wide
+    plain = list_errors(go_back(run_plainly, one, [weights]), reference)
+    errors = {kind: list_errors(go_back(*way), reference) for kind, way in ways.items()}
+    del reference
+    for what, error in errors["sharded"].items():
+        allowed = 2.0 * max(plain[what], errors["one pass"][what])
+        if not error <= allowed:
+            raise RuntimeError(f"{name}: {what} of shards is off by {error:.1e}, and {allowed:.1e} is allowed.")
+    forward: dict[str, Work] = {kind: functools.partial(run, parts) for kind, (run, parts, _) in ways.items()}
+    both: dict[str, Work] = {kind: functools.partial(go_back, *way) for kind, way in ways.items()}
+    with torch.no_grad():
+        times = time_calls(forward, repeats=settings.repeats, device=device, warmup=2)
+    trained = time_calls(both, repeats=settings.repeats, device=device, warmup=2)
+    sizes: dict[str, Any] = {
+        "heads": settings.heads,
+        "dim": settings.dim,
+        "value_dim": settings.dim,
+        "itemsize": dtype.itemsize,
+    }
+    sizes |= {key: options.get(key, usual) for key, usual in (("is_causal", False), ("block_size", None))}
+    found = {
+        "errors": errors | {"plain": plain},
+        "forward": {kind: dataclasses.asdict(timing) for kind, timing in times.items()},
+        "training": {kind: dataclasses.asdict(timing) for kind, timing in trained.items()},
+        "cost": [each["sharded"].median / each["one pass"].median - 1 for each in (times, trained)],
+    }
+    if "read" not in options:
+        found["sent"] = [count_sent(lengths, rank, **sizes) for rank in range(len(lengths))]
+    return found
+
+
+def measure(settings: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "what": "ms of one pass and of the same in shards, one after another on one device, and errors against float64",
+        "settings": {k: v for k, v in vars(settings).items() if k != "out"},
+        "provenance": provenance(settings.seed, torch.device(settings.device)),
+        "kinds": {name: measure_kind(name, options, settings) for name, options in KINDS.items()},
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    head = (
+        "",
+        "one pass, ms",
+        "sharded",
+        "cost",
+        "training, ms",
+        "sharded",
+        "cost",
+        "error of out, one pass",
+        "sharded",
+    )
+    rows = []
+    for name, each in result["kinds"].items():
+        row = [name]
+        for what, cost in zip(("forward", "training"), each["cost"], strict=True):
+            row += [show_timing(each[what]["one pass"]), show_timing(each[what]["sharded"]), f"{cost:+.1%}"]
+        rows.append([*row, *(f"{each['errors'][kind]['out']:.1e}" for kind in ("one pass", "sharded"))])
+    length, shards = result["settings"]["length"], result["settings"]["shards"]
+    print_wide(terminal_table(head, rows, "lrrrrrrrr", title=f"{length:,} tokens in {shards} shards"))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--length", type=int, default=2**20)
+    parser.add_argument("--shards", type=int, default=8)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    made = measure(asked := parser.parse_args())
+    show(made)
+    if asked.out is not None:
+        write_json(asked.out, made)
