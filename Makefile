@@ -9,7 +9,7 @@ OUT ?= report
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 READY = $(VENV)/.ready
 
-.PHONY: report docs pages test test-long test-gpu test-matrix test-models test-integrations check bench bench-conversion bench-gpu clean
+.PHONY: report docs pages test test-long test-gpu test-matrix test-models test-integrations test-mindspore check bench bench-conversion bench-gpu clean
 
 report: $(READY)
 	$(VENV)/bin/lln report --out $(OUT)
@@ -56,6 +56,14 @@ test-integrations: $(READY)
 		tests/house/test_doctests.py tests/house/test_docs.py tests/house/test_examples.py \
 		-k "plugins or timm or diffusers or images or vision or image_transformer"
 
+# The tests with MindSpore, in an environment of its own: a wheel of 800 MB that needs NumPy 1. Python 3.11 or 3.12.
+test-mindspore:
+	$(PYTHON) -m venv $(VENV)-mindspore
+	$(VENV)-mindspore/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--editable '.[cli,mindspore]' pytest
+	GLOG_v=3 $(VENV)-mindspore/bin/python -m pytest tests/ports tests/house/test_doctests.py tests/house/test_docs.py \
+		-k "mindspore or ports.md"
+
 check: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -88,4 +96,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-integrations .venv-matrix $(OUT) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-integrations $(VENV)-mindspore .venv-matrix $(OUT) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,6 +20,8 @@ torch.set_num_threads(1)
 # Read when triton is imported: without a GPU its kernels run in its interpreter.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+# Read when jax is imported: what tests compute is small, so that compiling it takes longest.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for repeatable sums in `poisoned_memory`
 
 if importlib.util.find_spec("torchvision") is not None:  # which timm brings

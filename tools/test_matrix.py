@@ -27,7 +27,7 @@ from lln.lab.core.tables import markdown_table
 ROOT = Path(__file__).parent.parent
 STORED = ROOT / "results" / "test-matrix.json"
 # What the tests need beside torch and transformers: all that the project's own environment has.
-EXTRAS = "cli,report,instruments,hf,train,docs"
+EXTRAS = "cli,report,instruments,hf,jax,train,docs"
 TESTS = ("pytest", "pytest-xdist", "hypothesis", "playwright", "performer-pytorch", "linformer", "nystrom-attention",
          "peft", "sentence-transformers", "tensorboard", "ruff", "mypy")  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch
 import lln
 
 SOURCE = Path(lln.__file__).parent
-PUBLIC = ("lln", "lln.distributed", "lln.instruments", "lln.hf", "lln.naive")
+PUBLIC = ("lln", "lln.distributed", "lln.instruments", "lln.hf", "lln.jax", "lln.mindspore", "lln.naive")
 
 
 def module_name(path: Path) -> str:

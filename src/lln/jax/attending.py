@@ -92,11 +92,12 @@ def lln_attention(
         >>> lln_attention(q, k, v, 2.0, 2.0).shape
         (2, 4, 100, 16)
 
-        LLN+Diag, and two sequences in one row:
+        Compiled, and two sequences in one row:
 
+        >>> attend = jax.jit(lln_attention, static_argnames=("block_size", "is_causal"))
         >>> ids = jnp.where(jnp.arange(100) < 30, 1, 2)[None].repeat(2, 0)
-        >>> packed = lln_attention(q, k, v, 2.0, 2.0, block_size=32, segment_ids=ids)
-        >>> alone = lln_attention(q[:, :, 30:], k[:, :, 30:], v[:, :, 30:], 2.0, 2.0, block_size=32)
+        >>> packed = attend(q, k, v, 2.0, 2.0, segment_ids=ids)
+        >>> alone = attend(q[:, :, 30:], k[:, :, 30:], v[:, :, 30:], 2.0, 2.0)
         >>> bool(abs(packed[:, :, 30:] - alone).max() < 1e-5)
         True
     """

@@ -63,10 +63,11 @@ class LLNAttention(nnx.Module):
 
     Examples:
         >>> import jax
+        >>> from flax import nnx
         >>> from lln.jax import LLNAttention
-        >>> attention = LLNAttention(4, 16, block_size=8, matching="entropy")
+        >>> attention = LLNAttention(4, 16, block_size=8)
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 4, 50, 16))
-        >>> attention(q, k, v).shape
+        >>> nnx.jit(attention)(q, k, v).shape
         (2, 4, 50, 16)
     """
 
@@ -244,9 +245,9 @@ class MultiHeadAttention(nnx.Module):
         >>> import jax
         >>> from flax import nnx
         >>> from lln.jax import MultiHeadAttention
-        >>> attention = MultiHeadAttention(4, 32, block_size=8, rngs=nnx.Rngs(0))
+        >>> attention = MultiHeadAttention(4, 32, matching="variance", rngs=nnx.Rngs(0))
         >>> x = jax.random.normal(jax.random.key(0), (2, 50, 32))
-        >>> attention(x).shape
+        >>> nnx.jit(attention)(x).shape
         (2, 50, 32)
         >>> softmax = nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(1))
         >>> nnx.update(attention, nnx.state(softmax, nnx.Param))

@@ -24,13 +24,14 @@ class LLNState:
 
     Examples:
         >>> import jax
-        >>> from lln.jax import LLNState, lln_attention
+        >>> from lln.jax import LLNState, fold_keys, lln_attention
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 2, 10, 8))
-        >>> parts = [lln_attention(q, k[:, :, i : i + 5], v[:, :, i : i + 5], 1.5, 1.5, return_state=True)[1]
-        ...          for i in (0, 5)]
-        >>> both = parts[0].merge(parts[1])  # as if all keys had come at once
-        >>> out = lln_attention(q, k[:, :, :0], v[:, :, :0], 1.5, 1.5, state=both)
-        >>> bool(abs(out - lln_attention(q, k, v, 1.5, 1.5)).max() < 1e-5)
+        >>> @jax.jit
+        ... def attend(q, k, v):
+        ...     parts = [fold_keys(k[:, :, i : i + 5], v[:, :, i : i + 5], 1.5) for i in (0, 5)]
+        ...     both = parts[0].merge(parts[1])  # as if all keys had come at once
+        ...     return lln_attention(q, k[:, :, :0], v[:, :, :0], 1.5, 1.5, state=both)
+        >>> bool(abs(attend(q, k, v) - lln_attention(q, k, v, 1.5, 1.5)).max() < 1e-5)
         True
     """
 

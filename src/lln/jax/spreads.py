@@ -97,8 +97,8 @@ def match_samples(
         >>> import jax
         >>> from lln.jax import lln_attention, match_samples
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 4, 50, 16))
-        >>> alpha, beta = match_samples(q, k, "entropy")
-        >>> lln_attention(q, k, v, alpha, beta).shape
+        >>> attend = jax.jit(lambda q, k, v: lln_attention(q, k, v, *match_samples(q, k, "entropy")))
+        >>> attend(q, k, v).shape
         (2, 4, 50, 16)
     """
     check_mask("key_mask", key_mask, key)

@@ -35,7 +35,7 @@ def read_torch_weights(module: Any, weights: Mapping[str, Any]) -> None:
         >>> ours = MultiHeadAttention(4, 32, rngs=nnx.Rngs(0))
         >>> read_torch_weights(ours, theirs.state_dict())
         >>> x = torch.randn(2, 10, 32)
-        >>> bool(abs(ours(x.numpy()) - theirs(x, x, x)[0].detach().numpy()).max() < 1e-5)
+        >>> bool(abs(nnx.jit(ours)(x.numpy()) - theirs(x, x, x)[0].detach().numpy()).max() < 1e-5)
         True
     """
     places = find_places(module)
