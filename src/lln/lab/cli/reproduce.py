@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lln.lab.paper.reproduction import Reproduction, Workload
 
 LISTED: dict[str, tuple[str, str]] = read_data("reproductions")  # title, and time at scale tiny on one core
-FigureName = enum.StrEnum("FigureName", list(LISTED))
+FigureName = enum.StrEnum("FigureName", list(LISTED))  # type: ignore[misc]
 Scale = enum.StrEnum("Scale", "tiny mini paper")
 TRAINED = tuple(read_data("experiments"))  # from training runs
 TUNED = ("table1", "matching", "variants")  # pre-trained, then fine-tuned

@@ -39,7 +39,7 @@ class Command(TyperCommand):
         found = super().get_params(ctx)
         for option in found:
             if getattr(option, "is_flag", False):
-                option.display_type_rich = lambda ctx: None
+                option.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
         return found
 
 

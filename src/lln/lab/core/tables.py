@@ -48,7 +48,7 @@ def terminal_table(
     from rich.table import Table
     from rich.text import Text
 
-    look = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0)} | look
+    look = dict[str, Any](box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)) | look
     made = Table(title=Text(title) if title else None, caption=caption or None, show_header=bool(header), **look)
     rows = list(rows)
     names = " ".join(row if isinstance(row, str) else str(row[0]) for row in rows).split()
