@@ -255,10 +255,32 @@ def convolution() -> str:
     )
 
 
+EXAMPLES = {  # what each shows, what it needs
+    "finetune_encoder": ("fine-tunes a pretrained MiniLM for classification, with softmax and with LLN+Diag", "hf"),
+    "long_documents": ("trains a small BERT to classify documents of 8,192 tokens", "hf"),
+    "streaming_generation": ("trains a small Llama and writes 4,000 tokens with a cache of fixed size", "hf"),
+    "vision_transformer": ("compares time and memory of a vision transformer of timm at growing resolution", "timm"),
+    "image_transformer": ("compares time and memory of diffusion transformers at growing resolution", "diffusers"),
+}
+
+
+def examples() -> str:
+    """The index of the examples, with how long each takes where that was measured."""
+    assert set(EXAMPLES) == {path.stem for path in (ROOT / "examples").glob("*.py")}
+    timed = json.loads((ROOT / "results" / "examples.json").read_text())["rows"]
+    rows = []
+    for name, (shows, extra) in EXAMPLES.items():
+        seconds = timed[name]["seconds"] if name in timed else None
+        told = "not timed" if seconds is None else f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+        rows.append([f"[{name}.py]({name}.py)", shows, f"`{extra}`", told])
+    return "\n".join([*markdown_table(["program", "what it does", "extra", "time"], rows, "l"), ""])
+
+
 QUOTES = {
     ROOT / "README.md": {"pitch": pitch, "numbers": numbers, "claims": claims},
     DOCS / "matching.md": {"choice": choice, "matching": matching},
     DOCS / "mechanism.md": {"convolved": convolution},
+    ROOT / "examples" / "README.md": {"examples": examples},
     DOCS / "gpu.md": {"cards": cards},
     DOCS / "found.md": {"found": found_page.markdown},
     DOCS / "paper.md": {"index": index},

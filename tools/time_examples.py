@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +26,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", help="some of them, with commas between")
     arguments = parser.parse_args()
-    result = json.loads(STORED.read_text()) if STORED.exists() else {"what": "seconds of each example", "rows": {}}
+    result: dict[str, Any] = {"what": "seconds of each example, from start to end", "rows": {}}
+    if STORED.exists():
+        result = json.loads(STORED.read_text())
     for path in sorted((ROOT / "examples").glob("*.py")):
         if arguments.only and path.stem not in arguments.only.split(","):
             continue
