@@ -9,7 +9,8 @@ OUT ?= report
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 READY = $(VENV)/.ready
 
-.PHONY: report docs pages test test-long test-gpu test-matrix test-models test-integrations check bench bench-conversion bench-gpu clean
+.PHONY: report docs pages test test-long test-gpu test-matrix test-models test-integrations fuzz kill-test bad-inputs \
+	mutants check bench bench-conversion bench-gpu clean
 
 report: $(READY)
 	$(VENV)/bin/lln report --out $(OUT)
@@ -53,6 +54,22 @@ test-integrations: $(READY)
 	PYTHONPATH=$(VENV)-integrations $(VENV)/bin/python -m pytest -m "long or not long" tests/plugins \
 		tests/house/test_doctests.py tests/house/test_docs.py tests/house/test_examples.py \
 		-k "plugins or timm or diffusers or images or vision or image_transformer"
+
+# The long campaigns (docs/hardening.md): seeded, gone on from where they stopped, an hour each unless FLAGS says
+# otherwise, like FLAGS="--cases 50000 --seconds 7200". What they find is in results/hardening/.
+FLAGS ?=
+
+fuzz: $(READY)
+	$(VENV)/bin/python tools/fuzz.py $(FLAGS)
+
+kill-test: $(READY)
+	$(VENV)/bin/python tools/kill_test.py $(FLAGS)
+
+bad-inputs: $(READY)
+	$(VENV)/bin/python tools/refuse.py $(FLAGS)
+
+mutants: $(READY)
+	$(VENV)/bin/python tools/mutants.py $(FLAGS)
 
 check: $(READY)
 	$(VENV)/bin/ruff check .
