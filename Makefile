@@ -10,7 +10,7 @@ PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-ch
 READY = $(VENV)/.ready
 
 .PHONY: report docs pages test test-long test-gpu test-matrix test-models test-integrations fuzz kill-test bad-inputs \
-	mutants check bench bench-conversion bench-gpu clean
+	mutants pins check bench bench-conversion bench-gpu clean
 
 report: $(READY)
 	$(VENV)/bin/lln report --out $(OUT)
@@ -70,6 +70,10 @@ bad-inputs: $(READY)
 
 mutants: $(READY)
 	$(VENV)/bin/python tools/mutants.py $(FLAGS)
+
+# What is installed here, as constraints.txt; tools/pin.py says how it is refreshed.
+pins: $(READY)
+	$(VENV)/bin/python tools/pin.py
 
 check: $(READY)
 	$(VENV)/bin/ruff check .
