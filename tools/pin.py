@@ -6,8 +6,8 @@ here:
 constraints.txt is what `make` installs by. To refresh it: remove what stands below the mark in it, let
 `make VENV=.venv-new .venv-new/.ready` install what is newest, run `make VENV=.venv-new pins test`, and commit what has
 changed. Above the mark stands by hand what is held back, and why. torch is there, too; what it brings by exact versions
-of its own (Triton, CUDA) is left to it. There are no hashes: pip takes them for all that it installs or for nothing, and
-the project itself, which is installed as it lies here, has none.
+of its own (Triton, CUDA) is left to it. There are no hashes: pip takes them for all that it installs or for nothing,
+and the project itself, which is installed as it lies here, has none.
 """
 
 from __future__ import annotations
