@@ -9,7 +9,8 @@ OUT ?= report
 PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 READY = $(VENV)/.ready
 
-.PHONY: report docs pages test test-long test-gpu test-matrix test-models test-integrations test-mindspore check bench bench-conversion bench-gpu clean
+.PHONY: report docs pages test test-long test-gpu test-matrix test-models test-integrations test-mindspore fuzz \
+	kill-test bad-inputs mutants pins check bench bench-conversion bench-gpu clean
 
 report: $(READY)
 	$(VENV)/bin/lln report --out $(OUT)
@@ -59,10 +60,30 @@ test-integrations: $(READY)
 # The tests with MindSpore, in an environment of its own: a wheel of 800 MB that needs NumPy 1. Python 3.11 or 3.12.
 test-mindspore:
 	$(PYTHON) -m venv $(VENV)-mindspore
-	$(VENV)-mindspore/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	$(VENV)-mindspore/bin/python -m pip install --quiet --disable-pip-version-check \
 		--editable '.[cli,mindspore]' pytest
 	GLOG_v=3 $(VENV)-mindspore/bin/python -m pytest tests/ports tests/house/test_doctests.py tests/house/test_docs.py \
 		-k "mindspore or ports.md"
+
+# The long campaigns (docs/hardening.md): seeded, gone on from where they stopped, an hour each unless FLAGS says
+# otherwise, like FLAGS="--cases 50000 --seconds 7200". What they find is in results/hardening/.
+FLAGS ?=
+
+fuzz: $(READY)
+	$(VENV)/bin/python tools/fuzz.py $(FLAGS)
+
+kill-test: $(READY)
+	$(VENV)/bin/python tools/kill_test.py $(FLAGS)
+
+bad-inputs: $(READY)
+	$(VENV)/bin/python tools/refuse.py $(FLAGS)
+
+mutants: $(READY)
+	$(VENV)/bin/python tools/mutants.py $(FLAGS)
+
+# What is installed here, as constraints.txt; tools/pin.py says how it is refreshed.
+pins: $(READY)
+	$(VENV)/bin/python tools/pin.py
 
 check: $(READY)
 	$(VENV)/bin/ruff check .

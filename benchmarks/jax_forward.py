@@ -115,8 +115,8 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         *markdown_table(["forward, float32", "ms (quartiles)", "softmax / it", *lengths], rows, "l"),
         "",
-        f"Batch {shape['batch']}, {shape['heads']} heads of {shape['dim']}, times at {shape['length']:,} tokens; softmax "
-        f"is `jax.nn.dot_product_attention`. {made['device']}, {made['threads']} threads, jax {made['jax']}, "
+        f"Batch {shape['batch']}, {shape['heads']} heads of {shape['dim']}, times at {shape['length']:,} tokens; "
+        f"softmax is `jax.nn.dot_product_attention`. {made['device']}, {made['threads']} threads, jax {made['jax']}, "
         f"{made['date'][:10]}, commit {made['commit']}.",
     ]
     return "\n".join(lines) + "\n"

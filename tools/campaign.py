@@ -27,9 +27,7 @@ SAVED_EVERY = 20.0  # seconds
 def make_parser(about: str | None, cases: int) -> argparse.ArgumentParser:
     """The options that every campaign has."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--cases", type=int, default=cases, help=f"how many numbers are tried in all (default: {cases})"
-    )
+    parser.add_argument("--cases", type=int, default=cases, help=f"how many are tried in all (default: {cases})")
     parser.add_argument("--seconds", type=float, default=3600.0, help="the time it may take (default: an hour)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, nargs="+", help="try these numbers alone, and store nothing")
@@ -51,7 +49,9 @@ class Campaign:
         self.done, self.seconds, self.faults = 0, 0.0, dict[str, str]()
         self.counts, self.started = dict[str, int](), about
         held = read_json(self.file, dict)
-        if held is not None and held["request"] == self.request and held["provenance"]["commit"] == about["commit"]:
+        # "+": something is not committed, and be it what the campaign itself has stored.
+        same = held is not None and held["provenance"]["commit"].rstrip("+") == about["commit"].rstrip("+")
+        if held is not None and same and held["request"] == self.request:
             self.done, self.seconds, self.faults = held["done"], held["seconds"], held["faults"]
             self.counts, self.started = held["counts"], held["provenance"]
         self.facts: dict[str, Any] = {}

@@ -43,33 +43,14 @@ PICTURES = {
 # What differs between two runs that are the same: when, where and how long.
 PASSING = {"seconds", "step_seconds", "provenance", "starts", "all_times_known", "beside", "bytes", "date", "command"}
 KILLS = 3  # of one command, at most
+Whole = tuple[dict[str, Any], float, int]  # of a command that nobody kills: its end, how long it takes, its exit code
 
 
 def make_model(folder: Path) -> None:
     """A tiny BERT with a vocabulary of its own, and a text to convert it with."""
     import transformers
 
-    words = [
-        "a",
-        "the",
-        "old",
-        "small",
-        "river",
-        "sun",
-        "rain",
-        "sings",
-        "then",
-        "waits",
-        "for",
-        "me",
-        "and",
-        "you",
-        "here",
-        "now",
-        "where",
-        "light",
-        "falls",
-    ]
+    words = [f"word{number}" for number in range(40)]
     tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
     folder.mkdir(parents=True)
     (folder / "vocab.txt").write_text("\n".join(tokens))
@@ -134,9 +115,9 @@ def find_difference(wanted: dict[str, Any], found: dict[str, Any]) -> str | None
     return f"{changed[0]} is another" if changed else None
 
 
-def prepare(name: str, place: Path) -> tuple[dict[str, Any], float, int]:
-    """(the end of a command that nobody kills, how long it takes, its exit code)"""
-    for number in range(2):  # the first makes tokens and tokenizers, which later ones find
+def prepare(name: str, place: Path) -> Whole:
+    """Run it undisturbed."""
+    for _ in range(2):  # the first makes tokens and tokenizers, which later ones find
         shutil.rmtree(place / "whole", ignore_errors=True)
         start = time.monotonic()
         code = run(write_command(name, place, place / "whole"), place)
@@ -146,9 +127,7 @@ def prepare(name: str, place: Path) -> tuple[dict[str, Any], float, int]:
     return read_end(place / "whole"), taken, code
 
 
-def kill(
-    name: str, place: Path, rng: random.Random, whole: tuple[dict[str, Any], float, int]
-) -> tuple[str, str | None]:
+def kill(name: str, place: Path, rng: random.Random, whole: Whole) -> tuple[str, str | None]:
     """(how many kills it took, what is wrong): a command that is killed up to three times and then left alone."""
     wanted, taken, wanted_code = whole
     out, kills = place / "killed", 0
@@ -176,7 +155,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=list(COMMANDS))
     options: argparse.Namespace = parser.parse_args(arguments)
     campaigns, until = [], time.monotonic()
-    for number, name in enumerate(options.commands, 1):
+    for name in options.commands:
         campaign = Campaign(f"kill-{name}", options, command=name)
         campaigns.append(campaign)
         with tempfile.TemporaryDirectory() as folder:

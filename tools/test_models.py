@@ -93,8 +93,8 @@ class Watched:
 
 WATCHED = Watched()
 AttentionInterface.register(SOFTMAX, lambda *args, **given: WATCHED.attend(*args, **given))
-# Never None where a model asks for a mask that hides nothing: without one, a module that calls itself causal would be so
-# (that of Phi-4's image model).
+# Never None where a model asks for a mask that hides nothing: without one, a module that calls itself causal would be
+# so (that of Phi-4's image model).
 AttentionMaskInterface.register(
     SOFTMAX, lambda *args, **given: eager_mask(*args, **given | {"allow_is_bidirectional_skip": False})
 )

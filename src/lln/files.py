@@ -111,7 +111,7 @@ def read_json(path: Path, kind: type = object) -> Any:
     except OSError as error:
         raise Unreadable(f"{path} cannot be read: {error.strerror}.") from None
     if found is not None and not isinstance(found, kind):
-        wanted = "an object" if kind is dict else "a list"
+        wanted = "a list" if kind is list else "an object"
         raise Unreadable(f"{path} must hold {wanted} in JSON; got {type(found).__name__}.")
     return found
 

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from lln.kernels import evidence
-from lln.kernels.common import compute_dtype, wide_dtype
+from lln.kernels.common import can_look, compute_dtype, wide_dtype
 from lln.kernels.fold import merge
-from lln.values import check_choice, check_count, check_flag, describe, is_readable, show
+from lln.values import check_choice, check_count, check_flag, describe, show
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -304,7 +304,7 @@ class LLNState:
                 f"LLNState.index_select: index must be on the device of the state, {self.log_sum.device}; got "
                 f"{index.device}."
             )
-        if index.numel() and is_readable(index) and not 0 <= int(index.min()) <= int(index.max()) < batch:
+        if index.numel() and can_look(index) and not 0 <= int(index.min()) <= int(index.max()) < batch:
             outside = int(index.max()) if int(index.max()) >= batch else int(index.min())
             raise ValueError(
                 f"LLNState.index_select: index must lie between 0 and {batch - 1}, for a state of {batch} sequences; "

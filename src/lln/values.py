@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lln.kernels.common import can_look
 from lln.rules import check_choice as check_choice
 from lln.rules import check_count as check_count
 from lln.rules import check_listed as check_listed
@@ -22,17 +23,9 @@ def describe(value: Any) -> str:
     return show(value) if isinstance(value, Tensor) else f"{show(value)} ({type(value).__name__})"
 
 
-def is_readable(t: Tensor) -> bool:
-    """Whether the values of a tensor can be looked at without waiting for a device, and are there at all: not while
-    something compiles, transforms (torch.func) or records the call."""
-    if not t.is_cpu or torch.compiler.is_compiling() or type(t) not in (Tensor, torch.nn.Parameter):
-        return False
-    return torch._C._len_torch_dispatch_stack() == 0 and not torch._C._functorch.is_functorch_wrapped_tensor(t)
-
-
 def check_positive_values(name: str, t: Tensor) -> None:
     """ValueError for a tensor that holds something else than positive finite numbers, where that can be seen."""
-    if not is_readable(t) or not t.numel() or not t.is_floating_point():
+    if not can_look(t) or not t.numel() or not t.is_floating_point():
         return
     low, high = (one.item() for one in t.detach().aminmax())
     if not (low > 0.0 and high < math.inf):  # NaN is neither

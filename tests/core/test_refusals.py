@@ -198,6 +198,6 @@ def test_one_beta_is_the_same_to_a_millionth_and_no_further(kind: str) -> None:
         else lln_attention(Q.double(), K.double(), V.double(), 2.0, 1.5, return_state=True)[1]
     )
     first.merge(state(1.5 * (1 + 2e-7)))
-    for apart in (3e-6, -3e-6, 1e-4):
+    for apart in (1.5e-6, -1.5e-6, 1e-4):
         with pytest.raises(ValueError, match="were made with different beta"):
             first.merge(state(1.5 * (1 + apart)))

@@ -7,6 +7,7 @@ case is legal by how it is drawn; what is refused, crashes or differs from its r
 import io
 import itertools
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,9 @@ from helpers.untyped import lln_attention, naive_attention
 from lln import LLNState
 
 LENGTHS = (0, 1, 2, 3, 5, 8, 16, 17, 33, 64, 65)
-NARROW = {torch.float64: 1e-11, torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+# Of the exponents, which are float32 at least, and of an output that is rounded.
+EXACT = {torch.float64: 1e-11, torch.float32: 3e-6, torch.bfloat16: 3e-6, torch.float16: 3e-6}
+ROUNDED = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 COEFFICIENTS = ("number", "[]", "[H]", "[B, H]", "[H, D]", "[B, H, D]")
 MIXES = ("number", "[]", "[H]", "[B, H]", "[H, D]", "[B, H, D]", "pair", "wide pair", "half pair")
 Check = Callable[[random.Random], str | None]  # what is wrong, None: nothing
@@ -136,7 +139,7 @@ def compare_gradients(
 def check_op(rng: random.Random) -> str | None:
     """Output, returned state and gradients against the dense equation in float64."""
     arguments, options, spread = draw_call(rng)
-    dtype = rng.choice(tuple(NARROW))
+    dtype = rng.choice(tuple(EXACT))
     narrow = cast(arguments[:3], dtype)
     coefficients = cast(arguments[3:], torch.float64 if dtype == torch.float64 else torch.float32)
     given = {name: cast(x, torch.float32) if dtype != torch.float64 else x for name, x in options.items()}
@@ -151,14 +154,14 @@ def check_op(rng: random.Random) -> str | None:
     wide = cast(narrow, torch.float64), cast(coefficients, torch.float64)
     alpha = 1.0 if wide[1][0] is None else wide[1][0]
     expected = naive_attention(*wide[0], alpha, wide[1][1], **reference)
-    limit = NARROW[dtype] * (1.0 + 4.0 * spread)
+    limit = EXACT[dtype] * (1.0 + 4.0 * spread) + ROUNDED[dtype]
     laid = tuple(lay_out(rng, t) for t in narrow)
     out = lln_attention(*laid, *coefficients, **given)
     if fault := compare(out, expected.out, limit, "the output"):
         return fault
-    if dtype == torch.float64 and rng.random() < 0.5:
-        if fault := compare_gradients(wide, alpha, coefficients, given, reference, 1e-9 * (1.0 + spread)):
-            return fault
+    with_gradients, narrow_limit = dtype == torch.float64 and rng.random() < 0.5, 1e-9 * (1.0 + spread)
+    if with_gradients and (fault := compare_gradients(wide, alpha, coefficients, given, reference, narrow_limit)):
+        return fault
     if "block_size" not in options or options["is_causal"]:
         again, state = lln_attention(*laid, *coefficients, **given, return_state=True)
         log_sum, mean = state.log_sum.double(), state.mean_value.double()
@@ -291,6 +294,7 @@ def check_plugin(rng: random.Random) -> str | None:
 
     from helpers.hf_models import LENGTH, VOCABULARY, build_model
 
+    warnings.simplefilter("ignore")  # that nobody has measured what a new model attends with
     kind = rng.choice(("bert", "roberta", "distilbert", "electra", "gpt2", "llama"))
     model = build_model(kind, rng.choice(("lln", "lln_diag")))
     valid = rng.randint(2, LENGTH - 1)
@@ -323,6 +327,7 @@ def run_case(kind: str, seed: int, number: int) -> str | None:
     """What is wrong with a case; None: nothing."""
     torch.manual_seed(0)
     try:
-        return CHECKS[kind](random.Random(f"{kind} {seed} {number}"))
+        with warnings.catch_warnings():
+            return CHECKS[kind](random.Random(f"{kind} {seed} {number}"))
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -352,6 +352,34 @@ def test_other_weights_in_the_same_folder_are_another_model(place: Path, tmp_pat
         assert part in told
 
 
+def test_other_weights_of_the_same_hub_id_are_another_model(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, load, read_config = tmp_path / "snapshot", conversion.load, tf.AutoConfig.from_pretrained
+
+    def find_config(name: str, **how: Any) -> Any:
+        return read_config(str(folder) if name == "somebody/model" else name, **how)
+
+    monkeypatch.setattr(tf.AutoConfig, "from_pretrained", find_config)
+    monkeypatch.setattr(conversion, "load", lambda name, *given, **how: load(str(folder), *given, **how))
+    monkeypatch.setattr(conversion, "find_snapshot", lambda name: folder)
+    monkeypatch.setattr(conversion, "fetch_companions", lambda name: (folder, True))
+    arguments = "somebody/model", tmp_path / "out", "--calibration", place / "text.txt", *SMALL, "--match-only"
+    for kind in (0, 1):
+        model = build_model("bert", "sdpa", tf.AutoModelForMaskedLM).float()
+        with torch.no_grad():
+            model.base_model.embeddings.word_embeddings.weight.add_(kind)
+        model.save_pretrained(folder)
+        tf.AutoTokenizer.from_pretrained(place / "bert").save_pretrained(folder)
+        code, _, err = run_convert(*arguments)
+        assert (code in EXITS.values()) if kind == 0 else code == 2, err
+    assert_said(err, "asked for differently: weights is")
+    report = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    del report["request"]["weights"]  # as earlier versions wrote it
+    (tmp_path / "out" / "conversion.json").write_text(json.dumps(report))
+    assert run_convert(*arguments)[0] in EXITS.values()
+
+
 def test_a_verdict_needs_the_bar_and_more_than_blocks() -> None:
     def decide(*given: Any) -> str:
         return str(judge(*given)["verdict"])

@@ -159,7 +159,7 @@ def read(q: Tensor, state: Held, scale: float, dropout: Dropout | None) -> Tenso
     for rows in spans(q):
         a = ((scale * q[..., rows, :]) @ key.transpose(-1, -2) + offset).softmax(-1)
         outs.append(drop(a, dropout, rows.start)[0] @ mean_value)
-    return torch.cat(outs, -2) if outs else q.new_zeros((*q.shape[:-1], mean_value.shape[-1]))
+    return torch.cat(outs, -2) if outs else (q @ key.transpose(-1, -2)) @ mean_value  # no rows, with gradients
 
 
 def attend_causally(
@@ -167,7 +167,7 @@ def attend_causally(
 ) -> tuple[Tensor, Held]:
     """Every row sees the state, the rows before it and itself; chunk by chunk, as in `causal`."""
     centre = find_centre(k, state)
-    outs = [q.new_zeros((*q.shape[:-2], 0, v.shape[-1]))]
+    outs = [(q[..., :0, :] @ k[..., :0, :].transpose(-1, -2)) @ v[..., :0, :]]  # no rows, with gradients
     for rows in chunks(q.shape[-2]):
         parts = q[..., rows, :], k[..., rows, :], v[..., rows, :], x[..., rows, :]
         out, state = call_again(attend_chunk, *parts, *state, centre, scale, dropout, rows.start)

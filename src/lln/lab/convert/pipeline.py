@@ -29,7 +29,7 @@ from lln.lab.convert.material import IN_PYTHON, Batch, Material
 from lln.lab.convert.verdict import FEWEST, agree, classify, compare, judge, leave_blocks, measure_model, predicts
 from lln.lab.convert.workplace import LEARNING, MODEL, Workplace
 from lln.lab.core.errors import Refused, first_line
-from lln.lab.core.pretrained import load, shorten_name, silence
+from lln.lab.core.pretrained import find_snapshot, load, shorten_name, silence
 from lln.lab.inspect.inspection import label_layers
 from lln.nn.image_grid import REMEDIES
 
@@ -64,13 +64,15 @@ def convert_checkpoint(
     folder = Path(name).expanduser()
     inside = find_transformer(folder) if folder.is_dir() else ""
     place = str(folder / inside) if inside else name  # of the model that transformers loads
-    request = {"model": shorten_name(name), **identity(place), **material.request(plan)}
-    work = Workplace(out, request)
+    read_model = functools.partial(load, place, device, headed=True, load_processor=material.load_processor)
+    # Which weights a Hub id stands for today is known when they are here.
+    loaded = None if folder.is_dir() else read_model()
+    found = identity(place if loaded is None else str(find_snapshot(name) or place))
+    work = Workplace(out, {"model": shorten_name(name), **found, **material.request(plan)})
     if work.result is not None:
         shutil.rmtree(work.place, ignore_errors=True)  # where the last thing before the end was a kill
         return work.result
-    read_model = functools.partial(load, place, device, headed=True, load_processor=material.load_processor)
-    model, material.processor = read_model()
+    model, material.processor = read_model() if loaded is None else loaded
     if runs_ours(model.config):
         raise Refused(
             f"{name} runs {model.config._attn_implementation!r} already; convert the softmax model it was made from"

@@ -43,7 +43,10 @@ class Workplace:
         if self.result is not None and not isinstance(finished, dict):
             raise Unreadable(f"{out / RESULT} is not the report of a conversion: it has no 'request'.")
         for folder, held in ((out, finished), (self.place, read_json(self.place / REQUEST, dict))):
-            if held is not None and (changed := list_differences(held, self.request)):
+            asked = self.request
+            if held is not None and "weights" not in held:  # of a Hub id, by an earlier version
+                asked = {name: value for name, value in asked.items() if name != "weights"}
+            if held is not None and (changed := list_differences(held, asked)):
                 raise Refused(
                     f"{folder} holds a conversion that was asked for differently: {'; '.join(changed)}; name another "
                     "folder or remove this one"

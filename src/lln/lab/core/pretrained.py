@@ -144,6 +144,14 @@ def find_file(name: str, file: str) -> Path | None:
     return Path(found) if isinstance(found, (str, os.PathLike)) else None
 
 
+def find_snapshot(name: str) -> Path | None:
+    """The folder of the local cache that a Hub id was loaded from; None: it was not."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found).parent if isinstance(found, (str, os.PathLike)) else None
+
+
 def shorten_name(name: str) -> str:
     """Where a machine keeps its files is nobody's business; the last two parts of a path tell models apart."""
     path = Path(name).expanduser()
