@@ -62,7 +62,7 @@ def check(seed: int) -> None:
     given = [torch.tensor(np.asarray(t)) for t in (q, k, v)]
     for name, is_causal in (("LLN", False), ("LLN, causal", True)):
         found = np.asarray(jax.jit(FUNCTIONS[name])(q, k, v))
-        error = abs(found - naive_lln(*given, ALPHA, BETA, is_causal=is_causal).numpy()).max()
+        error = abs(found - naive_lln(given[0], given[1], given[2], ALPHA, BETA, is_causal=is_causal).numpy()).max()
         if not error < 1e-5:
             raise SystemExit(f"{name} is off by {error:.1e}; nothing was timed.")
 

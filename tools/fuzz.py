@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -46,6 +47,10 @@ def poison_memory() -> Iterator[None]:
         yield
 
 
+def run_named(kind: str, seed: int, number: int) -> tuple[str, Any]:
+    return kind, run_case(kind, seed, number)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__, 50_000)
     parser.add_argument("--kinds", nargs="+", choices=CHECKS, default=list(CHECKS))
@@ -62,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
         for kind in options.kinds:
             until = max(until, time.monotonic()) + options.seconds * SHARES[kind] / whole
             campaigns.append(Campaign(f"fuzz-{kind}", options, kind=kind))
-            campaigns[-1].run(lambda number, kind=kind: (kind, run_case(kind, options.seed, number)), until)
+            campaigns[-1].run(functools.partial(run_named, kind, options.seed), until)
     finish(campaigns)
 
 

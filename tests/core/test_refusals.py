@@ -14,8 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import lln
-from lln import LLNState, lln_attention
+from helpers.untyped import lln_attention
+from lln import LLNState
 from lln import instruments as tools
+
+untyped: Any = lln  # wrong arguments on purpose
 
 Q, K, V = torch.randn(3, 1, 2, 10, 8, generator=torch.Generator().manual_seed(0))
 LONG = list(range(10_000))
@@ -35,9 +38,9 @@ def test_tensors_of_coefficients_that_are_wrong_in_one_place_are_refused(
         with pytest.raises(ValueError, match=said.replace("float32", r"\w+")):
             lln_attention(Q, K, V, **{"alpha": 2.0, "beta": 2.0} | {name: tensor})
     with pytest.raises(ValueError, match=said):
-        lln.LLNAttention(2, 8, statistics="fixed", **{name: values})
+        untyped.LLNAttention(2, 8, statistics="fixed", **{name: values})
     with pytest.raises(ValueError, match=said):
-        lln.MultiheadAttention(16, 2, statistics="fixed", **{name: values})
+        untyped.MultiheadAttention(16, 2, statistics="fixed", **{name: values})
 
 
 def test_tensors_that_cannot_be_looked_at_are_not() -> None:
@@ -51,7 +54,7 @@ def test_tensors_that_cannot_be_looked_at_are_not() -> None:
         assert lln_attention(*shapes, torch.empty(2), 2.0).shape == (1, 2, 10, 8)
     gradient = torch.func.grad(lambda a: lln_attention(Q, K, V, a, 2.0).sum())(good)
     assert gradient.shape == (2,)
-    module = lln.LLNAttention(2, 8, statistics="fixed", learnable="head")
+    module = untyped.LLNAttention(2, 8, statistics="fixed", learnable="head")
     with torch.no_grad():
         module.log_alpha.fill_(math.nan)  # what training did is told by its loss
     assert bool(module(Q, K, V).isnan().any())
@@ -81,7 +84,7 @@ def test_tensors_that_cannot_be_looked_at_are_not() -> None:
 )
 def test_an_empty_state_checks_what_it_is_told(given: dict[str, Any], said: str) -> None:
     with pytest.raises((ValueError, TypeError), match=f"^LLNState.empty: {said}") as caught:
-        LLNState.empty(**{"batch": 1, "heads": 2, "head_dim": 8} | given)
+        untyped.LLNState.empty(**{"batch": 1, "heads": 2, "head_dim": 8} | given)
     assert "\n" not in str(caught.value)
 
 
@@ -94,7 +97,7 @@ def test_a_sequence_that_is_not_there_cannot_be_chosen(index: int) -> None:
 @pytest.mark.parametrize("index", [0, [0, 1], torch.tensor([0.0]), torch.tensor([[0]]), torch.tensor([True]), None])
 def test_an_index_is_a_vector_of_whole_numbers(index: Any) -> None:
     with pytest.raises(TypeError, match=r"^LLNState.index_select: index must be an int64 tensor, \[n\]; got "):
-        LLNState.empty(2, 2, 8).index_select(index)
+        untyped.LLNState.empty(2, 2, 8).index_select(index)
     assert LLNState.empty(2, 2, 8).index_select(torch.zeros(0, dtype=torch.int64)).log_sum.shape == (0, 2, 8)
 
 
@@ -118,10 +121,11 @@ def attend(**options: Any) -> Callable[[], Any]:
         attend(block_size=2, mix=LONG), attend(block_size=LONG), attend(is_causal=np.zeros(5000)),
         attend(backend=np.zeros(5000)), attend(dropout_p=np.zeros(5000)), attend(read=np.zeros(5000)),
         attend(block_size=2, mix="m" * 5000), attend(state=LONG),
-        lambda: lln.LLNAttention(LONG, 8), lambda: lln.LLNAttention(2, 8, matching=LONG),
-        lambda: lln.LLNAttention(2, 8, mix=np.zeros(5000), block_size=4),
-        lambda: lln.LLNAttention(2, 8, convolution=LONG), lambda: lln.LLNAttention(2, 8, backend=torch.zeros(5000)),
-        lambda: LLNState.empty(LONG, 2, 8), lambda: LLNState.empty(2, 2, 8).index_select(LONG),
+        lambda: untyped.LLNAttention(LONG, 8), lambda: untyped.LLNAttention(2, 8, matching=LONG),
+        lambda: untyped.LLNAttention(2, 8, mix=np.zeros(5000), block_size=4),
+        lambda: untyped.LLNAttention(2, 8, convolution=LONG),
+        lambda: untyped.LLNAttention(2, 8, backend=torch.zeros(5000)),
+        lambda: untyped.LLNState.empty(LONG, 2, 8), lambda: untyped.LLNState.empty(2, 2, 8).index_select(LONG),
     ],
 )  # fmt: skip
 def test_no_error_prints_a_whole_array(call: Callable[[], Any]) -> None:
@@ -139,7 +143,7 @@ def take_steps(layer: lln.LLNAttention, inputs: list[Tensor]) -> None:
 def test_steps_of_several_threads_all_count() -> None:
     """However they interleave: a barrier holds every thread between the look at its inputs and their keeping."""
     inputs = torch.randn(4, 6, 1, 2, 5, 8, generator=torch.Generator().manual_seed(1))
-    layer = lln.LLNAttention(2, 8, statistics="running")
+    layer = untyped.LLNAttention(2, 8, statistics="running")
     meet, sum_moments = threading.Barrier(4), layer.sum_moments
 
     def meet_first(*given: Any) -> Tensor:
@@ -161,7 +165,7 @@ def test_steps_of_several_threads_all_count() -> None:
 
 def test_one_thread_keeps_the_averages_it_always_had() -> None:
     inputs = list(torch.randn(3, 1, 2, 5, 8, generator=torch.Generator().manual_seed(2)))
-    layer = lln.LLNAttention(2, 8, statistics="running", momentum=0.25)
+    layer = untyped.LLNAttention(2, 8, statistics="running", momentum=0.25)
     take_steps(layer, inputs)
     layer.eval()
     wanted = None
@@ -176,7 +180,7 @@ def test_one_thread_keeps_the_averages_it_always_had() -> None:
 
 
 def test_running_statistics_refuse_to_be_lost() -> None:
-    layer = lln.LLNAttention(2, 8, statistics="running")
+    layer = untyped.LLNAttention(2, 8, statistics="running")
     replica = nn.Module._replicate_for_data_parallel(layer)
     with pytest.raises(RuntimeError, match=r"is lost in torch.nn.DataParallel, "):
         replica(Q, Q, Q, is_causal=True)

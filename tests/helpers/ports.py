@@ -7,8 +7,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-import lln
-from lln.naive import naive_evidence, naive_lln, naive_lln_diag
+from helpers.untyped import lln_attention, naive_evidence, naive_lln, naive_lln_diag
 
 ALPHA, BETA = 1.3, 1.7
 # Kinds of attention: the options of each.
@@ -50,12 +49,12 @@ class OnTorch:
     def attend(self, q: Any, k: Any, v: Any, mask: Any, case: str, state: Any = None, keep: bool = False) -> Any:
         """The output; with keep also the state, which the next call takes."""
         given = [torch.tensor(t) for t in (q, k, v)]
-        found = self.call(*given, torch.tensor(mask), CASES[case], state=state, return_state=keep)
+        found = self.call(given, torch.tensor(mask), CASES[case], state=state, return_state=keep)
         return (found[0].numpy(), found[1]) if keep else found.numpy()
 
-    def call(self, q: Any, k: Any, v: Any, mask: Any, options: dict[str, Any], **more: Any) -> Any:
+    def call(self, given: list[Any], mask: Any, options: dict[str, Any], **more: Any) -> Any:
         alpha = None if "read" in options else ALPHA
-        return lln.lln_attention(q, k, v, alpha, BETA, key_mask=mask, backend="eager", **options, **more)
+        return lln_attention(*given, alpha, BETA, key_mask=mask, backend="eager", **options, **more)
 
     def merge(self, first: Any, second: Any) -> Any:
         return first.merge(second)
@@ -63,7 +62,7 @@ class OnTorch:
     def differentiate(self, q: Any, k: Any, v: Any, mask: Any, weights: Any, case: str) -> list[Any]:
         """The gradients of sum(out * weights)."""
         given = [torch.tensor(t, requires_grad=True) for t in (q, k, v)]
-        out = self.call(*given, torch.tensor(mask), CASES[case])
+        out = self.call(given, torch.tensor(mask), CASES[case])
         return [g.numpy() for g in torch.autograd.grad((out * torch.tensor(weights)).sum(), given)]
 
 
@@ -153,7 +152,7 @@ class OnMindSpore:
         given = dict(CASES[case])
         alpha, beta, mix = (ms.Tensor(np.asarray([x], dtype)) for x in (ALPHA, BETA, given.pop("mix", 0.5)))
 
-        class Attend(ms.nn.Cell):  # type: ignore[misc, name-defined]
+        class Attend(ms.nn.Cell):  # type: ignore[name-defined]
             def construct(self, q: Any, k: Any, v: Any, mask: Any, state: Any = None) -> Any:
                 return lln_attention(
                     q, k, v, alpha, beta, key_mask=mask, mix=mix, state=state, return_state=keep, **given

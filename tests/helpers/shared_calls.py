@@ -133,7 +133,7 @@ def compare_module(mesh: DeviceMesh, rank: int, lengths: tuple[int, ...], settin
     module = lln.LLNAttention(4, 8, num_key_heads=2, **settings).double()
     with torch.no_grad():
         for number, parameter in enumerate(module.parameters()):
-            parameter += 0.3 * draw(20 + number, *parameter.shape)
+            parameter.add_(draw(20 + number, *parameter.shape), alpha=0.3)
     twin = copy.deepcopy(module)
     for t in qkv:
         t.requires_grad_()

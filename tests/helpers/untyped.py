@@ -10,3 +10,6 @@ lln_attention: Any = lln.lln_attention
 match_moments: Any = lln.match_moments
 mechanism: Any = lln.mechanism
 naive_attention: Any = lln.naive.naive_attention
+naive_evidence: Any = lln.naive.naive_evidence
+naive_lln: Any = lln.naive.naive_lln
+naive_lln_diag: Any = lln.naive.naive_lln_diag

@@ -45,13 +45,13 @@ def test_generated_calls_of_the_kernels_agree_with_theirs() -> None:
 
 @pytest.mark.parametrize("kind", ["op", "states", "modules"])
 def test_what_differs_is_found(kind: str) -> None:
-    plain: Any = fuzzing.lln_attention if kind != "modules" else torch.nn.Module.__call__
+    where: tuple[Any, str] = (fuzzing, "lln_attention") if kind != "modules" else (torch.nn.Module, "__call__")
+    plain: Any = getattr(*where)
 
     def spoil(*given: Any, **options: Any) -> Any:
         found = plain(*given, **options)
         return (found[0] * 1.05, found[1]) if isinstance(found, tuple) else found * (1.05 + 0.1 * random.random())
 
-    where = (fuzzing, "lln_attention") if kind != "modules" else (torch.nn.Module, "__call__")
     with mock.patch.object(*where, spoil):
         assert sum(run_case(kind, 1, number) is not None for number in range(40)) > 20
 

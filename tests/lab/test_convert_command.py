@@ -20,6 +20,7 @@ from lln.lab.convert import pipeline as conversion
 from lln.lab.convert.passages import cut_passages, pad_batches, special_tokens
 from lln.lab.convert.verdict import EXITS, compare, judge
 from lln.lab.convert.workplace import LEARNING
+from lln.lab.core import pretrained
 
 SMALL = ("--block-size", "8", "--length", "48", "--batch-size", "2", "--directions", "12")
 LEARN = (*SMALL, "--distill", "7", "--fine-tune", "5")
@@ -355,7 +356,7 @@ def test_other_weights_in_the_same_folder_are_another_model(place: Path, tmp_pat
 def test_other_weights_of_the_same_hub_id_are_another_model(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, load, read_config = tmp_path / "snapshot", conversion.load, tf.AutoConfig.from_pretrained
+    folder, load, read_config = tmp_path / "snapshot", pretrained.load, tf.AutoConfig.from_pretrained
 
     def find_config(name: str, **how: Any) -> Any:
         return read_config(str(folder) if name == "somebody/model" else name, **how)

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,10 @@ def test_a_damaged_checkpoint_is_one_line(harm: str, command: str, model: Path, 
     else:
         config.write_text('["bert"]')
     (tmp_path / "notes.txt").write_text("words " * 100)
-    more = {"inspect": ["--texts", "words"], "convert": [tmp_path / "out", "--calibration", tmp_path / "notes.txt"]}
+    more: dict[str, list[Any]] = {
+        "inspect": ["--texts", "words"],
+        "convert": [tmp_path / "out", "--calibration", tmp_path / "notes.txt"],
+    }
     answer = run_command(command, model, *more[command])
     assert answer.exit_code == 2
     assert_sentence(answer.stderr, str(model), command=f"lln {command}", alone=False)
@@ -101,7 +105,7 @@ def test_a_name_is_no_markdown(name: str) -> None:
 
 def test_a_card_shows_a_name_as_text() -> None:
     layer = {"entropy": 1.0, "spectral_gap": 0.5, "error": 0.1, "mix": None}
-    result = {
+    result: dict[str, Any] = {
         "request": {"model": NAME, "attention": "lln", "match_only": True, "matching": "paper", "read": "paper",
                     "distill": 0, "fine_tune": 0},
         "class": "BertModel", "stages": ["matched"], "hidden_error": {"matched": 0.1}, "loss": {},

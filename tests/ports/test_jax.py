@@ -12,8 +12,11 @@ import torch
 from flax import nnx
 
 import lln
+import lln.jax
 from helpers.command import run_python
 from helpers.ports import make_case
+from helpers.untyped import lln_attention as attend_in_torch
+from helpers.untyped import match_moments as match_torch_moments
 from lln.jax import (
     LLNAttention,
     LLNState,
@@ -21,13 +24,15 @@ from lln.jax import (
     convolve_values,
     fold_keys,
     gather_states,
-    lln_attention,
-    match_moments,
-    match_samples,
     read_torch_weights,
     write_torch_weights,
 )
-from lln.matching.moments import match_samples as match_torch_samples
+from lln.matching import moments
+
+lln_attention: Any = lln.jax.lln_attention
+match_moments: Any = lln.jax.match_moments
+match_samples: Any = lln.jax.match_samples
+match_torch_samples: Any = moments.match_samples
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -102,7 +107,7 @@ def test_packed_rows_are_their_sequences_alone(options: dict[str, Any], is_causa
     for sample in range(2):
         rows = [torch.tensor(t[sample : sample + 1]) for t in (q, k, v)]
         here = torch.tensor(mask[sample : sample + 1])
-        expected = lln.lln_attention(
+        expected = attend_in_torch(
             *rows, alpha, 1.7, key_mask=here, cu_seqlens=offsets, is_causal=is_causal, backend="eager", **options
         )
         assert furthest(found[sample], expected[0]) < 1e-12
@@ -120,7 +125,7 @@ def test_gradients_of_packed_rows_are_those_of_the_sequences() -> None:
         found = run(jax.grad(weigh, (0, 1, 2)), q, k, v)
     leaves = [torch.tensor(t[:1], requires_grad=True) for t in (q, k, v)]
     offsets = torch.tensor([0, 11, 30], dtype=torch.int32)
-    out = lln.lln_attention(*leaves, 1.3, 1.7, cu_seqlens=offsets, backend="eager")
+    out = attend_in_torch(*leaves, 1.3, 1.7, cu_seqlens=offsets, backend="eager")
     expected = torch.autograd.grad((out * torch.tensor(weights[:1])).sum(), leaves)
     for ours, theirs in zip(found, expected, strict=True):
         assert furthest(ours[:1], theirs) < 1e-12
@@ -254,7 +259,7 @@ def test_a_causal_value_convolution_goes_on_from_a_state() -> None:
 @pytest.mark.parametrize("matching", ["paper", "variance", "entropy"])
 def test_matching_finds_what_pytorch_finds(matching: str) -> None:
     assert match_moments(0.7, 1.4, 40, matching, 0.2, length=300) == pytest.approx(
-        lln.match_moments(0.7, 1.4, 40, matching, 0.2, length=300), rel=1e-14
+        match_torch_moments(0.7, 1.4, 40, matching, 0.2, length=300), rel=1e-14
     )
     q, k, _, mask = make_case()
     data = torch.tensor(q), torch.tensor(k), 2, torch.tensor(mask), torch.tensor(mask), None, None

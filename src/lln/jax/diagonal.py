@@ -66,7 +66,7 @@ def attend_blocks(
     if numbers is not None and runs_k is not None:
         visible &= own(numbers, 1)[..., :, None] == groups(runs_k, 1)[..., None, :]
 
-    @jax.checkpoint
+    @jax.checkpoint  # type: ignore[untyped-decorator]
     def attend(q: Array, k: Array, v: Array) -> Array:
         scores = product("bhgnid,bhnjd->bhgnij", q * scale, k)
         p = softmax_or_zero(jnp.where(visible[:, None, None], scores, -jnp.inf))

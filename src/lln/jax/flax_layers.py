@@ -203,7 +203,7 @@ class LLNAttention(nnx.Module):
             pooled = [self.pool(t, mask, True) for t, mask in ((query, query_mask), (key, key_mask))]
             spreads = [deviation(*one)[None] for one in pooled]
             length = pooled[1][0] / (self.head_dim * self.num_key_heads * key.shape[0])
-        alpha, beta = match_moments(*spreads, self.head_dim, self.matching, self.scale, length=length)
+        alpha, beta = match_moments(spreads[0], spreads[1], self.head_dim, self.matching, self.scale, length=length)
         alpha, beta = (jnp.broadcast_to(one, self.num_key_heads).astype(dtype) for one in (alpha, beta))
         return alpha.repeat(self.num_heads // self.num_key_heads), beta
 

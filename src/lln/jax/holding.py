@@ -185,7 +185,7 @@ def gather_states(state: LLNState, axis_name: str, *, before: bool = False) -> L
     parts = [jax.tree.map(lambda t, at=at: t[at], every) for at in range(every.log_sum.shape[0])]
     if before:
         parts = [keep_if(at < here, part) for at, part in enumerate(parts)]
-    found = parts[0]
+    found: LLNState = parts[0]
     for part in parts[1:]:
         found = merge(found, part)
     return found

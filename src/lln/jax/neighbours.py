@@ -73,7 +73,7 @@ def keep_last(value: Array, width: int, key_mask: Array | None, past: Array | No
 
 def check_taps(value: Array, taps: Any) -> None:
     """ValueError where these are not the values that the taps are for."""
-    shape = getattr(taps, "shape", ())
+    shape: Any = getattr(taps, "shape", ())
     if len(shape) != 3 or tuple(shape[:2]) != (value.shape[1], value.shape[3]) or shape[2] % 2 == 0 or shape[2] < 3:
         raise ValueError(
             "value_convolution must be an array [key heads, value dim, width] = "

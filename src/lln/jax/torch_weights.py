@@ -12,8 +12,10 @@ import numpy as np
 
 from lln.jax.flax_layers import LLNAttention, MultiHeadAttention
 
-LEARNED = ("log_alpha", "log_beta", "fixed_alpha", "fixed_beta", "mix_logit", "lln_scale", "block_scale")
-LEARNED = (*LEARNED, "channel_directions", "value_taps", "running_count", "running_variance_q", "running_variance_k")
+LEARNED = (
+    "log_alpha", "log_beta", "fixed_alpha", "fixed_beta", "mix_logit", "lln_scale", "block_scale", "channel_directions",
+    "value_taps", "running_count", "running_variance_q", "running_variance_k",
+)  # fmt: skip
 
 
 def read_torch_weights(module: Any, weights: Mapping[str, Any]) -> None:

@@ -161,7 +161,7 @@ def attend_blocks(q: Any, k: Any, v: Any, size: int, is_causal: bool, key_mask: 
     return out[:, :length]
 
 
-@ms.constexpr
+@ms.constexpr  # type: ignore[untyped-decorator]
 def check_shapes(query: Any, key: Any, value: Any, block_size: int | None, is_causal: bool, with_state: bool) -> None:
     """Run while a graph is made, by Python itself."""
     came = f"got query {list(query)}, key {list(key)} and value {list(value)}."

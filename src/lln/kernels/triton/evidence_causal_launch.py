@@ -36,7 +36,7 @@ def direct_signed(call: Call) -> Call:
 
 
 class Causal(Channels):
-    def fold_prefixes(self) -> tuple[plan.Works, Any]:
+    def fold_channel_prefixes(self) -> tuple[plan.Works, Any]:
         """(works of the call; the state after the last). Kernels are given the states before each work, and L after
         it in two forms."""
         w = self.cut("causal", self.query_heads, True, False)
@@ -73,7 +73,7 @@ class Causal(Channels):
 class CausalForward(Causal, EvidenceForward):
     def attend(self) -> tuple[Tensor, ...]:
         with plan.use_device(self.device):
-            w, final = self.fold_prefixes()
+            w, final = self.fold_channel_prefixes()
             out = self.allocate_like(self.call.query, self.width)
             self.values |= {**dict(name_strides("o", out)), "OUT": out, "BACKWARD": False, **dict.fromkeys(BACKWARD)}
             self.launch_twice(evidence_weights_kernel, w, self.query_heads * w.works, "causal")
@@ -84,9 +84,9 @@ class CausalForward(Causal, EvidenceForward):
 class CausalBackward(Causal, EvidenceBackward):
     def run(self) -> dict[str, Tensor]:
         with plan.use_device(self.device):
-            w, _final = self.fold_prefixes()
+            w, _final = self.fold_channel_prefixes()
             self.ask_rows(w)
-            first = self.sum_suffix(w)
+            first = self.sum_channel_suffix(w)
             self.ask_causal_keys(w)
             if self.call.log_sum is not None:
                 self.give_state(first)
@@ -107,9 +107,9 @@ class CausalBackward(Causal, EvidenceBackward):
         self.launch_twice(evidence_values_kernel, w, count, "causal_rows")
         self.launch_twice(evidence_queries_kernel, w, count, "causal_queries")
 
-    def sum_suffix(self, w: plan.Works) -> list[Tensor]:
+    def sum_channel_suffix(self, w: plan.Works) -> list[Tensor]:
         """R, Q, h and r at the end of every work; those at the start of the sequences."""
-        made = {}
+        made: dict[str, Tensor] = {}
         for name, *lead in (("SUFFIX", self.heads * w.works), ("FIRST", self.batch, self.heads)):
             at = *lead, self.channels
             made |= {name: self.allocate(*at, self.width), f"{name}_K": self.allocate(*at, self.dim)}

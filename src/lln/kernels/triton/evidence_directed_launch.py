@@ -42,7 +42,7 @@ class Directed(Channels):
 
 
 class DirectedForward(Directed, EvidenceForward):
-    def read(self, count: int, held: dict[str, Tensor], out: Tensor) -> None:
+    def read_channels(self, count: int, held: dict[str, Tensor], out: Tensor) -> None:
         self.make_ready(held, False)
         self.launch(directed_read_kernel, count, "read", OUT=out)
 

@@ -80,6 +80,7 @@ class Channels(Launch):
 
     def name_channels(self) -> None:
         way = self.call.directions
+        steps: tuple[int | None, int | None] = (None, None)
         if isinstance(way, Tensor):
             room = SET if self.dtype == torch.bfloat16 or self.size <= 64 else SET // 2
             size = plan.pad_dim(way.shape[2])
@@ -88,7 +89,7 @@ class Channels(Launch):
             steps = 0 if way.shape[0] == 1 else way.stride(0), way.stride(1)
         else:
             self.signs = self.sets = 2 if way == SIGNED else 1
-            self.channels, size, way, steps = self.signs * self.dim, plan.pad_dim(self.dim), None, (None, None)
+            self.channels, size, way = self.signs * self.dim, plan.pad_dim(self.dim), None
         low = self.dtype == torch.bfloat16 and (self.size <= 64 or not self.signs)
         precision = self.values["PRECISION"]
         self.values |= {
@@ -168,10 +169,10 @@ class EvidenceForward(Channels):
             w = self.cut("read", self.query_heads, False, self.shifted)
             self.values.update(name_strides("o", out))
             if self.query_heads * w.works:
-                self.read(self.query_heads * w.works, held, out)
+                self.read_channels(self.query_heads * w.works, held, out)
             return out, *held.values()
 
-    def read(self, count: int, held: dict[str, Tensor], out: Tensor) -> None:
+    def read_channels(self, count: int, held: dict[str, Tensor], out: Tensor) -> None:
         self.launch(evidence_read_kernel, count, "read", **held, OUT=out)
 
 
