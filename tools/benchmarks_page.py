@@ -97,6 +97,12 @@ PARTS = {
         "12 heads of 64, and 16 heads of 128 where the batch is 4; each attention bidirectional and causal. `-sample` "
         "measures the spread of queries and keys of every sample as well.",
     ),
+    "evidence": (
+        "The evidence read",
+        "For [weights that were trained with softmax](conversion.md#the-evidence-read), beside the paper's read; "
+        "`-signed` has the keys and their negatives as channels, `-directions` 256 directions of their own.",
+    ),
+    "evidence-causal": ("The evidence read, causal", "As above, where no token sees a later one."),
 }
 
 
