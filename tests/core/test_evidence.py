@@ -238,7 +238,10 @@ def test_second_derivatives_are_those_of_the_definition() -> None:
         ({"alpha": 2.0, "beta": 2.0, "directions": "signed"}, "directions go with read='evidence'"),
         ({"beta": 2.0, "read": "evidence", "directions": "both"}, "directions must be 'signed'"),
         ({"beta": 2.0, "read": "evidence", "directions": torch.ones(3, 4, 8)}, "here with 2 heads of 8"),
-        ({"beta": 2.0, "read": "evidence", "is_causal": True, "backend": "triton"}, "has kernels without is_causal"),
+        (
+            {"beta": 2.0, "read": "evidence", "is_causal": True, "block_size": 4, "backend": "triton"},
+            "has kernels without block_size where is_causal is set",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:

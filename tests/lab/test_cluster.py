@@ -106,7 +106,7 @@ def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
     tries = {
         ("--card", "abacus"): "must be one of a100, h100, h200, rtx4090; got 'abacus'",
         (str(tmp_path),): "is neither of bert-base",
-        ("--network", "-1"): "must be positive",
+        ("--network", "-1"): "--network",
     }
     for arguments, words in tries.items():
         answer = run_command("plan", *arguments)

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import errno
 import json
 import re
 from pathlib import Path
@@ -256,7 +257,11 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_measur
     found = run_command("report", "--sections", "distribution", "--out", str(tmp_path / "file" / "page"))
     assert found.exit_code == 2
     assert "is a file; name a folder" in " ".join(found.output.replace("│", " ").split())
-    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)  # root may write everywhere
     found = run_command("report", "--sections", "distribution", "--out", str(tmp_path / "page"))
     assert found.exit_code == 2
     assert "may not write to" in " ".join(found.output.replace("│", " ").split())

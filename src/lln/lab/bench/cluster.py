@@ -54,15 +54,19 @@ class Shape:
 
     @classmethod
     def read(cls, config: Any) -> Shape:
-        """Of a transformers config."""
+        """Of a transformers config. ValueError for one without a size that is needed, and for sizes that are none."""
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        heads, width = text.num_attention_heads, text.hidden_size
-        inner = getattr(text, "intermediate_size", None) or 4 * width
+
+        def read(name: str, otherwise: int | None = None) -> int:
+            value = getattr(text, name, None)
+            return check_count(name, otherwise if value is None else value)
+
+        heads, width = read("num_attention_heads"), read("hidden_size")
         causal = any("Causal" in name or "LMHead" in name for name in getattr(config, "architectures", None) or ())
         return cls(
-            layers=text.num_hidden_layers, width=width, heads=heads,
-            key_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or width // heads, inner=inner, vocabulary=text.vocab_size,
+            layers=read("num_hidden_layers"), width=width, heads=heads, key_heads=read("num_key_value_heads", heads),
+            head_dim=read("head_dim", width // heads), inner=read("intermediate_size", 4 * width),
+            vocabulary=read("vocab_size"),
             gated=getattr(text, "hidden_act", "") == "silu", causal=causal,
             tied=bool(getattr(text, "tie_word_embeddings", True)),
         )  # fmt: skip

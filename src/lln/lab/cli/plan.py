@@ -6,16 +6,21 @@ from typing import Annotated, Any
 import typer
 
 from lln.lab.cli.shared import AsJson, Count
+from lln.lab.core.limits import FASTEST, PLANNED
+
+Length = Annotated[int, typer.Option(min=1, max=PLANNED)]
+Gigabytes = Annotated[float, typer.Option(min=0.001, max=FASTEST)]
+GigabytesOrNone = Annotated[float | None, typer.Option(min=0.001, max=FASTEST)]
 
 
 def plan(
     model: Annotated[str, typer.Argument()] = "bert-base",
-    length: Count = 1048576,
+    length: Length = 1048576,
     cards: Count = 8,
     card: str = "h200",
-    memory: float = 0.0,
-    link: float = 0.0,
-    network: float = 50.0,
+    memory: GigabytesOrNone = None,
+    link: GigabytesOrNone = None,
+    network: Gigabytes = 50.0,
     node: Count = 8,
     batch: Count = 1,
     block_size: Count = 128,
@@ -51,9 +56,7 @@ def plan(
     if card not in CARDS:
         raise typer.BadParameter(f"must be one of {', '.join(CARDS)}; got {card!r}.", param_hint="--card")
     kind = CARDS[card]
-    changed = {name: 1e9 * given for name, given in (("memory", memory), ("link", link)) if given}
-    if any(value < 0 for value in changed.values()) or network <= 0:
-        raise typer.BadParameter("must be positive.", param_hint="--memory, --link, --network")
+    changed = {name: 1e9 * given for name, given in (("memory", memory), ("link", link)) if given is not None}
     cluster = Cluster(dataclasses.replace(kind, **changed), cards, node, 1e9 * network)
     job = Job(
         length, batch, block_size, training=not inference, checkpointing=not keep_activations, sharded=not replicate
@@ -92,7 +95,8 @@ def find_shape(name: str) -> Any:
     """One of those that are known, or that of a transformers config."""
     from lln.lab.bench.cluster import SHAPES, Shape
     from lln.lab.cli.shared import need
-    from lln.lab.core.errors import Refused
+    from lln.lab.core.errors import Refused, first_line
+    from lln.lab.core.pretrained import is_here
 
     if name in SHAPES:
         return SHAPES[name]
@@ -100,8 +104,11 @@ def find_shape(name: str) -> Any:
     import transformers
 
     try:
-        return Shape.read(transformers.AutoConfig.from_pretrained(name))
-    except (OSError, ValueError, AttributeError) as error:
+        here = is_here(name)  # or transformers asks for half a minute where there is no network
+        config = transformers.AutoConfig.from_pretrained(name, local_files_only=here, trust_remote_code=False)
+        return Shape.read(config)
+    except Exception as error:  # whatever is wrong with a file, transformers has an exception of its own for it
         raise Refused(
-            f"{name!r} is neither of {', '.join(SHAPES)} nor a model with a config of the usual names: {error}"
-        ) from None
+            f"{name!r} is neither of {', '.join(SHAPES)} nor a model with a config of the usual names: "
+            f"{first_line(error)}"
+        ) from error
