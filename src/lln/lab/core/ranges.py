@@ -44,12 +44,18 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class OneOf:
-    """One of some names."""
+    """One of some names. The empty one, where it is among them, is what nobody has to choose, and is not told.
+
+    >>> OneOf(("", "width", "torch")).check("initialisation", "zeros", str)
+    Traceback (most recent call last):
+    ValueError: initialisation must be one of width, torch; got 'zeros'.
+    """
 
     names: tuple[str, ...]
 
     def check(self, name: str, value: Any, kind: type) -> None:
-        check_listed(name, value, self.names)
+        if value != "" or "" not in self.names:
+            check_listed(name, value, [known for known in self.names if known])
 
 
 def check_ranges(holder: Any, prefix: str = "") -> None:
