@@ -6,11 +6,12 @@ from typing import Annotated, Any
 import typer
 
 from lln.lab.cli.shared import AsJson, Count
+from lln.lab.core.limits import LONGEST_SPREAD
 
 
 def plan(
     model: Annotated[str, typer.Argument()] = "bert-base",
-    length: Count = 1048576,
+    length: Annotated[int, typer.Option(min=1, max=LONGEST_SPREAD)] = 1048576,
     cards: Count = 8,
     card: str = "h200",
     memory: float = 0.0,

@@ -1,6 +1,7 @@
 """The most of anything that can be asked for: what is beyond is a slip of the hand, and no machine could hold it."""
 
 LONGEST = 2**24  # tokens of a sequence
+LONGEST_SPREAD = 2**40  # tokens of a sequence over a cluster, on paper
 WIDEST = 2**12  # channels of a head
 MOST = 2**20  # of anything that is counted
 STEPS = 10**9  # of training, or between two of its measurements
