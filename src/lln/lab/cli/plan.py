@@ -6,9 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from lln.lab.cli.shared import AsJson, Count
-from lln.lab.core.limits import FASTEST, PLANNED
+from lln.lab.core.limits import FASTEST, LONGEST_SPREAD
 
-Length = Annotated[int, typer.Option(min=1, max=PLANNED)]
+Length = Annotated[int, typer.Option(min=1, max=LONGEST_SPREAD)]
 Gigabytes = Annotated[float, typer.Option(min=0.001, max=FASTEST)]
 GigabytesOrNone = Annotated[float | None, typer.Option(min=0.001, max=FASTEST)]
 

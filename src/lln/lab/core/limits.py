@@ -1,7 +1,7 @@
 """The most of anything that can be asked for: what is beyond is a slip of the hand, and no machine could hold it."""
 
 LONGEST = 2**24  # tokens of a sequence
-PLANNED = 2**40  # tokens of one that is planned on paper
+LONGEST_SPREAD = 2**40  # tokens of a sequence over a cluster, on paper
 FASTEST = 10**6  # gigabytes, or gigabytes a second, of a card
 WIDEST = 2**12  # channels of a head
 MOST = 2**20  # of anything that is counted
