@@ -145,13 +145,14 @@ def pitch() -> str:
     softmax, ours = read_times("compiled", 16, 32768)
     agreement, blocks, _ = read_agreement()
     return (
-        f"On an NVIDIA H200, a RoBERTa-base with it reads a text of 16,384 tokens **{faster[1, 16384]} times** as fast as "
-        f"with torch's softmax attention, and eight texts of 2,048 tokens {faster[8, 2048]} times as fast; with 32 texts "
-        f"of 512 tokens the two are equally fast. A Llama writes the token after 32,768 others {softmax / ours:.1f} times "
-        "as fast. These models use the paper's formula, for which there are GPU kernels. A model that was trained with "
-        "softmax needs another formula to keep what it knows. A converted MiniLM ranks pairs of passages almost as before "
-        f"(rank correlation **{agreement:.2f}**; its softmax blocks alone: {blocks:.2f}), but what `lln convert` makes "
-        "by default runs in plain PyTorch on a GPU today, without these speeds.\n"
+        f"On an NVIDIA H200, a RoBERTa-base with it reads a text of 16,384 tokens **{faster[1, 16384]} times** as fast "
+        f"as with torch's softmax attention, and eight texts of 2,048 tokens {faster[8, 2048]} times as fast; with 32 "
+        "texts of 512 tokens the two are equally fast. A Llama writes the token after 32,768 others "
+        f"{softmax / ours:.1f} times as fast. These models use the paper's formula, for which there are GPU kernels. A "
+        "model that was trained with softmax needs another formula to keep what it knows. A converted MiniLM ranks "
+        f"pairs of passages almost as before (rank correlation **{agreement:.2f}**; its softmax blocks alone: "
+        f"{blocks:.2f}), but what `lln convert` makes by default runs in plain PyTorch on a GPU today, without these "
+        "speeds.\n"
     )
 
 

@@ -49,23 +49,26 @@ def inspect(
     seed: Seed = 0,
     as_json: JsonForTable = False,
 ) -> None:
-    """See how each head of a pretrained model attends, and what LLN would give on the same queries and keys. The model
-    is one of transformers, for texts or for pictures (--images), or of timm, for pictures; or it is the transformer or
-    UNet of a diffusers pipeline, which is given prompts and looked at in a few steps from noise to a picture.
+    """Show how each head of a pretrained model attends, and what LLN attention would give on the same queries and keys.
+
+    The model is one of transformers, for texts or for pictures (--images), or one of timm, for pictures. It may also
+    be a diffusers pipeline: its transformer or UNet is given prompts, and is looked at in a few steps from noise to
+    a picture.
 
     Args:
-        file: A file with a text in each line; - reads stdin.
-        text: A text; may be given several times.
-        images: A folder with picture files in it or below; may be given several times.
+        file: A file with a text in each line; - reads stdin. [default: a few sentences that come with the package]
+        text: A text. May be given several times.
+        images: A folder with picture files in it or below. May be given several times.
         out: Folder for the page, its charts (SVG) and data (JSON).
-        max_length: Tokens of a text at most; the rest is cut off.
-        batch_size: Texts, pictures or prompts at a time.
+        max_length: Tokens of a text at most. The rest is cut off.
+        batch_size: Texts, pictures or prompts that are run together.
         seed: Seed, for pipelines and models that draw random numbers.
 
-    Example: [bold]lln inspect sentence-transformers/all-MiniLM-L6-v2[/bold], then open inspected/index.html; [bold]lln
-    inspect ./my-model --file notes.txt --max-length 256[/bold] for a saved folder and your own lines; [bold]lln inspect
-    gpt2 --text "One sentence." --text "Another." --json[/bold]; [bold]lln inspect timm/vit_small_patch16_224.dino
-    --images photos[/bold] for an image model.
+    Examples:
+        lln inspect sentence-transformers/all-MiniLM-L6-v2  # then open inspected/index.html
+        lln inspect ./my-model --file notes.txt --max-length 256  # a saved folder, and your own lines
+        lln inspect gpt2 --text "One sentence." --text "Another." --json
+        lln inspect timm/vit_small_patch16_224.dino --images photos  # an image model
     """
     need("report")
     need("hf")
