@@ -84,12 +84,6 @@ PARTS = {
         "With dropout",
         "12 heads of 64, bidirectional, 16,384 tokens a batch; a tenth of the weights dropped, as in training RoBERTa.",
     ),
-    "evidence": (
-        "The evidence read",
-        "12 heads of 64. `evidence` has as many channels as a key, `evidence-signed` twice as many, "
-        "`evidence-directions` 256 with directions of their own.",
-    ),
-    "evidence-causal": ("The evidence read, causal", "12 heads of 64."),
     "million": ("To a million tokens", "12 heads of 64, bidirectional, one sequence."),
     "fla": ("Beside flash-linear-attention, causal", "12 heads of 64."),
     "floors": (

@@ -102,7 +102,7 @@ def sections(group: typer.Typer, path: str) -> list[str]:
         lines += table(function)
         if command.epilog:
             title, *examples = paragraphs(command.epilog).split("\n\n")
-            lines += [title, "", *(f"- {example}" for example in examples), ""]
+            lines += [title, "", *(f"- {example}".replace("` # ", "`: ") for example in examples), ""]
     for inner in group.registered_groups:
         assert inner.typer_instance is not None
         lines += sections(inner.typer_instance, f"{path} {inner.name}")

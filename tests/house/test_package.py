@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import math
 import re
 import subprocess
 import sys
@@ -157,7 +158,10 @@ def test_version_and_info_answer() -> None:
     for line in ("lln-attention", "python", "torch", "devices", "back ends", "extra report"):
         assert line in answer.output
     (asked, *_) = told["calls"]
-    assert len(asked["kinds"]) == 42  # dtypes, head dims and kinds of calls
+    of_each = [{kind[name] for kind in asked["kinds"]} for name in ("dtype", "dim", "mode")]
+    assert of_each[:2] == [{"float32", "bfloat16", "float16"}, {64, 128}]
+    assert of_each[2] >= {"LLN", "LLN+Diag", "LLN, causal", "evidence", "evidence, causal"}
+    assert len(asked["kinds"]) == math.prod(map(len, of_each))  # every kind of call, once
     if not torch.cuda.is_available():
         assert {kind["runs"] for kind in asked["kinds"]} == {"eager"}
         assert "Not by the Triton back end: " in answer.output

@@ -125,6 +125,6 @@ def test_the_home_folder_is_meant_by_its_sign(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("")
-    answer = run_command("inspect", "~/model", "--text", "~/notes.txt")
+    answer = run_command("inspect", "~/model", "--file", "~/notes.txt")
     assert f"{tmp_path}/notes.txt is empty" in answer.stderr
     assert not (tmp_path / "~").exists()

@@ -27,6 +27,18 @@ def test_help_has_flags_without_a_kind_and_examples_one_a_line(name: str) -> Non
     assert all(line.count("lln " + name) <= 1 for line in lines)
 
 
+def test_the_list_of_commands_says_one_sentence_of_each_and_shows_no_kind_of_flags() -> None:
+    output = run_command("--help", columns=80).output
+    assert "<bool>" not in output
+    assert max(map(len, output.splitlines())) <= 80
+    assert "cut off" not in output  # what only the help of one command says
+    for name in COMMANDS:
+        told = GROUP.commands[name].short_help  # type: ignore[attr-defined]
+        assert told[0].isupper()
+        assert ". " not in told
+        assert "\n" not in told
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_device_means_the_same_everywhere(name: str) -> None:
     options = {o: p for p in GROUP.commands[name].params for o in p.opts}  # type: ignore[attr-defined]

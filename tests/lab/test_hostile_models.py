@@ -36,7 +36,7 @@ def test_weights_that_are_not_finite_are_named(model: Path) -> None:
         with torch.no_grad():
             loaded.encoder.layer[1].output.dense.weight[3, 4] = value
         loaded.save_pretrained(model)
-        answer = run_command("inspect", model, "--texts", "some words")
+        answer = run_command("inspect", model, "--text", "some words")
         assert answer.exit_code == 2
         said = ("are not finite: encoder.layer.1.output.dense.weight holds NaN or infinity",)
         assert_sentence(answer.stderr, *said, command="lln inspect", alone=False)
@@ -59,7 +59,7 @@ def test_a_damaged_checkpoint_is_one_line(harm: str, command: str, model: Path, 
         config.write_text('["bert"]')
     (tmp_path / "notes.txt").write_text("words " * 100)
     more: dict[str, list[Any]] = {
-        "inspect": ["--texts", "words"],
+        "inspect": ["--text", "words"],
         "convert": [tmp_path / "out", "--calibration", tmp_path / "notes.txt"],
     }
     answer = run_command(command, model, *more[command])

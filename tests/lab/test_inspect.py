@@ -46,7 +46,7 @@ def minilm() -> tuple[Any, Any]:
 
 
 def test_minilm_agrees_with_its_own_attentions(tmp_path: Path) -> None:
-    code, out, _ = run_inspect(str(MINILM), "--texts", TEN_TOKENS, "--out", str(tmp_path), "--json")
+    code, out, _ = run_inspect(str(MINILM), "--text", TEN_TOKENS, "--out", str(tmp_path), "--json")
     assert code == 0
     result = json.loads(out)
     assert result == json.loads((tmp_path / "inspect.json").read_text())
@@ -119,7 +119,7 @@ def test_the_page_stands_alone_and_text_in_it_is_escaped(tmp_path: Path) -> None
     folder = tmp_path / "<b>my & model"
     shutil.copytree(MINILM, folder)
     nasty = 'A <script>alert(1)</script> & "quotes" [bold]walk[/bold]'
-    code, out, err = run_inspect(str(folder), "--texts", nasty, "--texts", TEN_TOKENS, "--out", str(tmp_path / "out"))
+    code, out, err = run_inspect(str(folder), "--text", nasty, "--text", TEN_TOKENS, "--out", str(tmp_path / "out"))
     assert code == 0, err
     assert "<b>my & model: means over heads and 2 texts" in out
     text = (tmp_path / "out" / "index.html").read_text()
@@ -163,7 +163,7 @@ def test_a_model_saved_with_lln_runs_it_and_softmax_stands_beside(tmp_path: Path
     model = build_small("bert", hidden_size=64)
     lln.hf.convert(model, "lln_diag", block_size=4)
     code, out, err = run_inspect(
-        save_model(model, tmp_path / "m"), "--texts", TEN_TOKENS, "--json", "--out", str(tmp_path / "o")
+        save_model(model, tmp_path / "m"), "--text", TEN_TOKENS, "--json", "--out", str(tmp_path / "o")
     )
     assert code == 0, err
     rows = json.loads(out)["rows"]
@@ -213,12 +213,14 @@ def test_other_architectures(kind: str, tmp_path: Path) -> None:
         (["not a name"], ["it is no Hub id (like google-bert/bert-base-uncased)"]),
         (["{tmp}"], ["holds no config.json"]),
         (["{tmp}/empty.txt"], ["is a file; name the folder"]),
-        (["{minilm}", "--text", "{tmp}/empty.txt"], ["empty.txt is empty; it should hold a text in each line"]),
-        (["{minilm}", "--text", "{tmp}/none.txt"], ["there is no file", "none.txt"]),
-        (["{minilm}", "--text", "{tmp}"], ["cannot be read"]),
-        (["{minilm}", "--text", "{tmp}/binary"], ["it is not UTF-8 text"]),
-        (["{minilm}", "--texts", " "], ["nothing but blanks"]),
-        (["{minilm}", "--text", "{tmp}/empty.txt", "--texts", "x"], ["give one of them"]),
+        (["{minilm}", "--file", "{tmp}/empty.txt"], ["empty.txt is empty; it should hold a text in each line"]),
+        (["{minilm}", "--file", "{tmp}/none.txt"], ["there is no file", "none.txt"]),
+        (["{minilm}", "--file", "{tmp}"], ["cannot be read"]),
+        (["{minilm}", "--file", "{tmp}/binary"], ["it is not UTF-8 text"]),
+        (["{minilm}", "--text", " "], ["nothing but blanks"]),
+        (["{minilm}", "--text", "{tmp}/binary"], ["names a file; give it as --file"]),
+        (["{minilm}", "--texts", "-"], ["names a file; give it as --file"]),
+        (["{minilm}", "--file", "{tmp}/empty.txt", "--text", "x"], ["give one of them"]),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(arguments: list[str], parts: list[str], tmp_path: Path) -> None:
@@ -303,7 +305,7 @@ def test_an_image_model_is_shown_pictures(tmp_path: Path) -> None:
     for row, wanted in zip(result["rows"], inspect_batches(model, [{"pixel_values": pixels}])["rows"], strict=True):
         assert row["entropy"] == pytest.approx(wanted["entropy"], abs=1e-5)
     assert '<h2 id="texts">The pictures</h2>' in (tmp_path / "out" / "index.html").read_text()
-    assert_said(run_inspect(folder, *given, "--texts", "x")[2], "are for different models; give one of them")
+    assert_said(run_inspect(folder, *given, "--text", "x")[2], "are for different models; give one of them")
     assert_said(
         run_inspect(folder, "--images", tmp_path / "no", "--out", tmp_path / "out")[2], "--images:", "is not there"
     )
@@ -312,9 +314,9 @@ def test_an_image_model_is_shown_pictures(tmp_path: Path) -> None:
 def test_texts_come_from_a_file_or_stdin(tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text(f"{TEN_TOKENS}\n\n  Another one.  \n")
     folder = save_model(build_small("bert", hidden_size=64), tmp_path / "m")
-    result = run_command("inspect", folder, "--text", "-", "--json", "--out", tmp_path / "o", stdin="From a pipe.\n")
+    result = run_command("inspect", folder, "--file", "-", "--json", "--out", tmp_path / "o", stdin="From a pipe.\n")
     assert json.loads(result.stdout)["texts"] == ["From a pipe."]
-    _, out, _ = run_inspect(folder, "--text", str(tmp_path / "texts.txt"), "--json", "--out", str(tmp_path / "o"))
+    _, out, _ = run_inspect(folder, "--file", str(tmp_path / "texts.txt"), "--json", "--out", str(tmp_path / "o"))
     assert json.loads(out)["texts"] == [TEN_TOKENS, "Another one."]
 
 

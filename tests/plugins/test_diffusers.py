@@ -286,7 +286,7 @@ def make_unconditional() -> Any:
     ("make", "arguments", "shown", "tokens", "layers"),
     [
         (make_classes, [], ["class 0", "class 1", "class 2", "class 3"], [16] * 4 * 2 * 3, 2),  # 2: with and without it
-        (make_prompted, ["--texts", "a b", "--texts", "c"], ["a b", "c"], [64] * 2 * 2 * 3, 8),
+        (make_prompted, ["--text", "a b", "--text", "c"], ["a b", "c"], [64] * 2 * 2 * 3, 8),
         (make_unconditional, ["--batch-size", "2"], ["sample 0", "sample 1", "sample 2", "sample 3"], [16] * 4 * 3, 4),
     ],
 )
@@ -311,7 +311,7 @@ def test_what_a_pipeline_cannot_be_asked_for_is_one_sentence(tmp_path: Path) -> 
     make_pictures(tmp_path / "pictures", 1)
     for place, arguments, words in (
         ("pipeline/transformer", [], "is one part of a diffusers pipeline (DiTTransformer2DModel)"),
-        ("pipeline", ["--texts", "a cat"], "(DiTPipeline) takes no prompt; leave it out"),
+        ("pipeline", ["--text", "a cat"], "(DiTPipeline) takes no prompt; leave it out"),
         ("pipeline", ["--images", tmp_path / "pictures"], "makes pictures and takes none"),
     ):
         answer = run_command("inspect", tmp_path / place, *arguments, "--out", tmp_path / "out")

@@ -264,5 +264,5 @@ def test_the_command_inspects_a_saved_model_on_pictures(tmp_path: Path) -> None:
         assert row["entropy"] == pytest.approx(wanted["entropy"], abs=1e-5)
     page = (tmp_path / "out" / "index.html").read_text()
     assert "3 pictures of 195 tokens together" in page
-    answer = run_command("inspect", tmp_path / "vit", "--texts", "a cat", "--out", tmp_path / "out")
+    answer = run_command("inspect", tmp_path / "vit", "--text", "a cat", "--out", tmp_path / "out")
     assert_sentence(answer.stderr, "is a model of timm, which sees pictures; name a folder", command="lln inspect")

@@ -12,9 +12,17 @@ import typer
 from lln.lab.cli import bench, calibrate, compare, convert, info, inspect, plan, report, reproduce, shared, train
 
 app = typer.Typer(
-    help="Linear Log-Normal attention: its cost grows linearly with the length of a sequence.",
-    epilog="Example: [bold]lln report[/bold] for a page about it, measured here; [bold]lln train mlm[/bold] for a "
-    "model of its own; [bold]lln inspect MODEL[/bold] to see how a pretrained model attends.",
+    cls=shared.Group,
+    help="Linear Log-Normal attention, whose cost grows linearly with the length of a sequence. `lln COMMAND --help` "
+    "explains a command.",
+    epilog=shared.show_examples(
+        [
+            "lln report # a page about LLN attention, measured on this machine",
+            "lln convert MODEL OUT --calibration notes.txt # gives a pretrained model LLN attention",
+            "lln inspect MODEL # how each head of a pretrained model attends",
+            "lln train mlm # a tiny model, trained from scratch",
+        ]
+    ),
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,

@@ -37,38 +37,41 @@ def bench(
     render: Path | None = None,
     tune: bool = False,
 ) -> None:
-    """Check LLN attention, then time it beside torch's attentions: forward, backward, memory, share of the floor.
+    """Check LLN attention, then time it beside torch's attentions: forward and backward, memory, and how near the time
+    is to the least that moving the bytes takes.
 
     Args:
         lengths: Lengths, with commas between. [default: 512 to 4096, on cuda to 65536]
-        heads: Heads. [default: 12]
-        dim: Head dim. [default: 64]
+        heads: Number of heads. [default: 12]
+        dim: Head dimension. [default: 64]
         batch: Batch size. [default: 1]
-        tokens: Tokens a batch: the batch size is TOKENS // length, at least 1.
+        tokens: Tokens in a batch. The batch size is TOKENS // length, at least 1.
         shapes: Shapes BxHxNxD with commas between, instead of a grid of lengths.
-        causal: Causal attention, bidirectional (no), or both. [default: both, with --peers yes]
-        dtype: Of the inputs. [default: bfloat16 on cuda, float32 on cpu]
-        only: Attentions by name, as in the table, with commas between. [default: all]
-        peers: fla: flash-linear-attention's causal attentions, beside a few of the others.
-        model: Time a whole transformers model instead: roberta-base or llama-1b (of that size, with random weights), a
-            folder or a Hub id.
-        modes: Of --model: eager, compiled, on cuda graph and compiled-graph, with commas between. [default: all]
-        kinds: Of --model: inference, training, of decoders prefill and token, with commas between. [default: all]
-        dropout: Of attention weights, in what is timed.
+        causal: Causal attention (yes), bidirectional attention (no), or both. [default: both, with --peers yes]
+        dtype: Precision of the inputs. [default: bfloat16 on cuda, float32 on cpu]
+        only: Names of attentions, as in the table, with commas between. [default: all]
+        peers: fla adds the causal attentions of flash-linear-attention, beside a few of the others.
+        model: Time a whole transformers model instead: roberta-base or llama-1b (of that size, with random weights),
+            a folder or a Hub id.
+        modes: For --model: eager, compiled, and on cuda graph and compiled-graph, with commas between. [default: all]
+        kinds: For --model: inference and training, for decoders prefill and token, with commas between. [default:
+            all]
+        dropout: Dropout of the attention weights in what is timed.
         repeats: Measurements behind each median. [default: 5, on cuda 50]
-        quick: Short lengths and fewer repeats.
+        quick: Take short lengths and fewer repeats.
         seed: Seed of the random inputs.
         out: Folder for bench.json, bench.md and the charts (SVG).
-        render: Measure nothing: table, Markdown and charts of this stored bench.json.
+        render: Measure nothing, and write table, Markdown and charts of this stored bench.json.
         tune: Find the fastest settings of the kernels instead.
 
-    Example: [bold]lln bench --quick[/bold] for a look in a minute; [bold]lln bench --lengths 1024,8192 --tokens 65536
-    --attentions flash,LLN,LLN+Diag[/bold] for batches of equal size; [bold]lln bench --shapes
-    16x12x4096x64,1x12x16384x64 --causal no --json[/bold] for shapes of your own; [bold]lln bench --dropout 0.1 --causal
-    no[/bold] for what training an encoder takes; [bold]lln bench --peers fla[/bold] for flash-linear-attention, which
-    tunes itself for minutes; [bold]lln bench --model roberta-base --lengths 512,4096[/bold] for a whole model, as
-    transformers runs it; [bold]lln bench --render bench/bench.json --out page[/bold] to draw what another machine
-    measured.
+    Examples:
+        lln bench --quick  # a look in a minute
+        lln bench --lengths 1024,8192 --tokens 65536 --attentions flash,LLN,LLN+Diag  # batches of equal size
+        lln bench --shapes 16x12x4096x64,1x12x16384x64 --causal no --json  # shapes of your own
+        lln bench --dropout 0.1 --causal no  # what training an encoder takes
+        lln bench --peers fla  # flash-linear-attention, which tunes itself for minutes
+        lln bench --model roberta-base --lengths 512,4096  # a whole model, as transformers runs it
+        lln bench --render bench/bench.json --out page  # draws what another machine measured
     """
     shared.need_folder(out)
 

@@ -18,16 +18,18 @@ def calibrate(
     seed: Seed = 0,
     device: Device = "",
 ) -> None:
-    """Measure the curves of variance and entropy matching (minutes on a GPU, hours for all of them on a CPU).
+    """Measure the curves of variance and entropy matching. This takes minutes on a GPU, and hours for all curves on a
+    CPU.
 
     Args:
         out: The JSON file to write.
-        head_dims: Head dims to measure, with commas between. Default: all.
-        lengths: Numbers of keys for the entropy curves. Default: all.
-        seeds: Draws for each entropy curve; 0: as shipped.
+        head_dims: Head dimensions to measure, with commas between. [default: all]
+        lengths: Numbers of keys for the entropy curves, with commas between. [default: all]
+        seeds: Draws for each entropy curve. 0 takes as many as for the curves in the package.
         seed: Seed of all draws.
 
-    Example: [bold]lln calibrate --head-dims 64 --lengths 1024 --seeds 8 --out my-curves.json[/bold]
+    Examples:
+        lln calibrate --head-dims 64 --lengths 1024 --seeds 8 --out my-curves.json  # one curve
     """
     need_file(out)
 

@@ -26,26 +26,28 @@ def compare(
     out: Path = Path("compare"),
     as_json: shared.JsonForTable = False,
 ) -> None:
-    """Mechanisms side by side on the same inputs: time, memory, entropy, spectral gap, overlap with softmax.
+    """Compare attention mechanisms on the same inputs: time, memory, entropy, spectral gap, and overlap with softmax.
 
     Args:
         lengths: Sequence lengths, with commas between.
-        only: Mechanisms, with commas between. [default: a few]
-        everything: Every mechanism of lln.mechanisms().
-        plugin: Your own attention beside them: file.py:function; may be given again.
-        temperatures: Where entropy, gap and overlap are measured.
-        model: Measure entropy, gap and overlap on this model's queries and keys: a folder or a Hub id.
+        only: Names of mechanisms, with commas between. [default: a few]
+        everything: Compare every mechanism of lln.mechanisms().
+        plugin: Your own attention beside them: file.py:function. May be given several times.
+        temperatures: Temperatures at which entropy, gap and overlap are measured.
+        model: A folder or a Hub id. Entropy, gap and overlap are measured on the queries and keys of this model.
         batch: Batch size.
-        heads: Heads.
-        dim: Head dim.
-        causal: Causal attention, where a mechanism can.
-        repeats: Calls timed of each.
+        heads: Number of heads.
+        dim: Head dimension.
+        causal: Compare causal attention. Mechanisms that have none are marked "no".
+        repeats: How often each call is timed.
         seed: Seed of the inputs.
         out: Folder for compare.json, compare.md and the charts (SVG).
 
-    Example: [bold]lln compare[/bold] for a few mechanisms; [bold]lln compare --all --lengths 512,2048[/bold] for every
-    one of them; [bold]lln compare --attentions softmax,lln_diag,elu --model ./my-model[/bold] on the queries and keys
-    of a model; [bold]lln compare --plugin my_attention.py:attend[/bold] for attention of your own.
+    Examples:
+        lln compare  # a few mechanisms
+        lln compare --all --lengths 512,2048  # every mechanism
+        lln compare --attentions softmax,lln_diag,elu --model ./my-model  # on the queries and keys of a model
+        lln compare --plugin my_attention.py:attend  # attention of your own
     """
     import torch
 

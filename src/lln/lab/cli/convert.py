@@ -13,7 +13,7 @@ from lln.lab.core.progress import Bars
 
 def convert(
     model: ModelName,
-    out: Annotated[Path, typer.Argument(show_default=False)],
+    out: Annotated[Path, typer.Argument(show_default=False, metavar="OUT")],
     calibration: Annotated[list[Path] | None, typer.Option()] = None,
     images: Annotated[list[Path] | None, typer.Option()] = None,
     attention: str = "lln_diag",
@@ -39,50 +39,57 @@ def convert(
     seed: Seed = 0,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Convert a pretrained softmax model to LLN attention, and say whether that keeps the model.
+    """Convert a pretrained softmax model to LLN attention, and say whether the result keeps what the model knew.
 
-    Each layer's attention is fitted to softmax's outputs and then distilled. OUT is a checkpoint that transformers
-    loads after `import lln.hf`, in the dtype of MODEL. Models of text learn from text files (--calibration), those of
-    pictures from folders of them (--images). Passages or pictures that nothing is learned from, one in eight, decide
-    whether the model is kept; OUT/conversion.json and the card say so, with how far each layer is from softmax. Exit
-    code 0: kept; 3: not kept, and OUT is there all the same; 4: too little text, or too few pictures, to decide.
+    Each layer's attention is fitted to the outputs of softmax attention and then distilled. OUT is a checkpoint that
+    transformers loads after `import lln.hf`, in the dtype of MODEL. A text model learns from text files
+    (--calibration), an image model from folders of pictures (--images).
+
+    One in eight passages or pictures is kept from learning, and decides whether the model counts as kept. The exit
+    code is 0 if it is kept, 3 if it is not (OUT is there all the same), and 4 if there is too little text, or too
+    few pictures, to decide. OUT/conversion.json and the model card have the figures, and how far each layer is from
+    softmax.
 
     Args:
         out: Folder for the converted model.
-        calibration: A text file, laid end to end and cut into passages; may be given several times. A verdict takes 24
-            passages or more.
-        images: A folder with picture files in it or below; may be given several times.
+        calibration: A text file. The files are joined and cut into passages; a verdict needs at least 24 of them. May
+            be given several times.
+        images: A folder with picture files in it or below. May be given several times.
         attention: lln or lln_diag.
-        layers: Which layers are converted: full_attention (those without a sliding window), indices such as 0,2,5, or a
-            slice such as 4:. The others stay as they are. [default: all]
-        read: evidence (for pretrained weights), or paper.
-        directions: Channels of the evidence read. [default: four times the head dim]
-        block_size: Tokens of a block of lln_diag. [default: 64]
-        tile: Of pictures, in its place: patches along the side of a tile. [default: 8]
-        distill: Steps that teach each layer softmax's outputs.
-        fine_tune: Steps that then train all weights on the whole model.
-        match_only: Only match alpha and beta of the paper's read; nothing is fitted or distilled.
-        matching: Of the paper's read: data, entropy, variance or paper.
-        learn: Of the paper's read, distilled alpha and beta: one a head or one a channel.
-        mix: Mix of lln_diag: evidence (each query decides), ratio (one a head), or scales (two a channel; no
-            output_attentions). [default: evidence for texts, scales for pictures and the paper's read]
-        overlap: Windows that overlap in place of blocks: yes, no, or auto (causal models with mix evidence).
-        feature_map: linear: a map of queries and keys, distilled for each head; none: without it.
-        length: Tokens of a passage; a model with fewer places is given more. [default: what texts and model have, at
-            most 1024]
-        image_size: Pixels along a picture's side; a model with fewer places is given more. [default: what the
+        layers: Which layers are converted: full_attention (those without a sliding window), indices such as 0,2,5, or
+            a slice such as 4:. The others stay as they are. [default: all]
+        read: evidence, which is made for pretrained weights, or paper.
+        directions: Number of channels of the evidence read. [default: four times the head dimension]
+        block_size: Tokens in a block of lln_diag. [default: 64]
+        tile: For pictures, instead of a block size: patches along the side of a tile. [default: 8]
+        distill: Number of steps that teach each layer the outputs of softmax attention.
+        fine_tune: Number of steps after that which train all weights of the whole model.
+        match_only: Only match alpha and beta of the paper's read. Nothing is fitted or distilled.
+        matching: Matching for the paper's read: data, entropy, variance or paper.
+        learn: What is distilled for the paper's read: alpha and beta of each head, or of each channel.
+        mix: How lln_diag mixes blocks and linear part: evidence (each query decides; plain PyTorch on a GPU), ratio
+            (one number a head), or scales (two factors a channel; without output_attentions). [default: evidence for
+            texts, scales for pictures and for the paper's read]
+        overlap: Windows that overlap instead of blocks: yes, no, or auto (in causal models with --mix evidence).
+        feature_map: linear gives each head a map of queries and keys, which is distilled; none leaves it out.
+        length: Tokens in a passage. A model with fewer positions is given more. [default: what texts and model have,
+            at most 1024]
+        image_size: Pixels along the side of a picture. A model with fewer positions is given more. [default: what the
             image processor makes]
-        batch_size: Passages or pictures a step.
+        batch_size: Passages or pictures in a step.
         rate: Learning rate of distillation.
         fine_rate: Learning rate of fine-tuning.
         seed: Seed of the order of passages or pictures.
         as_json: Print the report as JSON instead of the table.
 
-    Example: [bold]lln convert ./my-model ./my-lln-model --calibration notes.txt[/bold] is all that most models need;
-    [bold]... --calibration a.txt --calibration b.txt --distill 800 --fine-tune 200[/bold] takes more text and time;
-    [bold]... --length 8192[/bold] also makes the model take longer texts;
-    [bold]lln convert ./my-vit ./my-lln-vit --images photos[/bold] is for an image model. A conversion
-    that was stopped: the same command.
+    Examples:
+        lln convert ./my-model ./my-lln-model --calibration notes.txt  # all that most models need
+        lln convert ./my-model ./my-lln-model --calibration a.txt --calibration b.txt --distill 800 --fine-tune 200  #
+            with more text and time
+        lln convert ./my-model ./my-lln-model --calibration notes.txt --length 8192  # the model takes longer texts,
+            too
+        lln convert ./my-vit ./my-lln-vit --images photos  # an image model
+        A conversion that was stopped goes on when the same command is given again.
     """
     need("hf")
     need_folder(out.parent, "OUT")

@@ -77,14 +77,17 @@ def show_calls(asked: dict[str, Any]) -> list[Any]:
 
 
 def info(as_json: Annotated[bool, typer.Option("--json")] = False, quick: bool = False) -> None:
-    """Show versions, devices, back ends, which extras are missing, and which calls run in the GPU kernels or in plain
-    PyTorch on this machine, and why.
+    """Show versions, devices, back ends and missing extras, and which calls run in GPU kernels on this machine, and
+    why.
 
     Args:
         as_json: Print it as JSON.
-        quick: Leave out which calls run where. On a GPU that compiles the kernels, for minutes at the first time.
+        quick: Leave out which calls run where. On a GPU that compiles the kernels, which takes minutes the first
+            time.
 
-    Example: [bold]lln info[/bold] before you report a problem; [bold]lln info --json[/bold] to attach it.
+    Examples:
+        lln info  # before you report a problem
+        lln info --json  # to attach it
     """
     found = gather_facts()
     if not quick:  # of GPUs; where there is none, of what there is

@@ -1,6 +1,7 @@
 """`lln inspect` on the command line."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -16,12 +17,15 @@ from lln.lab.core.progress import progress_bar
 def read_texts(file: Path | None, given: list[str]) -> list[str]:
     """One text a line, or the given ones; none where nothing is said."""
     if file is None:
+        for text in given:
+            if text == "-" or os.path.isfile(text):  # what --text once took, and what a stranger may try
+                raise Refused(f"--text: {text} names a file; give it as --file {text}")
         texts = [text for text in given if text.strip()]
         if given and not texts:
-            raise Refused("--texts: there is nothing but blanks in it")
+            raise Refused("--text: there is nothing but blanks in it")
         return texts
     if given:
-        raise Refused("--file and --texts are two ways to say one thing; give one of them")
+        raise Refused("--file and --text are two ways to say one thing; give one of them")
     try:
         lines = sys.stdin.read() if str(file) == "-" else read_text(file, "--file: ")
         lines.encode()  # stdin may hold bytes that are no text
@@ -35,8 +39,8 @@ def read_texts(file: Path | None, given: list[str]) -> list[str]:
 
 def inspect(
     model: ModelName,
-    text: Annotated[Path | None, typer.Option("--file", "--text")] = None,
-    texts: list[str] | None = None,
+    file: Path | None = None,
+    text: Annotated[list[str] | None, typer.Option("--text", "--texts")] = None,
     images: Annotated[list[Path] | None, typer.Option()] = None,
     out: Path = Path("inspected"),
     max_length: Annotated[int, typer.Option(min=2, max=LONGEST)] = 512,
@@ -45,23 +49,26 @@ def inspect(
     seed: Seed = 0,
     as_json: JsonForTable = False,
 ) -> None:
-    """See how each head of a pretrained model attends, and what LLN would give on the same queries and keys. The model
-    is one of transformers, for texts or for pictures (--images), or of timm, for pictures; or it is the transformer or
-    UNet of a diffusers pipeline, which is given prompts and looked at in a few steps from noise to a picture.
+    """Show how each head of a pretrained model attends, and what LLN attention would give on the same queries and keys.
+
+    The model is one of transformers, for texts or for pictures (--images), or one of timm, for pictures. It may also
+    be a diffusers pipeline: its transformer or UNet is given prompts, and is looked at in a few steps from noise to
+    a picture.
 
     Args:
-        text: A file with a text in each line; - reads stdin.
-        texts: A text; may be given several times.
-        images: A folder with picture files in it or below; may be given several times.
+        file: A file with a text in each line; - reads stdin. [default: a few sentences that come with the package]
+        text: A text. May be given several times.
+        images: A folder with picture files in it or below. May be given several times.
         out: Folder for the page, its charts (SVG) and data (JSON).
-        max_length: Tokens of a text at most; the rest is cut off.
-        batch_size: Texts, pictures or prompts at a time.
+        max_length: Tokens of a text at most. The rest is cut off.
+        batch_size: Texts, pictures or prompts that are run together.
         seed: Seed, for pipelines and models that draw random numbers.
 
-    Example: [bold]lln inspect sentence-transformers/all-MiniLM-L6-v2[/bold], then open inspected/index.html; [bold]lln
-    inspect ./my-model --file notes.txt --max-length 256[/bold] for a saved folder and your own lines; [bold]lln inspect
-    gpt2 --texts "One sentence." --texts "Another." --json[/bold]; [bold]lln inspect timm/vit_small_patch16_224.dino
-    --images photos[/bold] for an image model.
+    Examples:
+        lln inspect sentence-transformers/all-MiniLM-L6-v2  # then open inspected/index.html
+        lln inspect ./my-model --file notes.txt --max-length 256  # a saved folder, and your own lines
+        lln inspect gpt2 --text "One sentence." --text "Another." --json
+        lln inspect timm/vit_small_patch16_224.dino --images photos  # an image model
     """
     need("report")
     need("hf")
@@ -81,7 +88,7 @@ def inspect(
     try:
         pictures = sorted(find_pictures(images).values()) if images else []
         subject = find_subject(
-            model, device, read_texts(text, texts or []), pictures, max_length=max_length, batch_size=batch_size,
+            model, device, read_texts(file, text or []), pictures, max_length=max_length, batch_size=batch_size,
             seed=seed,
         )  # fmt: skip
         with progress_bar(-(-len(subject.shown) // batch_size), transient=True) as step:

@@ -14,7 +14,7 @@ GigabytesOrNone = Annotated[float | None, typer.Option(min=0.001, max=FASTEST)]
 
 
 def plan(
-    model: Annotated[str, typer.Argument()] = "bert-base",
+    model: Annotated[str, typer.Argument(metavar="MODEL")] = "bert-base",
     length: Length = 1048576,
     cards: Count = 8,
     card: str = "h200",
@@ -29,25 +29,27 @@ def plan(
     replicate: bool = False,
     as_json: AsJson = False,
 ) -> None:
-    """Plan one long sequence over several cards, on paper: memory a card, bytes moved a layer, time a step, and the
-    longest that fits, for softmax with ring attention, LLN and LLN+Diag.
+    """Estimate what one long sequence takes on several cards, without running anything: memory of a card, bytes that
+    are moved in a layer, time of a step, and the longest sequence that fits. The estimate is for softmax with ring
+    attention, for LLN and for LLN+Diag.
 
     Args:
-        model: bert-base, bert-large, llama-1b, llama-8b; or a folder or Hub id with a transformers config.
+        model: bert-base, bert-large, llama-1b or llama-8b; or a folder or Hub id with a transformers config.
         length: Tokens of the sequence, over all cards.
-        cards: How many there are.
+        cards: Number of cards.
         card: a100, h100, h200 or rtx4090.
-        memory: Gigabytes of a card. [default: the card's]
+        memory: Gigabytes of memory of a card. [default: the card's]
         link: Gigabytes a second between cards of one machine, one way. [default: the card's]
-        network: Gigabytes a second and card between machines, one way.
+        network: Gigabytes a second for each card between machines, one way.
         node: Cards in a machine.
-        batch: Sequences at once.
-        block_size: Of LLN+Diag.
-        inference: No gradients.
-        keep_activations: Keep what the backward needs instead of computing it again.
-        replicate: Whole weights on every card instead of sharded ones (FSDP).
+        batch: Number of sequences at once.
+        block_size: Block size of LLN+Diag.
+        inference: Compute no gradients.
+        keep_activations: Keep what the backward pass needs instead of computing it again.
+        replicate: Keep whole weights on every card instead of sharded ones (FSDP).
 
-    Example: [bold]lln plan llama-8b --length 67108864 --cards 64[/bold] for 64 cards of a million tokens each.
+    Examples:
+        lln plan llama-8b --length 67108864 --cards 64  # 64 cards with a million tokens each
     """
     import dataclasses
 

@@ -21,22 +21,24 @@ def report(
     device: Device = "",
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Measure softmax attention and LLN on this machine and write a page about it.
+    """Measure softmax attention and LLN attention on this machine, and write a page about it.
 
     Args:
         out: Folder for the page, its charts (SVG) and data (JSON, CSV).
         sections: Parts of the page, with commas between: distribution, explorer, moments, training, lengths, kernels
             (on a GPU). [default: all]
-        quick: Less of everything: under a minute.
+        quick: Measure less of everything, in about a minute. The page says that it is provisional.
         again: Measure anew what the folder already holds.
         lengths: Sequence lengths to time, with commas between. [default: 256,512,1024,2048,4096,8192]
-        repeats: Calls of each; the page shows median and quartiles. [default: 5]
+        repeats: How often each call is timed. The page shows medians and quartiles. [default: 5]
         seed: Seed of all random numbers.
         as_json: Print the results as JSON.
 
-    Example: [bold]lln report[/bold], then open report/index.html; [bold]lln report --quick --out look[/bold] for a
-    first look; [bold]lln report --sections explorer,moments[/bold] for some of it. A report that was stopped goes on
-    where it was: the same command.
+    Examples:
+        lln report  # then open report/index.html
+        lln report --quick --out look  # a first look
+        lln report --sections explorer,moments  # two parts of the page
+        A report that was stopped goes on when the same command is given again.
     """
     need("report")
     need_folder(out)

@@ -41,7 +41,7 @@ def print_list(wanted: bool) -> None:
 
 
 def reproduce(
-    figure: Annotated[FigureName, typer.Argument()],
+    figure: Annotated[FigureName, typer.Argument(metavar="FIGURE")],
     out: Path = Path("reproduced"),
     quick: bool = False,
     seeds: shared.CountOrNone = None,
@@ -63,38 +63,40 @@ def reproduce(
     as_json: shared.AsJson = False,
     show_list: Annotated[bool, typer.Option("--list", callback=print_list, is_eager=True)] = False,
 ) -> None:
-    """Make a figure or table of the paper from scratch and say whether its claims hold, in numbers.
+    """Make a figure or table of the paper from scratch, and say in numbers whether its claims hold.
 
     Args:
-        figure: A figure or table of the paper, or of ours; --list tells them all.
+        figure: A figure or table of the paper, or one of ours. --list shows them all.
         show_list: List all figures and tables with the time that each takes, and stop.
         out: Folder for data (JSON, CSV), tables (Markdown), charts (SVG) and runs.
-        quick: Shorter sequences and fewer draws.
-        seeds: Sets of draws, or training runs. [default: 4, quick 2; runs 1]
+        quick: Take shorter sequences and fewer draws.
+        seeds: Number of sets of draws, or of training runs. [default: 4, with --quick 2; training runs 1]
         seed: The first seed.
-        scale: Sizes of models, sequences and runs.
-        attentions: Names; of runs with options like lln:alpha=2. [default: the paper's]
-        tasks: Of table1 and table5; of fig9 image or mlm. [default: all; fig9 image]
-        tunings: Fine-tunings of each pre-trained model. [default: 3, tiny 1]
-        changes: An option of runs, like precision=bfloat16, or of some of them, glue.sst2.data.length=64; of lengths
-            lengths, like 512,2048; of pretraining rates, like .5,1,2, factors of the recipe's; of table2 lengths,
-            tokens (a batch), compile, precision.
-        source: Run nothing: use the runs, or the result, in this folder.
-        no_charts: Draw nothing; --from draws later.
+        scale: How large models, sequences and runs are.
+        attentions: Names, with commas between. Names of runs may have options, like lln:alpha=2. [default: the
+            paper's]
+        tasks: Tasks of table1 and table5; for fig9 image or mlm. [default: all; for fig9 image]
+        tunings: Fine-tunings of each pre-trained model. [default: 3, at scale tiny 1]
+        changes: An option of all runs, like precision=bfloat16, or of some of them, like glue.sst2.data.length=64.
+            For lengths also lengths=512,2048; for pretraining rates=.5,1,2 (factors of the recipe's); for table2
+            lengths, tokens (in a batch), compile and precision. May be given several times.
+        source: Run nothing, and use the runs or the result in this folder.
+        no_charts: Draw nothing now. --from draws later.
         dry_run: Print what would be run, and run nothing.
         retry: Run failed runs again.
-        keep: Keep checkpoints and all models of finished runs.
+        keep: Keep the checkpoints and all models of finished runs.
         no_controls: Leave out the fine-tunings of new weights that stand beside those of pre-trained models.
-        at_once: Runs side by side on the device, at most 4 on a GPU; their times then say little.
+        at_once: Runs side by side on the device, at most 4 on a GPU. Their times then say little.
 
-    Example: [bold]lln reproduce fig2 --quick[/bold] for a look in seconds; [bold]lln reproduce table2 --scale paper
-    --device cuda --set tokens=16384 --set compile=yes[/bold] on a GPU; [bold]lln reproduce table1 --scale mini
-    --data-root DIR --seeds 2 --attentions softmax,lln,lln:matching=entropy --set mlm.data.name=corpus/mine[/bold] to
-    train. At scale tiny, on two cores and with no download, table1 takes about 10 minutes, table5 20, fig8 6, fig10 3,
-    table3, fig1, fig9 and lengths 1 or 2. Ours: [bold]matching[/bold] (how alpha and beta are found),
-    [bold]variants[/bold] (what else may help LLN), [bold]lengths[/bold] (needles in text), [bold]pretraining[/bold]
-    (from scratch, each attention at the best of a few rates). Stopped, the same command
-    goes on; [bold]lln reproduce fig8 --from DIR[/bold] draws from runs that exist.
+    Examples:
+        lln reproduce fig2 --quick  # a look in seconds
+        lln reproduce table2 --scale paper --device cuda --set tokens=16384 --set compile=yes  # on a GPU
+        lln reproduce table1 --scale mini --data-root DIR --seeds 2 --attentions softmax,lln,lln:matching=entropy
+            --set mlm.data.name=corpus/mine  # trains on your data
+        lln reproduce fig8 --from DIR  # draws from runs that exist
+        The names matching, variants, lengths and pretraining are not the paper's but ours: how alpha and beta are
+            found, what else may help LLN, needles in text, and training from scratch at the best of a few rates.
+        A figure that was stopped goes on when the same command is given again.
     """
     shared.need_folder(out)
     name = figure.value

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from lln.files import Unreadable, write_text
 from lln.lab.core.errors import Refused, WrongOption, first_line
@@ -38,21 +38,32 @@ class Command(TyperCommand):
     """Whose flags stand in --help without `<bool>`: they take no value."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        found = super().get_params(ctx)
-        for option in found:
-            if getattr(option, "is_flag", False):
-                option.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
-        return found
+        return hide_kinds_of_flags(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """The same of `lln` itself."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return hide_kinds_of_flags(super().get_params(ctx))
+
+
+def hide_kinds_of_flags(options: list[Any]) -> list[Any]:
+    for option in options:
+        if getattr(option, "is_flag", False):
+            option.display_type_rich = lambda ctx: None
+    return options
 
 
 def add_command(app: typer.Typer, command: Callable[..., None]) -> None:
     """Adds a function as a command. Its docstring is what --help says: first what the command does; under `Args:` each
-    option, with [default: ...] where words tell it; last the epilog, which begins with `Example:`."""
-    text, _, example = inspect.cleandoc(command.__doc__ or "").partition("\n\nExample: ")
+    option, with [default: ...] where words tell it; under `Examples:` commands, each with a comment, and sentences."""
+    text, _, examples = inspect.cleandoc(command.__doc__ or "").partition("\n\nExamples:\n")
     about, _, options = text.partition("\n\nArgs:")
+    about = "\n\n".join(" ".join(part.split()) for part in about.split("\n\n"))
     kinds = get_type_hints(command, include_extras=True)
-    for line in re.split(r"\n    (?=\w)", options)[1:]:
-        name, _, said = " ".join(line.split()).partition(": ")
+    for line in split_entries(options):
+        name, _, said = line.partition(": ")
         said, _, default = said.removesuffix("]").partition(" [default: ")
         kind, *given = get_args(kinds[name]) if get_origin(kinds[name]) is Annotated else [kinds[name]]
         flag = [f"--{name.replace('_', '-')}"] if kinds[name] is bool else []  # without a --no-... beside it
@@ -60,11 +71,28 @@ def add_command(app: typer.Typer, command: Callable[..., None]) -> None:
         option.help, option.show_default = said, default or option.show_default
         kinds[name] = Annotated[kind, option]
     command.__annotations__ = kinds
-    explained = explain(command.__name__)(settle(command))
-    examples = re.split(r"(?<=[;.]) (?=\[bold\]|\w)", " ".join(example.split()))  # one a line
-    app.command(cls=Command, help=about, epilog="\n\n".join(["Examples:", *(part.rstrip(";.") for part in examples)]))(
-        explained
-    )
+    app.command(
+        cls=Command,
+        help=about,
+        short_help=about.partition(". ")[0].partition("\n")[0].rstrip("."),
+        epilog=show_examples(split_entries(examples)),
+    )(explain(command.__name__)(settle(command)))
+
+
+def split_entries(section: str) -> list[str]:
+    """Of a section of a docstring: an entry begins with four blanks, and goes on in lines with more."""
+    return [" ".join(entry.split()) for entry in re.split(r"(?:^|\n)    (?=\S)", section) if entry.strip()]
+
+
+def show_examples(examples: list[str]) -> str:
+    """As --help shows them: one a line, commands in bold, with what they do as a comment of the shell."""
+    parts = [example.partition(" # ") for example in examples]
+    shown = [
+        f"[bold]{command}[/bold]  # {words}" if words else example
+        for example, (command, _, words) in zip(examples, parts, strict=True)
+    ]
+    shown = [f"[bold]{line}[/bold]" if line.startswith("lln ") else line for line in shown]
+    return "\n\n".join(["Examples:", *shown])
 
 
 def settle(command: Callable[..., None]) -> Callable[..., None]:
@@ -186,7 +214,9 @@ Device = Annotated[  # one rule for all commands
     typer.Option(help="cpu, cuda, cuda:1, ...", show_default="the GPU where there is one", callback=choose_device),
 ]
 DataRoot = Annotated[Path | None, typer.Option(help="Folder with data in the Hub's layout.", envvar="LLN_DATA_ROOT")]
-ModelName = Annotated[str, typer.Argument(help="A folder that a model was saved to, or a Hub id.", show_default=False)]
+ModelName = Annotated[
+    str, typer.Argument(help="A folder that a model was saved to, or a Hub id.", show_default=False, metavar="MODEL")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 JsonForTable = Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of the table.")]
 

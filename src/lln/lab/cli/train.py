@@ -13,7 +13,7 @@ from lln.lab.core.progress import Bars, describe_metrics
 
 
 def train(
-    task: Annotated[str, typer.Argument()],
+    task: Annotated[str, typer.Argument(metavar="TASK")],
     attention: str = "lln_diag",
     preset: Annotated[str, typer.Option("--scale", "--preset")] = "tiny",
     name: str | None = None,
@@ -30,27 +30,30 @@ def train(
     dry_run: bool = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train one of the paper's models with any attention; stopped runs go on where they were.
+    """Train one of the paper's models with any attention. A run that was stopped goes on where it was.
 
     Args:
         task: mlm, glue, image, lra or needles.
         attention: softmax, lln, lln_diag, another mechanism, or your own: file.py:function.
-        preset: tiny, mini or paper.
+        preset: How large the model and the run are: tiny, mini or paper.
         name: Which GLUE or LRA task. [default: the first]
-        out: The run's folder. [default: runs/TASK-NAME-...]
+        out: Folder for the run. [default: runs/TASK-NAME-...]
         start: Folder of a trained model to begin from.
         seed: Seed of weights, order and masks. [default: 0]
-        changes: An option of the config, like optimisation.rate=1e-3.
-        report_to: tensorboard, wandb, trackio, with commas between.
+        changes: An option of the config, like optimisation.rate=1e-3. May be given several times.
+        report_to: tensorboard, wandb or trackio, with commas between.
         graph: Capture the whole step in a CUDA graph.
-        fsdp: Spread weights over the processes of torchrun.
-        context_parallel: So many of them share each sequence, of which each holds some tokens (mlm, lln and lln_diag).
-        dry_run: Print the config and sizes, and train nothing.
+        fsdp: Spread the weights over the processes of torchrun.
+        context_parallel: How many processes share each sequence; each of them holds a part of its tokens (mlm with
+            lln or lln_diag).
+        dry_run: Print the config and the sizes, and train nothing.
 
-    Example: [bold]lln train mlm[/bold] for a tiny run on embedded text; [bold]lln train lra --name listops --attention
-    softmax --set optimisation.steps=800[/bold] to change an option; [bold]lln train glue --name sst2 --scale mini
-    --data-root DIR --start runs/mlm/model[/bold] to fine-tune; [bold]torchrun --nproc-per-node 2 -m lln train
-    mlm[/bold] on two devices. A stopped run: the same command.
+    Examples:
+        lln train mlm  # a tiny run on text that comes with Python
+        lln train lra --name listops --attention softmax --set optimisation.steps=800  # with another option
+        lln train glue --name sst2 --scale mini --data-root DIR --start runs/mlm/model  # fine-tuning
+        torchrun --nproc-per-node 2 -m lln train mlm  # on two devices
+        A run that was stopped goes on when the same command is given again.
     """
     need("train")
 

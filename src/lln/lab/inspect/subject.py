@@ -42,7 +42,7 @@ def find_subject(
     if pictures and (texts or library == "diffusers"):
         raise Refused(
             "--images and --text are for different models; give one of them" if texts else
-            f"--images: {name} makes pictures and takes none; describe them with --texts"
+            f"--images: {name} makes pictures and takes none; describe them with --text"
         )  # fmt: skip
     if library == "diffusers":
         return find_pipeline(name, device, texts, batch_size, seed)
