@@ -57,11 +57,12 @@ test-integrations: $(READY)
 		tests/house/test_doctests.py tests/house/test_docs.py tests/house/test_examples.py \
 		-k "plugins or timm or diffusers or images or vision or image_transformer"
 
-# The tests with MindSpore, in an environment of its own: a wheel of 800 MB that needs NumPy 1. Python 3.11 or 3.12.
+# The tests with MindSpore, in an environment of its own: a wheel of 800 MB that needs NumPy 1. Python 3.11 or 3.12. Of
+# constraints.txt it has torch alone.
 test-mindspore:
 	$(PYTHON) -m venv $(VENV)-mindspore
 	$(VENV)-mindspore/bin/python -m pip install --quiet --disable-pip-version-check \
-		--editable '.[cli,mindspore]' pytest
+		--editable '.[cli,mindspore]' pytest "$$(grep '^torch==' constraints.txt)"
 	GLOG_v=3 $(VENV)-mindspore/bin/python -m pytest tests/ports tests/house/test_doctests.py tests/house/test_docs.py \
 		-k "mindspore or ports.md"
 

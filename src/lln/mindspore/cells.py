@@ -7,7 +7,7 @@ from typing import Any
 import mindspore as ms
 from mindspore import nn, ops
 
-from lln.mindspore.attending_ms import lln_attention
+from lln.mindspore.attending_ms import as_tensor, lln_attention
 from lln.mindspore.matching_ms import load_points, match_samples
 from lln.points import LENGTH, match_numbers
 from lln.rules import check_choice
@@ -53,22 +53,30 @@ class LLNAttention(nn.Cell):
             )
         if statistics != "fixed" and not (alpha is None and beta is None):
             raise ValueError(f"alpha and beta go with statistics='fixed'; got statistics={statistics!r}.")
-        self.statistics, self.matching, self.scale = statistics, matching, scale
-        self.block_size, self.mix, self.is_causal = block_size, mix, is_causal
-        self.points = load_points(matching, head_dim, ms.float32)
+        self.statistics, self.matching = statistics, matching
+        self.block_size, self.is_causal = block_size, is_causal
         usual = match_numbers(1.0, 1.0, head_dim, matching, scale, length)
-        self.alpha, self.beta = (u if given is None else given for u, given in zip(usual, (alpha, beta), strict=True))
+        alpha, beta = (u if given is None else given for u, given in zip(usual, (alpha, beta), strict=True))
+        # Tensors, because in a graph MindSpore keeps Python's numbers in float32; of which a call takes one kind.
+        numbers = alpha, beta, *(mix if isinstance(mix, (tuple, list)) else (mix, 1.0 - mix))
+        self.narrow, self.wide = (tuple(as_tensor(x, dtype) for x in numbers) for dtype in (ms.float32, ms.float64))
+        self.points, self.wide_points = (load_points(matching, head_dim, dtype) for dtype in (ms.float32, ms.float64))
+        self.scale = None if scale is None else as_tensor(scale, ms.float32)
+        self.wide_scale = None if scale is None else as_tensor(scale, ms.float64)
 
     def construct(self, query: Any, key: Any, value: Any, key_mask: Any = None, query_mask: Any = None) -> Any:
-        alpha, beta = self.alpha, self.beta
+        dtype, numbers, points, scale = ms.float32, self.narrow, self.points, self.scale
+        if query.dtype == ms.float64:
+            dtype, numbers, points, scale = ms.float64, self.wide, self.wide_points, self.wide_scale
+        alpha, beta = numbers[0], numbers[1]
         if self.statistics == "sample":
             if query_mask is None and key_mask is not None and query.shape[2] == key.shape[2]:
                 query_mask = key_mask
-            q, k = query.astype(ms.float32), key.astype(ms.float32)
-            alpha, beta = match_samples(q, k, self.points, self.matching, self.scale, key_mask, query_mask)
+            q, k = query.astype(dtype), key.astype(dtype)
+            alpha, beta = match_samples(q, k, points, self.matching, scale, key_mask, query_mask)
         return lln_attention(
-            query, key, value, alpha, beta, block_size=self.block_size, mix=self.mix, is_causal=self.is_causal,
-            key_mask=key_mask, scale=self.scale,
+            query, key, value, alpha, beta, block_size=self.block_size, mix=(numbers[2], numbers[3]),
+            is_causal=self.is_causal, key_mask=key_mask, scale=scale,
         )  # fmt: skip
 
 
@@ -77,14 +85,17 @@ class MultiheadAttention(nn.MultiheadAttention):
     same names and shapes, which are also those of torch.nn.MultiheadAttention and lln.MultiheadAttention.
 
     Args:
-        embed_dim, num_heads, has_bias, kdim, vdim, batch_first, dtype: as MindSpore has them. Dropout, add_bias_kv and
-            add_zero_attn are not there.
+        embed_dim, num_heads, dropout, has_bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, dtype: as
+            MindSpore has them, but dropout is 0, and add_bias_kv and add_zero_attn are False.
+        is_cross: queries and keys are of two sequences, so that the padding of the keys says nothing about the queries.
+            Where False it does, if their lengths agree. (A graph cannot tell whether two inputs are one.)
         options: of `LLNAttention`: matching, statistics, block_size, mix, is_causal and so on.
 
     Inputs:
-        As MindSpore has them. key_padding_mask [batch, key length] bool, True = ignore. attn_mask: None, since linear
-        attention forms no pairs that could be masked one by one; is_causal=True is an option. need_weights asks for P
-        as well, which costs time and memory of order length * key length; False leaves the second output out.
+        As MindSpore has them. key_padding_mask [batch, key length], bool with True = ignore, or float with 0 = attend
+        and what is negative = ignore. attn_mask: None, since linear attention forms no pairs that could be masked one
+        by one; is_causal=True is an option. need_weights asks for P as well, which costs time and memory of order
+        length * key length; False leaves the second output out.
 
     Examples:
         >>> import mindspore as ms, numpy as np
@@ -96,12 +107,17 @@ class MultiheadAttention(nn.MultiheadAttention):
     """
 
     def __init__(
-        self, embed_dim: int, num_heads: int, has_bias: bool = True, kdim: int | None = None, vdim: int | None = None,
-        batch_first: bool = False, dtype: Any = ms.float32, **options: Any,
+        self, embed_dim: int, num_heads: int, dropout: float = 0.0, has_bias: bool = True, add_bias_kv: bool = False,
+        add_zero_attn: bool = False, kdim: int | None = None, vdim: int | None = None, batch_first: bool = False,
+        dtype: Any = ms.float32, *, is_cross: bool = False, **options: Any,
     ) -> None:  # fmt: skip
+        for name, given in (("dropout", dropout), ("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
+            if given:
+                raise ValueError(f"{name} is there in PyTorch alone (lln.MultiheadAttention); got {name}={given}.")
         super().__init__(
             embed_dim, num_heads, has_bias=has_bias, kdim=kdim, vdim=vdim, batch_first=batch_first, dtype=dtype
         )
+        self.is_cross = is_cross
         self.attention = LLNAttention(self.head_dim, **options)
 
     def construct(
@@ -120,9 +136,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         batch, heads, length, dim = q.shape
         key_mask = query_mask = None
         if key_padding_mask is not None:
-            key_mask = ops.logical_not(key_padding_mask).reshape(batch, -1)
-            # The padding of the keys is that of the queries only where both are one sequence.
-            query_mask = key_mask if self.q_is_k else ops.ones((batch, length), ms.bool_)
+            is_flag = key_padding_mask.dtype == ms.bool_
+            key_mask = (ops.logical_not(key_padding_mask) if is_flag else key_padding_mask >= 0).reshape(batch, -1)
+            query_mask = key_mask
+            if self.is_cross or length != k.shape[2]:
+                query_mask = ops.ones((batch, length), ms.bool_)
         out = self.attention(q, k, v, key_mask, query_mask)
         out = self.out_proj(out.swapaxes(1, 2).reshape(batch, length, heads * dim))
         out = out[0] if alone else out if self.batch_first else out.swapaxes(0, 1)
