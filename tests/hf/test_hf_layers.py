@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 import lln.hf
+from lln.hf.find import rescale_query
 from lln.instruments import record
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 32, "pad_token_id": 0}
@@ -201,8 +202,37 @@ def test_windows_are_refused_when_converted_and_classes_that_could_have_them_are
         lln.hf.convert(make("ModernBert"), "lln")
     with pytest.raises(ValueError, match="sliding"):
         lln.hf.convert(make("Mistral", sliding_window=4), "lln", statistics="fixed")
+    with pytest.raises(ValueError, match="names no layer that attends; all are 'sliding_attention'"):
+        lln.hf.convert(make("Mistral", sliding_window=4), "lln", statistics="fixed", layers="full_attention")
     model = lln.hf.convert(make("ModernBert", global_attn_every_n_layers=1), "lln")
     assert model(**make_batch()).last_hidden_state.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+def test_a_factor_of_scores_is_compared_in_a_graph() -> None:
+    torch.compiler.reset()
+    rescale = torch.compile(rescale_query, dynamic=True, fullgraph=True, backend="eager")
+    query = torch.randn(2, 4)
+    for factor in (0.25, 0.5):  # a number that changes is a symbol in the graph
+        torch.testing.assert_close(rescale(query, None, factor), query * (factor / 0.5))
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+def test_one_graph_serves_every_length() -> None:
+    torch.compiler.reset()
+    model, made = make("Gemma3", query_pre_attn_scalar=9), []  # whose scores have another factor than usual
+    lln.hf.convert(model, "lln_diag", block_size=4, layers="full_attention", statistics="fixed")
+
+    def keep(graph: Any, examples: Any) -> Any:
+        made.append(graph)
+        return graph
+
+    compiled = torch.compile(model, dynamic=True, fullgraph=True, backend=keep)
+    for length in (12, 7, 9):
+        given = {"input_ids": make_batch()["input_ids"][:, :length].contiguous(), "use_cache": False}
+        torch.testing.assert_close(compiled(**given).logits, model(**given).logits)
+    assert len(made) == 1
 
 
 def test_the_command_line_names_layers() -> None:

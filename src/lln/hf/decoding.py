@@ -5,7 +5,6 @@ All that stays the same from token to token (memory, options, refusals) is settl
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from lln.hf.attach import ModelAttention
 from lln.hf.cache import StateLayer
+from lln.hf.find import is_same_scale
 from lln.kernels.common import constant, raw_stream
 from lln.kernels.triton.plan import use_device
 from lln.kernels.triton.support import has_kernels
@@ -49,7 +49,7 @@ class Stepper:
             return None
         if attention.statistics == "running" and attention.matching != "paper":
             return None
-        if scaling is not None and not math.isclose(scaling, usual, rel_tol=1e-6):
+        if not is_same_scale(scaling, usual):
             return None
         if attention.backend == "eager" or not (query.is_cuda or attention.backend == "triton"):
             return None

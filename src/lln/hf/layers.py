@@ -107,8 +107,17 @@ def plan_layers(model: PreTrainedModel, layers: Wanted, parts: list[PreTrainedMo
             plan.kept |= {full for full, name, module in modules if find_index(name, module) not in own.chosen}
             warn_dropped([module for _, name, module in modules if find_index(name, module) in own.chosen])
     if not found:
-        raise ValueError(f"layers={layers!r} names no layer that attends; give indices, 'full_attention' or 'all'.")
+        raise ValueError(f"layers={layers!r} names no layer that attends; {say_kinds(hosts)}.")
     return plan
+
+
+def say_kinds(hosts: Mapping[int, list[tuple[str, str, Any]]]) -> str:
+    """What layers there are to be named; where none is global there is nothing to name."""
+    kinds = {find_kind(name, module) for modules in hosts.values() for _, name, module in modules}
+    if FULL in kinds:
+        return f"give indices, {FULL!r} or 'all'"
+    held = " or ".join(map(repr, sorted(kinds))) or "without attention"
+    return f"all are {held}, and linear attention needs layers without windows"
 
 
 def read_plan(model: PreTrainedModel) -> Plan:
