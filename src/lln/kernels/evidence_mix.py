@@ -72,7 +72,7 @@ def attend_apart(call: Call) -> tuple[tuple[Tensor, Tensor, Tensor], Held]:
     groups = count_groups(layout, length, call.count is not None) if length else 1
     q = call.query.unflatten(1, (heads, -1)).to(dtype)  # [B, H, G, N, D]
     first = first_slot(call, layout)
-    k, v, seen = lay_keys(call, layout, groups, first)
+    k, v, seen = lay_keys(call, layout, groups, first, dtype)
     directions = call.directions.unsqueeze(1) if isinstance(call.directions, Tensor) else call.directions
     hidden = None if seen is None else ~seen[:, None, None, :, None]
     x = channel_exponents(k, call.beta[:, :, None, None], directions, hidden)
@@ -102,10 +102,12 @@ def attend_apart(call: Call) -> tuple[tuple[Tensor, Tensor, Tensor], Held]:
     return (far, near, advantage), pick_prefix(prefixes, count_closed(call, layout, first))
 
 
-def lay_keys(call: Call, layout: Layout, groups: int, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def lay_keys(
+    call: Call, layout: Layout, groups: int, first: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Keys and values [B, H, 1, slots, D | E] in their slots, 0 in those that hold none, and which slots [B, slots] may
     be attended to; None: those of the rows, and no other."""
-    slots, dtype = (groups - 1) * layout.rows + layout.size, compute_dtype(call.query.dtype)
+    slots = (groups - 1) * layout.rows + layout.size
     k, v = call.key.unsqueeze(2).to(dtype), call.value.unsqueeze(2).to(dtype)
     after = slots - layout.before - k.shape[-2]
     if first is None:

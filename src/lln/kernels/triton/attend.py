@@ -40,6 +40,7 @@ def attend(call: Call) -> tuple[Tensor, ...]:
 
 
 def attend_by_evidence(call: Call) -> tuple[Tensor, ...]:
+    from lln.kernels.triton.evidence_join_launch import attend as attend_jointly
     from lln.kernels.triton.evidence_op import apply
     from lln.kernels.triton.fit import DoesNotFit
     from lln.kernels.triton.tape import draw_seed
@@ -47,7 +48,7 @@ def attend_by_evidence(call: Call) -> tuple[Tensor, ...]:
     if call.dropout_p:
         call = call.change(seed=draw_seed(call.query.device))
     try:
-        return apply(call)
+        return attend_jointly(call) if call.joint else apply(call)
     except DoesNotFit:
         return eager.attend(call)
 

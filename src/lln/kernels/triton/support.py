@@ -19,6 +19,7 @@ from lln.kernels.triton import plan
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_DIM = 256
 EVIDENCE_DIM = 128  # with the evidence read, whose programs hold twice as much
+WINDOW = 128  # keys of a block or window with mix="evidence", which a program holds at once
 OLDEST_TRITON = (3, 6)  # 3.2 aborts on some of the kernels
 
 
@@ -62,19 +63,29 @@ def explain_evidence(call: Call) -> str | None:
     """The same of a call with the evidence read."""
     where, dim, width, size = "", call.query.shape[-1], call.value.shape[-1], call.block_size
     channels = count_channels(call.directions, dim)
-    if call.is_causal and size is not None:
-        where = "without block_size where is_causal is set"
+    if call.joint:
+        where = explain_joint(call)
+    elif call.is_causal and size is not None:
+        where = "with mix='evidence' or without block_size where is_causal is set"
     elif call.is_causal and call.query.shape[2] > 1 and channels > EVIDENCE_DIM:
         where = f"with up to {EVIDENCE_DIM} channels where is_causal is set, and these are {channels}"
-    elif call.joint:
-        where = "with numbers or tensors for mix"
+    if where:
+        pass
     elif torch.compiler.is_compiling() or is_watched():
         where = "outside torch.compile and torch.func"
     elif max(dim, width) > EVIDENCE_DIM:
         where = f"with head dims up to {EVIDENCE_DIM}, and these are {dim} and {width}"
-    elif size is not None and (call.scale < 1e-30 or not plan.blocks_fit(size, dim, width, call.query.dtype)):
+    elif size is not None and not call.joint and (call.scale < 1e-30 or not plan.blocks_fit(size, dim, width, call.query.dtype)):
         where = f"with blocks that fit into a program, and block_size is {size}"
     return f"the evidence read has kernels {where}" if where else explain_refusal(call.query)
+
+
+def explain_joint(call: Call) -> str:
+    """What the kernels of mix="evidence" ask for and a call has not."""
+    assert call.block_size is not None
+    if call.block_size > WINDOW:
+        return f"with mix='evidence' for windows of up to {WINDOW} keys, and block_size is {call.block_size}"
+    return ""
 
 
 @functools.cache
