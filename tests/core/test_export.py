@@ -95,11 +95,17 @@ def test_an_export_serves_every_length_and_has_gradients(name: str) -> None:
 
 @pytest.mark.parametrize(
     "attention",
-    [LLNAttention(2, 8, block_size=8, matching="entropy"), MultiheadAttention(16, 2, batch_first=True)],
+    [
+        LLNAttention(2, 8, block_size=8, matching="entropy", value_convolution=5),
+        MultiheadAttention(16, 2, batch_first=True),
+    ],
     ids=["LLNAttention", "MultiheadAttention"],
 )
 def test_modules_are_exported(attention: torch.nn.Module) -> None:
     module = Matched(attention)
+    for name, parameter in attention.named_parameters():
+        if name == "value_taps":
+            torch.nn.init.normal_(parameter)
     check(export(module).module(), module)
 
 

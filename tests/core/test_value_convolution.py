@@ -115,6 +115,27 @@ def test_gradients(kind: str) -> None:
     assert torch.autograd.gradgradcheck(run, given)
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("offsets", [None, OFFSETS])
+def test_those_who_take_it_apart_get_the_same(is_causal: bool, offsets: Tensor | None) -> None:
+    """torch.func, forward-mode derivatives and compilers, for which it is composed of other operations."""
+    v, taps = make_inputs(1, 2, 2, 13, 3)[2], draw_taps(2, 3, 5)
+    dv, dtaps = torch.randn_like(v), torch.randn_like(taps)
+
+    def run(v: Tensor, taps: Tensor) -> Tensor:
+        return convolve_values(v, taps, is_causal=is_causal, cu_seqlens=offsets)
+
+    out, moved = torch.func.jvp(run, (v, taps), (dv, dtaps))
+    assert torch.allclose(out, run(v, taps), rtol=0, atol=1e-13)
+    assert torch.allclose(moved, run(dv, taps) + run(v, dtaps), rtol=0, atol=1e-13)
+    both = torch.func.vmap(run, (0, None))(torch.stack([v, dv]), taps)
+    assert torch.allclose(both[1], run(dv, taps), rtol=0, atol=1e-13)
+    found = torch.func.grad(lambda *given: run(*given).square().sum(), (0, 1))(v, taps)
+    wanted = torch.autograd.grad(run(v.requires_grad_(), taps.requires_grad_()).square().sum(), (v, taps))
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_it_rounds_as_little_as_torch(dtype: torch.dtype) -> None:
     """Forward and backward; torch: out + conv1d(v) in the same dtype."""

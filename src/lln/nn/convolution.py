@@ -17,7 +17,7 @@ from torch import Tensor
 from lln.distributed.halo import fetch_neighbours
 from lln.functional import CuSeqlens
 from lln.kernels.carry import owners
-from lln.nn.value_convolution import Convolve
+from lln.nn.value_convolution import slide
 from lln.ranks import find_ranks, tie
 
 
@@ -43,8 +43,7 @@ def run_along(x: Tensor, kernel: Tensor, cu_seqlens: Tensor | None, left: int) -
     sequence = None
     if cu_seqlens is not None:
         sequence = owners(torch.arange(x.shape[2], device=x.device), cu_seqlens)
-    out: Tensor = Convolve.apply(x, kernel, sequence, left, 1, x.dtype)
-    return out
+    return slide(x, kernel, sequence, left, x.dtype)
 
 
 def warn_convolution() -> None:

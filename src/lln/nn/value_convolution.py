@@ -20,7 +20,7 @@ from torch.nn import functional
 from lln.checks import CuSeqlens
 from lln.distributed.halo import fetch_last, fetch_neighbours
 from lln.kernels.carry import owners
-from lln.kernels.common import compute_dtype
+from lln.kernels.common import compute_dtype, run
 from lln.nn.image_grid import Patches, require_patches
 from lln.ranks import find_ranks, refuse_ranks, tie
 from lln.state import LLNState
@@ -107,7 +107,7 @@ def convolve_values(
     if cu_seqlens is not None:
         sequence = owners(torch.arange(shown.shape[2], device=shown.device), cu_seqlens)
     left = width - 1 if is_causal else width // 2
-    near: Tensor = Convolve.apply(shown, taps, sequence, left, 1, compute_dtype(value.dtype))
+    near = slide(shown, taps, sequence, left, compute_dtype(value.dtype))
     near = near[:, :, rows] if isinstance(rows, slice) else near.index_select(2, rows)
     near = near if wide is None else tie(wide.take(near), wide.token)
     return hide(near, key_mask)
@@ -241,6 +241,28 @@ class Convolve(Function):
                 found.append(product.sum((0, 2), dtype=wide))  # [H, D]
             dtaps = torch.stack(found, -1).to(taps.dtype)
         return dx, dtaps, None, None, None, None
+
+
+def slide(x: Tensor, taps: Tensor, sequence: Tensor | None, left: int, dtype: torch.dtype) -> Tensor:
+    """(x [B, H, N, D], taps [H, D, W], sequence [N] or None) -> sum_w taps_w x_(i + w - left), in that dtype."""
+    near: Tensor = run(Convolve, compose_convolution, x, taps, sequence, left, 1, dtype, in_graphs=True)
+    return near
+
+
+def compose_convolution(
+    x: Tensor, taps: Tensor, sequence: Tensor | None, left: int, sign: int, dtype: torch.dtype
+) -> Tensor:
+    """As `Convolve` with sign = 1: rows beside x are zeros, so that nothing depends on how many there are."""
+    length, around = x.shape[2], (left, taps.shape[-1] - 1 - left)
+    rows = functional.pad(x, (0, 0, *around)).to(dtype)
+    owned = None if sequence is None else functional.pad(sequence, around, value=-1)
+    near = torch.zeros_like(x, dtype=dtype)
+    for at, tap in enumerate(taps.to(dtype).permute(2, 0, 1).unsqueeze(-2)):  # [H, 1, D]
+        window = slice(at, at + length)
+        if owned is not None and sequence is not None:
+            tap = tap * (owned[window] == sequence).to(dtype).unsqueeze(-1)
+        near = near + tap * rows[:, :, window]
+    return near
 
 
 def check_tokens(query: Tensor, key: Tensor, is_causal: bool, decoder: bool, cu_seqlens: CuSeqlens | None) -> None:
