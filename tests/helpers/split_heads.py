@@ -191,7 +191,6 @@ def compare_parallel(
 def compare_loaded(mesh: DeviceMesh, rank: int, folder: str) -> dict[str, float]:
     """A model that transformers itself cuts while it loads it, by its own plan, and what is saved of it."""
     import transformers
-    from safetensors.torch import load_file
 
     import lln.hf
     from helpers.spread_models import draw_tokens
@@ -211,8 +210,7 @@ def compare_loaded(mesh: DeviceMesh, rank: int, folder: str) -> dict[str, float]
     ask: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     made = [each.generate(tokens, past_key_values=lln.hf.LLNCache(), **ask) for each in (twin, model)]
     found["generated"] = float((made[0] - made[1]).abs().max())
-    twin.save_pretrained(f"{folder}/saved")
-    dist.barrier()
-    for name, t in load_file(f"{folder}/saved/model.safetensors").items():
-        found[f"saved {name}"] = differ(t, model.state_dict()[name])
+    whole = twin.gather_sharded_state_dict_for_save(twin, twin.state_dict(), plan)  # as save_pretrained does
+    for name, t in model.state_dict().items():
+        found[f"saved {name}"] = differ(whole[name], t)
     return found
