@@ -150,6 +150,7 @@ def attempt_models(mesh: DeviceMesh, rank: int) -> dict[str, str]:
         "labels": lambda: lln.hf.spread(llama, mesh)(tokens, labels=tokens),
         "packed": lambda: lln.hf.spread(llama, mesh)(tokens[:1], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])),
         "heads": lambda: split(tokens),
+        "none": lambda: lln.hf.spread(llama, mesh)(tokens[:, : 8 * (rank == 0)]),
     }
     found = {}
     for name, call in tries.items():

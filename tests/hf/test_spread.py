@@ -1,13 +1,20 @@
 """Models of transformers over several processes: a training step, a prompt and its cache are those of one process."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 
+import torch
+import transformers
+
+import lln.hf
+from helpers.hf_models import make_config
 from helpers.processes import Processes
+from helpers.split_heads import compare_loaded, compare_parallel
 from helpers.spread_models import attempt_models, compare_generation, compare_sharded, compare_training
 
 TOLERANCE = 1e-10
@@ -24,7 +31,7 @@ RUNS: list[tuple[str, tuple[int, ...], str | None, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def processes() -> Iterator[Processes]:
-    made = Processes(3)
+    made = Processes(4)
     yield made
     made.stop()
 
@@ -39,7 +46,7 @@ def test_a_training_step_is_that_of_one_process(
 
 def test_running_statistics_are_those_of_all_ranks(processes: Processes) -> None:
     options = {"implementation": "lln", "statistics": "running"}
-    for found in processes.run(3, compare_training, "llama", (8, 30, 9), None, options):
+    for found in processes.run(4, compare_training, "llama", (8, 30, 5, 9), None, options):
         assert any("running_variance" in name for name in found)
         assert {name: x for name, x in found.items() if not x <= TOLERANCE} == {}
 
@@ -61,6 +68,37 @@ def test_parameters_may_be_sharded_over_the_same_ranks(processes: Processes) -> 
         assert {name: x for name, x in found.items() if not x <= TOLERANCE} == {}
 
 
+@pytest.mark.parametrize(
+    ("kind", "beside", "options"),
+    [
+        ("llama", None, {"implementation": "lln", "statistics": "fixed", "value_convolution": 3}),
+        ("llama", "sequence", {"implementation": "lln_diag", "statistics": "fixed", "learnable": "head"}),
+        ("bert", "sequence", {"implementation": "lln_diag", "block_size": 8, "matching": "entropy"}),
+        ("bert", "fsdp", {"implementation": "lln", "statistics": "running", "value_convolution": 3}),
+        ("llama", "fsdp", {"implementation": "lln_diag", "statistics": "fixed", "learnable": "channel"}),
+    ],
+)
+def test_heads_may_lie_on_several_ranks_too(
+    processes: Processes, kind: str, beside: str | None, options: dict[str, Any]
+) -> None:
+    for found in processes.run(4 if beside else 2, compare_parallel, kind, beside, options):
+        assert len(found) > 30
+        assert {name: x for name, x in found.items() if not x <= TOLERANCE} == {}
+
+
+def test_a_model_that_transformers_cuts_by_its_plan_is_that_of_one_process(
+    processes: Processes, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers.distributed.tensor_parallel", reason="this transformers has other plans")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(make_config("llama", num_key_value_heads=4))
+    options: dict[str, Any] = {"statistics": "fixed", "learnable": "head", "value_convolution": 3}
+    lln.hf.convert(model, "lln_diag", **options).save_pretrained(tmp_path)
+    for found in processes.run(4, compare_loaded, str(tmp_path)):
+        assert len(found) > 50
+        assert {name: x for name, x in found.items() if not x <= TOLERANCE} == {}
+
+
 def test_models_that_would_see_one_rank_alone_are_refused(processes: Processes) -> None:
     words = {
         "positions": "takes no position_ids, so that every rank's rows would be the first ones",
@@ -69,6 +107,7 @@ def test_models_that_would_see_one_rank_alone_are_refused(processes: Processes) 
         "labels": "give shift_labels, cut from labels[:, 1:] of the whole sequence",
         "packed": "pass cu_seq_lens_q, offsets in the rows of all ranks",
         "heads": "query and key must have 4 and 2 heads of 8",
+        "none": "ranks hold [8, 0] tokens, and LlamaForCausalLM cannot run on none",
     }
     for found in processes.run(2, attempt_models):
         assert found.keys() == words.keys()

@@ -12,6 +12,7 @@ from lln.distributed.context import (
     context_parallel,
     shard,
     split_evenly,
+    split_heads,
     sum_gradients,
     unshard,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "context_parallel",
     "shard",
     "split_evenly",
+    "split_heads",
     "sum_gradients",
     "unshard",
 ]

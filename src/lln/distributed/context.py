@@ -208,7 +208,8 @@ def unshard(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
 @torch.no_grad()
 def sum_gradients(parameters: Iterable[Tensor], mesh: DeviceMesh) -> None:
     """Add up the gradients of parameters over the ranks of a mesh, each of which has those of its own rows: afterwards
-    every rank has those of the sum of all ranks' losses.
+    every rank has those of the sum of all ranks' losses. Of a DTensor that is cut over another mesh (its heads), the
+    part here is added up.
 
     >>> import torch
     >>> if not torch.distributed.is_initialized():
@@ -226,4 +227,40 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: DeviceMesh) -> None:
             continue
         if parameter.grad is None:  # here no row used it; elsewhere one may
             parameter.grad = torch.zeros_like(parameter)
-        parameter.grad.copy_(ranks.add_up(parameter.grad))
+        grad = parameter.grad
+        own = grad.to_local() if hasattr(grad, "to_local") else grad  # of a DTensor, what is here
+        own.copy_(ranks.add_up(own))
+
+
+def split_heads(model: Any, mesh: DeviceMesh) -> Any:
+    """Leave the LLN attention of a model the heads of this rank of a mesh: tensor parallelism, where the projections of
+    queries, keys and values give every rank some heads of all tokens. Call it when these have been cut, by
+    transformers' `tp_plan` or by torch's `parallelize_module` with ColwiseParallel, on every rank, and before
+    fully_shard and an optimiser. Heads must divide by the ranks, key heads too, and lie one after another.
+
+    What attention learns becomes DTensors, as the projections' weights are, and statistics are those of the heads here,
+    so that outputs and gradients are those of one process. A state_dict has the whole of both.
+
+    Args:
+        model: anything that holds LLN attention: a transformers model, an `lln.LLNAttention`.
+        mesh: a DeviceMesh of one dimension.
+
+    Examples:
+        >>> import torch, lln
+        >>> if not torch.distributed.is_initialized():
+        ...     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        >>> mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        >>> attention = lln.distributed.split_heads(lln.LLNAttention(4, 8), mesh)  # here of one process
+        >>> attention.num_heads
+        4
+        >>> torch.distributed.destroy_process_group()
+    """
+    ranks = make_ranks(mesh)
+    found = [part for part in model.modules() if hasattr(part, "check_split")]
+    if not found:
+        raise ValueError(f"split_heads: {type(model).__name__} has no LLN attention; lln.hf.convert(model, 'lln').")
+    for part in found:  # before anything changes
+        part.check_split(ranks.size)
+    for part in found:
+        part.split_heads(mesh)
+    return model

@@ -135,7 +135,8 @@ class ModelAttention(Attached, TiledAttention):
 
     def weights(self, query: Tensor, key: Tensor, where: dict[str, Any]) -> Tensor:
         """P [B, H, N, M]"""
-        return dense_weights(self, query, key, **where)
+        with self.hold():
+            return dense_weights(self, query, key, **where)
 
     @property
     def is_guess(self) -> bool:

@@ -93,7 +93,9 @@ def name_needs(saved: dict[str, Any]) -> str | None:
 def find_auto_classes(kind: type[PreTrainedConfig]) -> list[str]:
     """The names of transformers' Auto classes that make a model of such a config."""
     named = ((name, getattr(transformers, name)) for name in dir(transformers) if name.startswith("AutoModel"))
-    return [name for name, auto in named if kind in (getattr(auto, "_model_mapping", None) or ())]
+    mappings = ((name, getattr(auto, "_model_mapping", None)) for name, auto in named)
+    # Not whether a mapping is empty: to say so it would import every model of transformers, which takes seconds.
+    return [name for name, mapping in mappings if mapping is not None and kind in mapping]
 
 
 class Loader:

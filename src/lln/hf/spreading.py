@@ -114,16 +114,21 @@ def is_shifting(part: nn.Module) -> bool:
 
 def number(ranks: Ranks, part: nn.Module, tokens: Tensor | None, embedded: Tensor | None) -> Tensor:
     """[B or 1, N]: the positions of this rank's tokens, as the model itself would give them to the whole."""
+    like = tokens if tokens is not None else embedded
+    assert like is not None
+    length = like.shape[1]
+    counts = ranks.measure(length)
+    if 0 in counts:  # known to all of them, so that all stop here
+        raise ValueError(
+            f"spread: ranks hold {list(counts)} tokens, and {type(part).__name__} cannot run on none; give each one."
+        )
     start = find_start(part)
     if tokens is not None and start:  # RoBERTa and its kin: padding has no place, and the rest is counted without it
         here = tokens != start - 1
         before = sum(ranks.gather(here.sum(-1).to(ranks.device))[: ranks.rank], torch.zeros_like(here.sum(-1)))
         counted = here.cumsum(-1) + before.to(tokens.device).unsqueeze(-1)
         return torch.where(here, counted + start - 1, start - 1)
-    like = tokens if tokens is not None else embedded
-    assert like is not None
-    length = like.shape[1]
-    begin = start + sum(ranks.measure(length)[: ranks.rank])
+    begin = start + sum(counts[: ranks.rank])
     return torch.arange(begin, begin + length, device=like.device).unsqueeze(0)
 
 

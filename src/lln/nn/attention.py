@@ -233,13 +233,15 @@ class LLNAttention(MomentMatcher):
 
     def features(self, query: Tensor, key: Tensor, **where: Any) -> tuple[Tensor, Tensor]:
         """The queries and keys that the op is given. where: the fields of `Where`."""
-        return self._map(*self.convolve(query, key, Where(**where)))
+        with self.hold():
+            return self._map(*self.convolve(query, key, Where(**where)))
 
     def coefficients(self, query: Tensor, key: Tensor, **where: Any) -> tuple[Any, Tensor]:
         """(alpha, beta) that forward would use now, in a shape that lln_attention takes; the evidence read has no
         alpha. Changes nothing. where: the fields of `Where`."""
         here = Where(**where)
-        return self.match(*self.convolve(query, key, here), here)
+        with self.hold():
+            return self.match(*self.convolve(query, key, here), here)
 
     def convolve(self, query: Tensor, key: Tensor, where: Where) -> tuple[Tensor, Tensor]:
         """Queries and keys after the convolution."""
@@ -292,6 +294,8 @@ class LLNAttention(MomentMatcher):
         """Whether a call does no more than kernels do: nothing is learned but alpha and beta, nothing is kept."""
         learned = self.convolution is not None or self.feature_map is not None or isinstance(self.mix, str)
         learned = learned or self.value_convolution is not None
+        if self.split is not None:  # whose parameters are parts, and which draw numbers of their own
+            learned = learned or self.training or "log_beta" in self._parameters
         return not (learned or self.read != "paper" or self.overlap or (self.statistics == "running" and self.training))
 
     @functools.cached_property
@@ -309,10 +313,19 @@ class LLNAttention(MomentMatcher):
         self, query: Tensor, key: Tensor, value: Tensor, where: Where, dropout_p: float,
         state: LLNState | None = None, return_state: bool = False,
     ) -> Any:  # fmt: skip
+        if self.split is None:
+            return self._attend_here(query, key, value, where, dropout_p, state, return_state)
+        with self.hold(dropout_p):
+            return self._attend_here(query, key, value, where, dropout_p, state, return_state)
+
+    def _attend_here(
+        self, query: Tensor, key: Tensor, value: Tensor, where: Where, dropout_p: float, state: LLNState | None,
+        return_state: bool,
+    ) -> Any:  # fmt: skip
         is_causal, key_mask, query_mask, cu_seqlens = where
         # The tensors, checked once for the statistics and for the op, which checks the rest.
         checked = check_inputs(query, key, value, key_mask=key_mask, cu_seqlens=cu_seqlens)
-        check_heads(query, key, self.num_heads, self.num_key_heads, self.head_dim)
+        check_heads(query, key, self.num_heads, self.num_key_heads, self.head_dim, self.split)
         check_key_mask(query_mask, query, "query_mask", "query")
         if self.convolution is not None:
             check_value(value, self.value_dim, state is not None or return_state)

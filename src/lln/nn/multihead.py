@@ -141,6 +141,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             momentum=momentum, backend=backend, device=device, dtype=dtype,
         )  # fmt: skip
 
+    def check_split(self, size: int) -> None:
+        raise ValueError(
+            "split_heads: MultiheadAttention projects all heads at once; use lln.LLNAttention after projections that "
+            "give every rank its own heads."
+        )
+
     def _reset_parameters(self) -> None:
         # torch's encoder layers read _qkv_same_embed_dim before they hand the weights to a fused softmax kernel that
         # would bypass forward. It stays False for good, except here, where it tells which parameters there are.

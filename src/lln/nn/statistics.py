@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any, NamedTuple, Self
 
@@ -22,6 +23,7 @@ from lln.matching.moments import (
     score_factor,
     sigma,
 )
+from lln.nn.head_split import HeadSplit, check_split, find_kept, label_kept, split_module
 from lln.ranks import find_ranks, share
 
 LOCK = threading.RLock()  # one for all: modules are copied and pickled, which no lock can be
@@ -44,6 +46,7 @@ class MomentMatcher(nn.Module):
     running_variance_q: Tensor
     running_variance_k: Tensor
     updates = 0  # steps whose moments were kept, in whichever thread
+    split: HeadSplit | None = None  # where heads lie on several ranks: which of them are here
 
     def __init__(
         self, num_heads: int, head_dim: int, num_key_heads: int | None, matching: Matching, statistics: Statistics, *,
@@ -129,7 +132,9 @@ class MomentMatcher(nn.Module):
             found = both_moments(*self._data(query, key, where), self.backend)
             if self.matching == "entropy":
                 length = (found[1, 0] / self.head_dim).mean()
-            sigma_q, sigma_k = sigma(*found.sum((2, 3)).unbind(1)).unbind()
+            found = found.sum((2, 3))  # of all samples and heads
+            found = found if self.split is None else self.split.add_up(found)
+            sigma_q, sigma_k = sigma(*found.unbind(1)).unbind()
         matched = match_moments(sigma_q, sigma_k, self.head_dim, self.matching, self.scale, length=length)
         return expand_heads(matched, query)
 
@@ -187,6 +192,10 @@ class MomentMatcher(nn.Module):
         with share(None):  # of the rows here: those of all ranks, also of ranks with other sequences, come just below
             both = both_moments(*data, self.backend).sum(2)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
+            if self.split is not None:  # other ranks may have other heads
+                wide = self.split.place(both, 2)
+                torch.distributed.all_reduce(wide)
+                return self.split.take(wide, 2)
             torch.distributed.all_reduce(both)
         return both
 
@@ -239,6 +248,17 @@ class MomentMatcher(nn.Module):
         self.running_count += good
         self.pending.zero_()
 
+    def check_split(self, size: int) -> None:
+        check_split(self, size)
+
+    def split_heads(self, mesh: Any) -> None:
+        """Keep the heads of this rank alone, see `lln.distributed.split_heads`."""
+        split_module(self, mesh)
+
+    def hold(self, dropout_p: float = 0.0) -> contextlib.AbstractContextManager[None]:
+        """Within it what is learned is that of the heads here."""
+        return contextlib.nullcontext() if self.split is None else self.split.hold(self, dropout_p)
+
     def train(self, mode: bool = True) -> Self:
         if not mode:
             self.commit()
@@ -247,9 +267,13 @@ class MomentMatcher(nn.Module):
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.commit()
         super()._save_to_state_dict(*args, **kwargs)
+        if self.split is not None:
+            label_kept(self, *args[:2])
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         state_dict, prefix = args[0], args[1]
+        if self.split is not None:
+            find_kept(self, state_dict, prefix)
         if self.statistics == "running":
             self.pending.zero_()  # of the weights that are being replaced
             for name in ("running_count", "running_variance_q", "running_variance_k"):
@@ -267,11 +291,16 @@ class MomentMatcher(nn.Module):
         return self
 
 
-def check_heads(query: Tensor, key: Tensor, heads: int, key_heads: int, head_dim: int) -> None:
+def check_heads(
+    query: Tensor, key: Tensor, heads: int, key_heads: int, head_dim: int, split: HeadSplit | None = None
+) -> None:
     if (query.shape[1], key.shape[1], query.shape[3]) != (heads, key_heads, head_dim):
+        fewer = split is None and 0 < query.shape[1] < heads and not heads % query.shape[1]
+        here = "" if split is None else f", of heads that lie on {split.size} ranks"
+        remedy = " (where heads lie on several ranks: lln.distributed.split_heads(model, mesh))" if fewer else ""
         raise ValueError(
-            f"query and key must have {heads} and {key_heads} heads of {head_dim}; "
-            f"got query {list(query.shape)} and key {list(key.shape)}."
+            f"query and key must have {heads} and {key_heads} heads of {head_dim}{here}; "
+            f"got query {list(query.shape)} and key {list(key.shape)}{remedy}."
         )
 
 

@@ -39,6 +39,12 @@ class PeerModule(nn.Module):
     def entry(self) -> Mechanism:
         return REGISTRY[self.name]  # by name, so that modules can be copied and pickled
 
+    def check_split(self, size: int) -> None:
+        raise ValueError(
+            f"split_heads: {self.name} keeps what is of all heads; of all mechanisms LLN attention alone can have its "
+            "heads on several ranks."
+        )
+
     def attend(self, call: Call) -> Tensor:
         """Attention of one sequence's call (of a batch of them when nothing is packed)."""
         raise NotImplementedError
