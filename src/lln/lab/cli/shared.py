@@ -221,16 +221,18 @@ def explain(command: str) -> Iterator[None]:
         raise typer.BadParameter(str(error), param_hint=error.option) from None
     except (Refused, Unreadable) as error:
         fail(f"lln {command}: {error}")
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, TypeError) as error:
         if not is_out_of_memory(error):
             raise
         fail(f"lln {command}: there is not enough memory for that ({first_line(error)}).", 1)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch has an exception of its own for a GPU alone."""
+    """torch has an exception of its own for a GPU alone; of sizes that no machine could have it says that they
+    overflow."""
     said = str(error)
-    return isinstance(error, MemoryError) or "allocate memory" in said or "out of memory" in said
+    words = ("allocate memory", "out of memory", "Overflow when unpacking", "calculation overflowed")
+    return isinstance(error, MemoryError) or any(word in said for word in words)
 
 
 def publish(
