@@ -188,6 +188,34 @@ def test_states_merge_in_any_grouping_and_an_empty_one_changes_nothing() -> None
     )
 
 
+@pytest.mark.parametrize("mix", [0.5, "evidence"])
+@pytest.mark.parametrize("directions", DIRECTIONS)
+@pytest.mark.parametrize(("is_causal", "rows"), [(True, 0), (False, 0), (False, 3)])
+def test_no_keys_are_no_error_in_the_backward(is_causal: bool, rows: int, directions: str, mix: Any) -> None:
+    """As torch's own attention has it: every input has a gradient, of nothing or of zeros."""
+    block_size = 4 if is_causal or not rows else None
+    if mix == "evidence" and block_size is None:
+        return  # goes with blocks
+    options: dict[str, Any] = {"directions": DIRECTIONS[directions], "is_causal": is_causal, "block_size": block_size}
+    options |= {"mix": mix} if block_size is not None else {}
+    qkv = normal(1, 2, 2, rows, 8), normal(2, 2, 2, 0, 8), normal(3, 2, 2, 0, 8)
+    leaves = [t.requires_grad_() for t in (*qkv, torch.tensor(1.3, dtype=torch.float64))]
+    out = attend(*leaves[:3], beta=leaves[3], **options)
+    assert not out.any()
+    for gradient in torch.autograd.grad(out.sum(), leaves):
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_what_lies_in_one_window_has_a_gradient_of_zeros_for_what_reads_the_rest(is_causal: bool) -> None:
+    """Or training on several processes would stop at a batch of short texts: a parameter took no part in it."""
+    leaves = [t.requires_grad_() for t in (*make_inputs(1, 2, 2, 3, 8, 8, exact=True), normal(4, 2, 8).exp())]
+    out = attend(*leaves[:3], beta=leaves[3], is_causal=is_causal, block_size=4, mix="evidence")
+    *gradients, of_beta = torch.autograd.grad((out * normal(8, *out.shape)).sum(), leaves)
+    assert all(gradient.any() for gradient in gradients)
+    assert not of_beta.any()
+
+
 def test_the_entropy_of_many_tokens_does_not_drift() -> None:
     length = 300_000
     k = normal(0, 1, 1, length, 2).float() + 50

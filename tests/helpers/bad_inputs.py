@@ -52,7 +52,7 @@ def list_wrong(kind: Any, rule: Any) -> list[str]:
     if kind is bool:
         return ["maybe", "", "2", "None"]
     if isinstance(rule, OneOf):
-        return ["foo", "", rule.names[0].upper()]
+        return [text for text in ("foo", "", rule.names[-1].upper()) if text not in rule.names]
     if rule is None:
         return []
     if typing.get_origin(kind) is tuple:
@@ -257,6 +257,11 @@ BY_HAND = (
     Bad(("inspect", "model", "--device", "toaster"), ("toaster",)),
     Bad(("reproduce", "fig99"), ("fig99",)),
     Bad(("reproduce", "fig2", "--attentions", "lln"), ("--attentions",)),
+    Bad(("reproduce", "fig2", "--scale", "mini"), ("--scale", "fig2")),
+    Bad(("reproduce", "fig2", "--no-controls"), ("--no-controls", "fig2")),
+    Bad(("compare", "--temperatures", "1e7"), ("--temperatures",)),
+    Bad(("compare", "--attentions", "softmax", "--heads", "1048576", "--batch", "1048576", "--lengths", "16777216"),
+        ("not enough memory",), (), (1,)),
     Bad(("reproduce", "table1", "--quick"), ("--quick",)),
     Bad(("reproduce", "table1", "--scale", "huge"), ("--scale",)),
     Bad(("reproduce", "table1", "--tasks", "foo"), ("--tasks", "foo")),
@@ -303,6 +308,12 @@ BY_HAND = (
         (("model/config.json", '{"model_type": "bert", "num_hidden_layers": -3}'),)),
     Bad(("plan", "model"), ("model", "hidden_size"),
         (("model/config.json", '{"model_type": "bert", "hidden_size": "wide"}'),)),
+    train({}, "--out", more=("--out=",)),
+    train({}, "--start", more=("--start", "")),
+    Bad(("convert", "model", ""), ("out", "must name")),
+    Bad(("convert", "model", "/", "--calibration", "a.txt"), ("/ is no folder",),
+        (("a.txt", "words " * 50), ("model/config.json", "{}"))),
+    Bad(("inspect", "model", "--out", ""), ("--out",), (("model/config.json", "{}"),)),
     Bad(("foo",), ("foo",)),
     Bad(("train",), ("Missing argument",)),
     Bad(("info", "--foo"), ("--foo",)),

@@ -26,7 +26,6 @@ EXACT = {torch.float64: 1e-11, torch.float32: 3e-6, torch.bfloat16: 3e-6, torch.
 ROUNDED = {torch.float64: 0.0, torch.float32: 0.0, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 COEFFICIENTS = ("number", "[]", "[H]", "[B, H]", "[H, D]", "[B, H, D]")
 MIXES = ("number", "[]", "[H]", "[B, H]", "[H, D]", "[B, H, D]", "pair", "wide pair", "half pair")
-Check = Callable[[random.Random], str | None]  # what is wrong, None: nothing
 
 
 def is_ambiguous(kind: str, batch: int, heads: int, width: int) -> bool:
@@ -177,36 +176,43 @@ def check_op(rng: random.Random) -> str | None:
     return None
 
 
-def check_kernels(rng: random.Random) -> str | None:
-    """The Triton kernels, interpreted where there is no GPU, with every gradient."""
-    from helpers.triton_cases import Case, check
+def draw_kernel_case(rng: random.Random, forms: int | None) -> Any:
+    """A call of the kernels. forms: how many different ones there are to compile for; None: each has one of its own.
+    Lengths and how large the exponents are vary in any case."""
+    from helpers.triton_cases import Case
 
-    packed, is_causal = rng.random() < 0.3, rng.random() < 0.5
-    longest = 40 if not torch.cuda.is_available() else 400
-    count = rng.randint(1, 2)
-    lengths = tuple(rng.randint(1, longest) for _ in range(count)) if packed else (rng.randint(1, longest),) * count
-    cross = not is_causal and rng.random() < 0.3
-    keys = tuple(rng.randint(1, longest) for _ in lengths) if packed else (rng.randint(1, longest),) * count
-    block_size = None if cross else rng.choice((None, rng.choice((1, 7, 16, 32, 48))))
-    key_heads, group, dim = rng.randint(1, 2), rng.randint(1, 2), rng.choice((16, 32, 24))
-    heads = key_heads * group
-    dtype = rng.choice((torch.float32, torch.float32, torch.bfloat16))
+    form = rng if forms is None else random.Random(f"form {rng.randrange(forms)}")
+    packed, is_causal = form.random() < 0.3, form.random() < 0.5
+    cross = not is_causal and form.random() < 0.3
+    block_size = None if cross else form.choice((None, form.choice((1, 7, 16, 32, 48))))
+    group, dim = form.randint(1, 2), form.choice((16, 32, 24))
+    dtype = form.choice((torch.float32, torch.float32, torch.bfloat16))
+    with_state = (block_size is None or is_causal) and form.random() < 0.4
+    return_state = with_state and form.random() < 0.5
+    mask = form.choice(("none", "none", "holes", "left", "right"))
+    alpha, beta = (draw_kind(form, COEFFICIENTS, 9, 7, dim) for _ in range(2))  # of no size that says two things
+    mix = draw_kind(form, MIXES, 9, 7, dim) if block_size is not None else "number"
+    count, key_heads, longest = form.randint(1, 2), form.randint(1, 2), 400 if torch.cuda.is_available() else 40
+    lengths, keys = (
+        tuple(rng.randint(1, longest) for _ in range(count)) if packed else (rng.randint(1, longest),) * count
+        for _ in range(2)
+    )
+    return Case(
+        lengths=lengths, key_lengths=keys if cross else None, packed=packed, key_heads=key_heads, group=group, dim=dim,
+        is_causal=is_causal, block_size=block_size, mask=mask, alpha=alpha, beta=beta, mix=mix, state=with_state,
+        return_state=return_state, dtype=dtype, size=rng.choice((0.5, 1.0, 3.0)),
+    )  # fmt: skip
+
+
+def check_kernels(rng: random.Random, forms: int | None = None) -> str | None:
+    """The Triton kernels, interpreted where there is no GPU, with every gradient."""
+    from helpers.triton_cases import check
+
+    case = draw_kernel_case(rng, forms)
     # The interpreter cuts bfloat16 off where a GPU rounds it.
-    tolerance = 1e-2 if dtype == torch.bfloat16 and not torch.cuda.is_available() else 2e-5
-    with_state = (block_size is None or is_causal) and rng.random() < 0.4
+    tolerance = 1e-2 if case.dtype == torch.bfloat16 and not torch.cuda.is_available() else 2e-5
     try:
-        check(
-            Case(
-                lengths=lengths, key_lengths=keys if cross else None, packed=packed, key_heads=key_heads, group=group,
-                dim=dim, is_causal=is_causal, block_size=block_size,
-                mask=rng.choice(("none", "none", "holes", "left", "right")),
-                alpha=draw_kind(rng, COEFFICIENTS, count, heads, dim),
-                beta=draw_kind(rng, COEFFICIENTS, count, key_heads, dim),
-                mix=draw_kind(rng, MIXES, count, heads, dim) if block_size is not None else "number",
-                state=with_state, return_state=with_state and rng.random() < 0.5,
-                dtype=dtype, size=rng.choice((0.5, 1.0, 3.0)),
-            ), tolerance,
-        )  # fmt: skip
+        check(case, tolerance)
     except AssertionError as error:
         return str(error)[:300] or "it differs"
     return None
@@ -318,16 +324,16 @@ def check_plugin(rng: random.Random) -> str | None:
     return compare(run(again, ids, mask), whole, 1e-10, f"{kind}: the loaded model")
 
 
-CHECKS: dict[str, Check] = {
+CHECKS: dict[str, Callable[..., str | None]] = {
     "op": check_op, "kernels": check_kernels, "states": check_states, "modules": check_modules, "plugin": check_plugin,
 }  # fmt: skip
 
 
-def run_case(kind: str, seed: int, number: int) -> str | None:
-    """What is wrong with a case; None: nothing."""
+def run_case(kind: str, seed: int, number: int, **how: Any) -> str | None:
+    """What is wrong with a case; None: nothing. how: of the kernels, `forms`."""
     torch.manual_seed(0)
     try:
         with warnings.catch_warnings():
-            return CHECKS[kind](random.Random(f"{kind} {seed} {number}"))
+            return CHECKS[kind](random.Random(f"{kind} {seed} {number}"), **how)
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,5 +1,6 @@
 """The short versions of the long campaigns, and that each of them would notice something."""
 
+import dataclasses
 import json
 import random
 import shutil
@@ -63,6 +64,15 @@ def test_a_case_follows_from_its_number() -> None:
     one, other = (fuzzing.draw_call(random.Random("op 1 7")) for _ in range(2))
     assert torch.equal(one[0][0], other[0][0])
     assert one[1].keys() == other[1].keys()
+
+
+def test_so_many_forms_of_calls_and_no_more_are_compiled() -> None:
+    """Of one form are calls that differ in their lengths and the size of their exponents alone."""
+    pytest.importorskip("triton")
+    cases = [fuzzing.draw_kernel_case(random.Random(f"kernels 1 {number}"), 5) for number in range(60)]
+    varied: dict[str, Any] = {"lengths": (), "key_lengths": None, "size": 1.0}
+    assert len({dataclasses.replace(case, **varied) for case in cases}) == 5
+    assert len({case.lengths for case in cases}) > 20
 
 
 @pytest.mark.usefixtures("tools")

@@ -68,6 +68,21 @@ def test_a_run_goes_on_with_its_own_data_alone(tmp_path: Path, cache: Path) -> N
     assert said[0].startswith("Whether its data are the same is not known: corpus/mine is not in the data root")
 
 
+def test_a_run_goes_on_from_its_own_weights_alone(tmp_path: Path, cache: Path, whole: Path) -> None:
+    """A folder whose weights were changed in place is another start."""
+    start = shutil.copytree(whole / "model", tmp_path / "start")
+    config, folder = make_config(model__start=str(start)), tmp_path / "run"
+    with pytest.raises(Stop):
+        train(config, folder, cache_dir=cache, progress=stop_at(3))
+    plain = (start / "model.safetensors").read_bytes()
+    for _ in ("begun", "finished"):
+        (start / "model.safetensors").write_bytes(plain[:-1] + bytes([plain[-1] ^ 1]))
+        with pytest.raises(ValueError, match=r"began with other weights: model.start.weights is '\w+' there"):
+            train(config, folder, cache_dir=cache)
+        (start / "model.safetensors").write_bytes(plain)
+        train(config, folder, cache_dir=cache)
+
+
 # Kills
 
 

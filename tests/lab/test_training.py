@@ -47,6 +47,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     return folder
 
 
+def test_a_batch_without_a_masked_token_ends_no_run(tmp_path: Path, cache: Path) -> None:
+    """As short texts may be: one token in ten has none to guess, most of the time."""
+    config = tiny(data__length="2", data__options__probability="0.01", optimisation__steps="4", save_every="4")
+    train(config, tmp_path / "run", cache_dir=cache)
+    losses = [row["loss"] for row in read_metrics(tmp_path / "run") if "loss" in row]
+    assert losses == [0.0, 0.0]
+
+
 def test_a_run_is_a_folder_with_everything_in_it(whole: Path) -> None:
     result = json.loads((whole / "result.json").read_text())
     assert result["config"]["optimisation"]["steps"] == 12

@@ -130,7 +130,13 @@ def fold(x: Tensor, k: Tensor, v: Tensor) -> Held:
     for rows in spans(x):
         part = fold_rows(x[..., rows, :], k[..., rows, :], v[..., rows, :])
         state = part if state is None else merge(state, part)
-    return make_empty(x, k, v) if state is None else state
+    return fold_nothing(x, k, v) if state is None else state
+
+
+def fold_nothing(x: Tensor, k: Tensor, v: Tensor) -> Held:
+    """The state of none of the rows, with gradients, of zeros: whatever is trained takes part in every call."""
+    nothing = x[..., :0, :].transpose(-1, -2)  # [B, H, 1, M, 0]
+    return make_empty(x, k, v)._replace(mean_value=nothing @ v[..., :0, :], mean_key=nothing @ k[..., :0, :])
 
 
 def fold_rows(x: Tensor, k: Tensor, v: Tensor) -> Held:

@@ -26,7 +26,7 @@ from lln.kernels.blocks import gather_rows, slot_rows
 from lln.kernels.call import Call
 from lln.kernels.carry import Layout
 from lln.kernels.common import compute_dtype, drop, is_autocast_enabled, make_finite, spans, split_heads
-from lln.kernels.evidence import Held, call_again, channel_exponents, fold_rows, make_empty, merge, read
+from lln.kernels.evidence import Held, call_again, channel_exponents, fold_nothing, fold_rows, make_empty, merge, read
 
 MUCH = 1e4  # the advantage of a part over one that has no key
 
@@ -78,7 +78,7 @@ def attend_apart(call: Call) -> tuple[tuple[Tensor, Tensor, Tensor], Held]:
     x = channel_exponents(k, call.beta[:, :, None, None], directions, hidden)
     given = call.log_sum, call.mean_value, call.mean_key, call.entropy
     held = [t.unsqueeze(2) for t in given if t is not None]
-    state = Held(*held) if held else make_empty(x, k, v)
+    state = Held(*held) if held else fold_nothing(x, k, v)
     pieces = fold_rows(*(t.unflatten(-2, (-1, layout.rows)) for t in (x, k, v)))
     prefixes = list_prefixes(state, pieces, groups)
     outside = stack(prefixes[:groups])

@@ -63,7 +63,7 @@ def compare(
     own = [load_attention(text, "--plugin") for text in plugin or []]
     names = tuple(mechanisms()) if everything else DEFAULT if only is None else tuple(only.split(","))
     names = tuple(dict.fromkeys((*names, *own)))
-    hot = shared.parse_numbers(temperatures, "--temperatures", float, "numbers with commas between, like 0.5,1,2")
+    hot = shared.parse_numbers(temperatures, "--temperatures", float, "numbers with commas between, like 0.5,1,2", 1e6)
     plan = ComparisonPlan(
         names=names, lengths=tuple(shared.parse_lengths(lengths)), temperatures=tuple(hot), batch=batch, heads=heads,
         dim=dim, causal=causal, device=torch.device(device), repeats=repeats, seed=seed,

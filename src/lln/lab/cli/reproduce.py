@@ -24,7 +24,7 @@ Scale = enum.StrEnum("Scale", "tiny mini paper")
 TRAINED = tuple(read_data("experiments"))  # from training runs
 TUNED = ("table1", "matching", "variants")  # pre-trained, then fine-tuned
 MEASURED = ("table2", "table4")  # of single training steps
-SHARED = ("--attentions", "--set", "--from", "--no-charts")  # by these and those that are trained
+SHARED = ("--attentions", "--set", "--from", "--no-charts", "--scale")  # by these and those that are trained
 
 
 def print_list(wanted: bool) -> None:
@@ -151,7 +151,7 @@ def reproduce(
     given = {
         "--attentions": attentions, "--tasks": tasks, "--tunings": tunings, "--set": changes, "--from": source,
         "--no-charts": no_charts, "--dry-run": dry_run, "--retry-failed": retry, "--keep-all": keep,
-        "--at-once": at_once > 1,
+        "--at-once": at_once > 1, "--no-controls": no_controls, "--scale": scale.value != "tiny",
     }  # fmt: skip
     if foreign := [o for o, value in given.items() if value and not (name in MEASURED and o in SHARED)]:
         also = MEASURED if foreign[0] in SHARED else ()

@@ -69,6 +69,10 @@ def add_command(app: typer.Typer, command: Callable[..., None]) -> None:
         flag = [f"--{name.replace('_', '-')}"] if kinds[name] is bool else []  # without a --no-... beside it
         option = copy.copy(given[0]) if given else typer.Option(*flag)
         option.help, option.show_default = said, default or option.show_default
+        if Path in (kind, *get_args(kind)) or any(Path in get_args(one) for one in get_args(kind)):
+            option.parser = read_path
+            if isinstance(option, typer.models.OptionInfo):
+                option.metavar = "<path>"
         kinds[name] = Annotated[kind, option]
     command.__annotations__ = kinds
     app.command(
@@ -125,6 +129,16 @@ def check_text(option: str, value: Any) -> None:
             str(value).encode()
     except UnicodeEncodeError:
         raise WrongOption(option, f"must be text in UTF-8; got {str(value)!r}.") from None
+
+
+def read_path(text: str | Path) -> Path:
+    """Of an option, or its default. Python takes no name at all, as a variable of the shell that is not set gives one,
+    for the folder that one is in."""
+    if isinstance(text, Path):
+        return text
+    if not text or "\0" in text:
+        raise typer.BadParameter(f"must name a file or a folder; got {text!r}.")
+    return Path(text)
 
 
 def expand(option: str, path: Path | str) -> Path:
@@ -237,16 +251,18 @@ def explain(command: str) -> Iterator[None]:
         raise typer.BadParameter(str(error), param_hint=error.option) from None
     except (Refused, Unreadable) as error:
         fail(f"lln {command}: {error}")
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, TypeError) as error:
         if not is_out_of_memory(error):
             raise
         fail(f"lln {command}: there is not enough memory for that ({first_line(error)}).", 1)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch has an exception of its own for a GPU alone."""
+    """torch has an exception of its own for a GPU alone; of sizes that no machine could have it says that they
+    overflow."""
     said = str(error)
-    return isinstance(error, MemoryError) or "allocate memory" in said or "out of memory" in said
+    words = ("allocate memory", "out of memory", "Overflow when unpacking", "calculation overflowed")
+    return isinstance(error, MemoryError) or any(word in said for word in words)
 
 
 def publish(

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from lln.files import explain_writing, hash_file, write_text
+from lln.files import explain_writing, write_text
 from lln.hf.converting import convert
 from lln.hf.distillation import Learner, distill, distillation, fine_tune, fine_tuning
 from lln.hf.find import attention_modules, read_sizes
@@ -29,7 +28,7 @@ from lln.lab.convert.material import IN_PYTHON, Batch, Material
 from lln.lab.convert.verdict import FEWEST, agree, classify, compare, judge, leave_blocks, measure_model, predicts
 from lln.lab.convert.workplace import LEARNING, MODEL, Workplace
 from lln.lab.core.errors import Refused, first_line
-from lln.lab.core.pretrained import find_snapshot, load, shorten_name, silence
+from lln.lab.core.pretrained import find_snapshot, identify, load, shorten_name, silence
 from lln.lab.inspect.inspection import label_layers
 from lln.nn.image_grid import REMEDIES
 
@@ -67,7 +66,7 @@ def convert_checkpoint(
     read_model = functools.partial(load, place, device, headed=True, load_processor=material.load_processor)
     # Which weights a Hub id stands for today is known when they are here.
     loaded = None if folder.is_dir() else read_model()
-    found = identity(place if loaded is None else str(find_snapshot(name) or place))
+    found = identify(place if loaded is None else str(find_snapshot(name) or place))
     work = Workplace(out, {"model": shorten_name(name), **found, **material.request(plan)})
     if work.result is not None:
         shutil.rmtree(work.place, ignore_errors=True)  # where the last thing before the end was a kill
@@ -121,18 +120,6 @@ def split(found: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
 def thin_out(found: Sequence[T], most: int) -> Sequence[T]:
     """At most so many of them, from all over."""
     return found[:: max(1, len(found) // most)][:most]
-
-
-def identity(name: str) -> dict[str, Any]:
-    """What tells another model in the same folder: its config and its weights, to the last bit."""
-    path = Path(name).expanduser()
-    if not (path / "config.json").is_file():
-        return {}
-    digest = hashlib.sha256((path / "config.json").read_bytes())
-    for file in sorted(path.iterdir()):
-        if file.suffix in (".safetensors", ".bin"):
-            digest.update(f"{file.name} {hash_file(file)}".encode())
-    return {"weights": digest.hexdigest()[:16]}
 
 
 class Conversion:

@@ -32,6 +32,9 @@ REQUEST, RESULT, LEARNING, MODEL = "request.json", "conversion.json", "learning"
 class Workplace:
     def __init__(self, out: Path, request: dict[str, Any]) -> None:
         """Refused where OUT, or what was begun of it, is not what this request would make."""
+        out = out if out.name not in ("", "..") else out.resolve()  # what lies beside it has its name
+        if not out.name:
+            raise Refused(f"{out} is no folder that a model can be moved to; name another")
         self.out, self.place = out, out.with_name(out.name + ".partial")
         self.request = json.loads(json.dumps(request))
         if out.exists() and not out.is_dir():

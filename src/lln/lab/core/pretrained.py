@@ -1,6 +1,7 @@
 """A pretrained model, and what makes its inputs, by the name a user gives, or one sentence about why not."""
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lln.files import hash_file
 from lln.lab.core.errors import Refused, first_line
 
 CONFIG, PIPELINE = "config.json", "model_index.json"  # of a model, and of a pipeline of diffusers
@@ -150,6 +152,19 @@ def find_snapshot(name: str) -> Path | None:
 
     found = try_to_load_from_cache(name, "config.json")
     return Path(found).parent if isinstance(found, (str, os.PathLike)) else None
+
+
+def identify(name: str) -> dict[str, str]:
+    """What tells another model in the same folder: its config and its weights, to the last bit. Nothing of a folder
+    without a config."""
+    path = Path(name).expanduser()
+    if not (path / CONFIG).is_file():
+        return {}
+    digest = hashlib.sha256((path / CONFIG).read_bytes())
+    for file in sorted(path.iterdir()):
+        if file.suffix in (".safetensors", ".bin"):
+            digest.update(f"{file.name} {hash_file(file)}".encode())
+    return {"weights": digest.hexdigest()[:16]}
 
 
 def shorten_name(name: str) -> str:

@@ -34,6 +34,9 @@ class Bars:
         return self
 
     def __exit__(self, *error: object) -> None:
+        for task in self.progress.tasks:
+            if error[0] is not None and not task.completed:  # beside the reason it says nothing
+                self.progress.update(task.id, visible=False)
         self.progress.stop()
 
     def say(self, text: str) -> None:

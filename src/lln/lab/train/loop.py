@@ -197,11 +197,14 @@ class Loop:
         return model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()
 
     def share_count(self, count: Tensor | int) -> Tensor | int:
-        """What all processes count together, over their number: gradients are means over processes."""
-        if self.processes == 1 or not isinstance(count, Tensor):
+        """What all processes count together, over their number: gradients are means over processes. Never 0: where no
+        token of any is masked, as few short texts may have none, the sum that it divides is 0 already."""
+        if not isinstance(count, Tensor):
             return count
+        if self.processes == 1:
+            return count.clamp_min(1)
         distributed.all_reduce(count)
-        return count / self.processes
+        return count.clamp_min(1) / self.processes
 
     def gather(self, rows: Tensor) -> Tensor:
         """The rows of all processes."""

@@ -18,6 +18,7 @@ from transformers.integrations import rewrite_logs
 
 from lln.files import explain_writing, read_json
 from lln.lab.core.errors import DataError
+from lln.lab.core.pretrained import identify
 from lln.lab.core.provenance import provenance
 from lln.lab.data.made_once import Place
 from lln.lab.data.sources import resolve_root
@@ -90,18 +91,19 @@ def train(
         resolve_root(data_root)  # refused, whether the data come from there or not
     run = Run(folder, config.to_dict(), list_facts(config))
     if (result := run.read_result()) is not None:
-        compare_data(run, config, data_root, cache_dir, say)
+        compare_origin(run, config, data_root, cache_dir, say)
         say(f"{folder} is finished: its result is shown again.")
         return result
-    start = time.monotonic()
+    began = time.monotonic()
     transformers.utils.logging.disable_progress_bar()  # there is one bar, ours
     where = join_processes(torch.device(device), processes)
     transformers.set_seed(config.seed)
     data = load(config, data_root, cache_dir)
     model = build(config, data.sizes).to(where)
     transformers.set_seed(config.seed)  # what training draws does not depend on how many weights were drawn
-    sizes = {"parameters": count_parameters(model), "data": data.identity}
-    run.check_data(data.identity)
+    start = identify(config.model.start) if config.model.start else {}
+    sizes = {"parameters": count_parameters(model), "data": data.identity} | ({"start": start} if start else {})
+    run.check_origin(data.identity, start)
     there = folder.exists()
     # What is refused is refused before here, and nothing has been written.
     with contextlib.ExitStack() as stack:
@@ -141,7 +143,7 @@ def train(
             "guess": data.guess,
             **sizes,
             "notes": data.notes,
-            "seconds": time.monotonic() - start,  # of the process that finished it
+            "seconds": time.monotonic() - began,  # of the process that finished it
             "provenance": provenance(config.seed, where),
             "step_seconds": loop.pace.median(),
         }
@@ -165,11 +167,13 @@ def go_on_as_begun(config: Config, folder: Path, say: Say) -> Config:
     return earlier
 
 
-def compare_data(run: Run, config: Config, data_root: Place, cache_dir: Place, say: Say) -> None:
-    """ValueError where a finished run was trained on other data than it is asked for now. Where these are not here a
-    sentence says that nobody looked."""
+def compare_origin(run: Run, config: Config, data_root: Place, cache_dir: Place, say: Say) -> None:
+    """ValueError where a finished run was trained on other data, or began with other weights, than it is asked for now.
+    Where the data are not here a sentence says that nobody looked."""
+    if config.model.start:
+        run.check_origin({}, identify(config.model.start))
     try:
-        run.check_data(load(config, data_root, cache_dir).identity)
+        run.check_origin(load(config, data_root, cache_dir).identity, {})
     except DataError as error:
         say(f"Whether its data are the same is not known: {error}")
 

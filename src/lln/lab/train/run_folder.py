@@ -95,14 +95,21 @@ class Run:
             if with_folder:
                 self.path.rmdir()
 
-    def check_data(self, found: dict[str, str]) -> None:
-        """ValueError where the run was begun with other data. found: fingerprints, as `TaskData.identity`."""
+    def check_origin(self, data: dict[str, str], start: dict[str, str]) -> None:
+        """ValueError where the run was begun with other data, or from other weights. data: fingerprints, as
+        `TaskData.identity`; start: of the model that it begins with, as `pretrained.identify`. Nothing is compared with
+        {}, nor with what an earlier version did not write down."""
         started = self.read(ENVIRONMENT, list) or [{}]
-        held = started[-1].get("data") if isinstance(started[-1], dict) else None
-        if held is not None and (changed := list_differences(held, found, "data")):
+        held = started[-1] if isinstance(started[-1], dict) else {}
+        if data and held.get("data") and (changed := list_differences(held["data"], data, "data")):
             raise ValueError(
                 f"{self.path} holds a run with other data: {'; '.join(changed)}. Name the folder that they were read "
                 "from (--data-root), or another folder for the run."
+            )
+        if start and held.get("start") and (changed := list_differences(held["start"], start, "model.start")):
+            raise ValueError(
+                f"{self.path} holds a run that began with other weights: {'; '.join(changed)}. Name the folder of "
+                "those (--start), or another folder for the run."
             )
 
     def lock(self) -> contextlib.AbstractContextManager[Any]:
