@@ -81,7 +81,7 @@ class Joined(Launch):
         with plan.use_device(self.device):
             self.launch(kernel, programs, name, **given)
 
-    def merge(self, pieces: list[Tensor]) -> list[Tensor]:
+    def merge_pieces(self, pieces: list[Tensor]) -> list[Tensor]:
         """(L, S, K, H) outside of each group, and of the pieces that are closed, [B, H, M, ...]."""
         outside = self.allocate_held(self.batch, self.groups.count, self.heads)
         end = self.allocate_held(self.batch, self.heads)
@@ -100,11 +100,10 @@ class Joined(Launch):
         found = self.allocate_held(*lead)
         given = None if self.held[0] is None else self.allocate_held(self.batch, self.heads)
         named: dict[str, Any] = dict(zip(KERNELS, pieces, strict=True))
-        for end, tensors in (("_OUT", outside), ("_IN", self.held)):
-            named |= {f"{n}{end}": t for n, t in zip(KERNELS, tensors, strict=True)}
+        named |= {f"{n}_OUT": t for n, t in zip(KERNELS, outside, strict=True)}
         named |= {f"G_{n}": t for n, t in zip(KERNELS[1:], grads, strict=True)}
-        for end, tensors in (("", found), ("_IN", given or [None] * 4)):
-            named |= {f"D{n}{end}": t for n, t in zip(KERNELS, tensors, strict=True)}
+        named |= {f"D{n}": t for n, t in zip(KERNELS, found, strict=True)}
+        named |= {f"D{n}_IN": None if given is None else given[i] for i, n in enumerate(KERNELS)}
         self.launch_merging(outside_backward_kernel, "outside_backward", **named)
         return found, given
 
@@ -166,18 +165,18 @@ def fit_join(call: Call, groups: Groups, backward: bool) -> Fit:
             joined.merge_backward(made, made, [*made[1:3], made[3].float()])
         else:
             joined.join(made)
-            joined.merge(made)
+            joined.merge_pieces(made)
 
     return find(call, (*name_kind(call, groups), backward), rehearse)
 
 
 class MergeOutside(Function):
-    """(call, groups, the states of pieces, the given one) -> as `Joined.merge`"""
+    """(call, groups, the states of pieces, the given one) -> as `Joined.merge_pieces`"""
 
     @staticmethod
     def forward(ctx: Any, call: Call, groups: Groups, *tensors: Any) -> tuple[Tensor, ...]:
         pieces, given = list(tensors[:4]), tensors[4:]
-        found = Joined(call, groups, fit_join(call, groups, False)).merge(pieces)
+        found = Joined(call, groups, fit_join(call, groups, False)).merge_pieces(pieces)
         ctx.save_for_backward(*pieces, *given, *found)
         ctx.call, ctx.groups = hide_tensors(call), groups
         ctx.mark_non_differentiable(found[0])
@@ -196,7 +195,7 @@ class MergeOutside(Function):
         found, of_given = joined.merge_backward(pieces, outside, of_outside)
         if any(g is not None for g in grads[4:]):
             add_end(ctx.groups, pieces, given, end, list(grads[4:]), found, of_given)
-        return None, None, *found, *(of_given or [None] * 4)
+        return None, None, *found, *([None] * 4 if of_given is None else of_given)
 
 
 def hide_tensors(call: Call) -> Call:
