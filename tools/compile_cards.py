@@ -201,6 +201,7 @@ def name_sources(mode: str) -> str:
     if mode in survey.EVIDENCE:
         names += ["evidence_fold", "evidence_read", "evidence_keys", "evidence_launch"]
         names += ["evidence_directed", "evidence_directed_keys", "evidence_directed_launch"]
+        names += ["evidence_outside", "evidence_join", "evidence_join_launch"] if mode in survey.MIXED else []
         names += ["evidence_chunks", "evidence_causal", "evidence_causal_keys", "evidence_causal_launch"]
     text = b"".join((SOURCES / f"{name}.py").read_bytes() for name in names)
     return hashlib.sha256(text).hexdigest()[:12]

@@ -268,7 +268,7 @@ def test_second_derivatives_are_those_of_the_definition() -> None:
         ({"beta": 2.0, "read": "evidence", "directions": torch.ones(3, 4, 8)}, "here with 2 heads of 8"),
         (
             {"beta": 2.0, "read": "evidence", "is_causal": True, "block_size": 4, "backend": "triton"},
-            "has kernels without block_size where is_causal is set",
+            "has kernels with block_size where is_causal is set for mix='evidence' alone",
         ),
     ],
 )

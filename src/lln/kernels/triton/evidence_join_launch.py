@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional
@@ -21,6 +20,7 @@ from lln.kernels.evidence_mix import count_groups, lay_keys, place_queries
 from lln.kernels.triton import plan
 from lln.kernels.triton.evidence_join import join_backward_kernel, join_kernel
 from lln.kernels.triton.evidence_launch import HELD, KERNELS
+from lln.kernels.triton.evidence_op import apply, fit_backward, fit_forward
 from lln.kernels.triton.evidence_outside import outside_backward_kernel, outside_kernel
 from lln.kernels.triton.fit import Fit, find
 from lln.kernels.triton.forward import Launch, name_strides, read_factor_strides
@@ -57,10 +57,17 @@ class Joined(Launch):
             "BN": plan.pad_dim(layout.size), "REACH": layout.size // layout.rows, "CAUSAL": call.is_causal,
             "MOVED": groups.empty is not None, "EMPTY": groups.empty, "groups": groups.count, "ADD": call.offset,
             "HAS_ADD": call.offset is not None, "HAS_STATE": call.log_sum is not None,
-            "LOW": self.dtype == torch.bfloat16, "SEED": call.seed,
+            "LOW": self.dtype == torch.bfloat16,
         }  # fmt: skip
         self.values |= {f"{name}_IN": t for name, t in zip(KERNELS, self.held, strict=True)}
         self.values |= dict(zip(("add_b", "add_h"), read_factor_strides(call.offset), strict=False))
+
+    def settings(self, kernel: str) -> plan.Settings:
+        """From what the compiler says of registers. Not measured."""
+        found = self.fit.settings.get(kernel)
+        warps = 4 if self.dtype == torch.bfloat16 and self.size <= 64 and self.values["BN"] <= 64 else 8
+        usual = plan.Settings(8 if kernel == "join_backward" else warps, 1, 1 if self.measured else 0)
+        return usual if found is None else found
 
     def allocate_held(self, *lead: int) -> list[Tensor]:
         wide = torch.float64
@@ -74,7 +81,7 @@ class Joined(Launch):
         with plan.use_device(self.device):
             self.launch(kernel, programs, name, **given)
 
-    def merge(self, pieces: list[Tensor]) -> list[Tensor]:
+    def merge_pieces(self, pieces: list[Tensor]) -> list[Tensor]:
         """(L, S, K, H) outside of each group, and of the pieces that are closed, [B, H, M, ...]."""
         outside = self.allocate_held(self.batch, self.groups.count, self.heads)
         end = self.allocate_held(self.batch, self.heads)
@@ -93,11 +100,10 @@ class Joined(Launch):
         found = self.allocate_held(*lead)
         given = None if self.held[0] is None else self.allocate_held(self.batch, self.heads)
         named: dict[str, Any] = dict(zip(KERNELS, pieces, strict=True))
-        for end, tensors in (("_OUT", outside), ("_IN", self.held)):
-            named |= {f"{n}{end}": t for n, t in zip(KERNELS, tensors, strict=True)}
+        named |= {f"{n}_OUT": t for n, t in zip(KERNELS, outside, strict=True)}
         named |= {f"G_{n}": t for n, t in zip(KERNELS[1:], grads, strict=True)}
-        for end, tensors in (("", found), ("_IN", given or [None] * 4)):
-            named |= {f"D{n}{end}": t for n, t in zip(KERNELS, tensors, strict=True)}
+        named |= {f"D{n}": t for n, t in zip(KERNELS, found, strict=True)}
+        named |= {f"D{n}_IN": None if given is None else given[i] for i, n in enumerate(KERNELS)}
         self.launch_merging(outside_backward_kernel, "outside_backward", **named)
         return found, given
 
@@ -114,11 +120,8 @@ class Joined(Launch):
     def join_backward(self, outside: list[Tensor], kept: list[Tensor], grad: Tensor) -> list[Tensor]:
         """dq, dk, dv; dS, dK and dH of what lies outside; and the gradient of the advantage, [B, Hq, N]."""
         lead = self.batch, self.query_heads, self.groups.count
-        alone = self.group == 1 and self.values["REACH"] == 1
-        narrow = self.dtype if alone else torch.float32
-        windows = [
-            self.allocate(*lead, self.groups.layout.size, dim, dtype=narrow) for dim in (self.dim, self.width)
-        ]  # fmt: skip
+        # Wide: they are added to what the fold of pieces asks, and to those of other heads and windows.
+        windows = [self.allocate(*lead, self.groups.layout.size, dim) for dim in (self.dim, self.width)]
         at = self.batch, self.groups.count, self.query_heads, self.channels
         asked = [self.allocate(*at, self.width), self.allocate(*at, self.dim), self.allocate(*at)]
         dq = self.allocate_like(self.call.query, self.dim)
@@ -159,21 +162,21 @@ def fit_join(call: Call, groups: Groups, backward: bool) -> Fit:
         if backward:
             kept = [joined.allocate(joined.batch * joined.query_heads * joined.rows) for _ in KEPT]
             joined.join_backward(made, kept, joined.allocate_like(part.query, joined.width))
-            joined.merge_backward(made, made, made[1:])
+            joined.merge_backward(made, made, [*made[1:3], made[3].float()])
         else:
             joined.join(made)
-            joined.merge(made)
+            joined.merge_pieces(made)
 
     return find(call, (*name_kind(call, groups), backward), rehearse)
 
 
 class MergeOutside(Function):
-    """(call, groups, the states of pieces, the given one) -> as `Joined.merge`"""
+    """(call, groups, the states of pieces, the given one) -> as `Joined.merge_pieces`"""
 
     @staticmethod
     def forward(ctx: Any, call: Call, groups: Groups, *tensors: Any) -> tuple[Tensor, ...]:
         pieces, given = list(tensors[:4]), tensors[4:]
-        found = Joined(call, groups, fit_join(call, groups, False)).merge(pieces)
+        found = Joined(call, groups, fit_join(call, groups, False)).merge_pieces(pieces)
         ctx.save_for_backward(*pieces, *given, *found)
         ctx.call, ctx.groups = hide_tensors(call), groups
         ctx.mark_non_differentiable(found[0])
@@ -192,7 +195,7 @@ class MergeOutside(Function):
         found, of_given = joined.merge_backward(pieces, outside, of_outside)
         if any(g is not None for g in grads[4:]):
             add_end(ctx.groups, pieces, given, end, list(grads[4:]), found, of_given)
-        return None, None, *found, *(of_given or [None] * 4)
+        return None, None, *found, *([None] * 4 if of_given is None else of_given)
 
 
 def hide_tensors(call: Call) -> Call:
@@ -279,44 +282,49 @@ def attend(call: Call) -> tuple[Tensor, ...]:
     return torch.cat(outs, -2), *(torch.cat(held) for held in states)
 
 
-def attend_sequence(call: Call) -> tuple[Tensor, ...]:
+def lay(call: Call) -> tuple[Call, Groups, Tensor | None]:
+    """(the call with its rows in slots, how these are cut, [B]: the slot of the first row among the queries; None: 0)
+    of one sequence."""
     assert call.block_size is not None
-    layout, length, device = Layout.choose(call.block_size, call.overlap, call.is_causal), call.key.shape[2], call.key.device
-    rows, dtype = layout.rows, call.query.dtype
-    q = call.query.unsqueeze(2)
+    layout, length = Layout.choose(call.block_size, call.overlap, call.is_causal), call.key.shape[2]
+    rows, first, empty = layout.rows, None, None
+    closed: Tensor | int = length // rows
     if call.start is None:
-        count, first, empty, closed = max(count_groups(layout, length, False), 1), None, None, length // rows
+        count = max(count_groups(layout, length, False), 1)
     else:
-        # Whole groups before the first valid token are cut off here, rather than left out.
+        # Whole groups before the first valid token are there, too: without a window of their own.
         empty = (-call.start).clamp_min(0).add(rows - 1).div(rows, rounding_mode="floor")
-        start = call.start + empty * rows
+        first = call.start + empty * rows
         count = count_groups(layout, length, True) if length else 1
-        first, closed = start + layout.before, (start + length).div(rows, rounding_mode="floor").to(torch.int32)
-    k, v, seen = lay_keys(call, layout, count, first, dtype)
-    k, v = k.squeeze(2), v.squeeze(2)
-    q = place_queries(q, layout, count, first).squeeze(2)
-    groups = Groups(layout, count, None if empty is None else empty.to(torch.int32), closed)
-    if seen is not None:
-        seen = seen.expand(call.key.shape[0], -1)
-    none: dict[str, Any] = dict.fromkeys(("cu_query", "cu_key", "start", "open_key", "open_value", "open_mask", "count"))
-    laid = call.change(query=q, key=k, value=v, key_mask=seen, lln_weight=None, block_weight=None, **none)
-    pieces = fold_pieces(laid, layout)
+        closed = (first + length).div(rows, rounding_mode="floor").to(torch.int32)
+    before = None if first is None else first + layout.before
+    k, v, seen = lay_keys(call, layout, count, before, call.query.dtype)
+    q = place_queries(call.query.unsqueeze(2), layout, count, before).squeeze(2)
+    none: dict[str, Any] = dict.fromkeys(("start", "open_key", "open_value", "open_mask", "count"))
+    none |= dict.fromkeys(("cu_query", "cu_key", "lln_weight", "block_weight"))
+    mask = None if seen is None else seen.expand(call.key.shape[0], -1)
+    laid = call.change(query=q, key=k.squeeze(2), value=v.squeeze(2), key_mask=mask, **none)
+    return laid, Groups(layout, count, None if empty is None else empty.to(torch.int32), closed), first
+
+
+def attend_sequence(call: Call) -> tuple[Tensor, ...]:
+    length = call.query.shape[2]
+    laid, groups, first = lay(call)
+    pieces = fold_pieces(laid, groups.layout)
     given = [getattr(call, name) for name in HELD]
     *outside, log, mean, key, entropy = MergeOutside.apply(laid, groups, *pieces, *given)
-    out = Join.apply(laid, groups, q, k, v, call.offset, *outside)
+    out = Join.apply(laid, groups, laid.query, laid.key, laid.value, call.offset, *outside)
     if first is None:
         out = out[:, :, :length]
     else:
-        slots = torch.arange(length, device=device) + (first - layout.before).unsqueeze(-1)
+        slots = torch.arange(length, device=out.device) + first.unsqueeze(-1)
         out = gather_rows(out.unsqueeze(2), slots).squeeze(2)
     return out, log, mean, key, entropy
 
 
-def fold_pieces(call: Call, layout: Layout) -> list[Tensor]:
-    """(L, S, K, H) of each piece, [B, n, H, M, ...]: each is a sequence of its own, which nobody reads."""
-    from lln.kernels.triton.evidence_op import apply
-
-    batch, count = call.key.shape[0], call.key.shape[2] // layout.rows
+def take_pieces(call: Call, layout: Layout) -> Call:
+    """Each piece as a sequence of its own, which nobody reads."""
+    count = call.key.shape[2] // layout.rows
 
     def cut(t: Tensor) -> Tensor:
         return t.unflatten(2, (count, layout.rows)).transpose(1, 2).flatten(0, 1)
@@ -325,9 +333,25 @@ def fold_pieces(call: Call, layout: Layout) -> list[Tensor]:
     beta = call.beta if call.beta.shape[0] == 1 else call.beta.repeat_interleave(count, 0)
     mask = None if call.key_mask is None else call.key_mask.unflatten(1, (count, layout.rows)).flatten(0, 1)
     none: dict[str, Any] = dict.fromkeys((*HELD, "offset", "seed", "block_size"))
-    folded = call.change(
+    return call.change(
         query=key[:, :, :0], key=key, value=value, beta=beta, key_mask=mask, is_causal=False, joint=False,
         overlap=False, dropout_p=0.0, **none,
     )  # fmt: skip
-    _out, *held = apply(folded)
-    return [t.unflatten(0, (batch, count)) for t in held]
+
+
+def fold_pieces(call: Call, layout: Layout) -> list[Tensor]:
+    """(L, S, K, H) of each piece, [B, n, H, M, ...]."""
+    _out, *held = apply(take_pieces(call, layout))
+    return [t.unflatten(0, (call.key.shape[0], -1)) for t in held]
+
+
+def fit_pass(call: Call, wanted: frozenset[str] | None) -> Fit:
+    """What the forward pass runs with, or with `wanted` the backward pass. Directions have beta in them."""
+    laid, groups, _first = lay(call)
+    pieces = take_pieces(laid, groups.layout)
+    if wanted is None:
+        fit_forward(pieces)
+    else:
+        held = Joined(laid, groups).allocate_held(pieces.key.shape[0], pieces.key.shape[1])
+        fit_backward(pieces, (pieces.query, *held), wanted - {"query"} | {"key"})
+    return fit_join(laid, groups, wanted is not None)

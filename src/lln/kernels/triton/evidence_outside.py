@@ -140,6 +140,7 @@ def add_group(
     fade = tl.exp2((tl.maximum(moved - least, -1e30) * 1.4426950408889634074).to(tl.float32))
     weight = tl.exp2((tl.where(alive, moved - log, 0.0) * 1.4426950408889634074).to(tl.float32))
     weight = tl.where(alive, weight, 0.0)
+    dentropy = dentropy.to(tl.float32)
     asked = weight * dentropy
     shift = tl.maximum(moved - least, -1e30).to(tl.float32)
     logs = fade * (logs + shift * entropies)
@@ -163,7 +164,12 @@ def ask_piece(
     weight = tl.exp2((below * 1.4426950408889634074).to(tl.float32))
     own = tl.sum((mean - centre) * values, 1) + tl.sum((key - centre_key) * keys, 1)
     own += (entropy - below).to(tl.float32) * entropies - logs - pulls
-    return tl.where(weight > 0.0, weight * own, 0.0), weight[:, None] * values, weight[:, None] * keys, weight * entropies
+    return (
+        tl.where(weight > 0.0, weight * own, 0.0),
+        weight[:, None] * values,
+        weight[:, None] * keys,
+        weight * entropies,
+    )
 
 
 @triton.jit(do_not_specialize=MANY)

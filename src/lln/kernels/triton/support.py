@@ -61,30 +61,28 @@ def explain_refusal(query: Tensor) -> str | None:
 
 def explain_evidence(call: Call) -> str | None:
     """The same of a call with the evidence read."""
-    where, dim, width, size = "", call.query.shape[-1], call.value.shape[-1], call.block_size
-    channels = count_channels(call.directions, dim)
-    if call.joint:
-        where = explain_joint(call)
-    elif call.is_causal and size is not None:
-        where = "with mix='evidence' or without block_size where is_causal is set"
-    elif call.is_causal and call.query.shape[2] > 1 and channels > EVIDENCE_DIM:
-        where = f"with up to {EVIDENCE_DIM} channels where is_causal is set, and these are {channels}"
-    if where:
-        pass
-    elif torch.compiler.is_compiling() or is_watched():
+    where, dim, width = "", call.query.shape[-1], call.value.shape[-1]
+    if torch.compiler.is_compiling() or is_watched():
         where = "outside torch.compile and torch.func"
     elif max(dim, width) > EVIDENCE_DIM:
         where = f"with head dims up to {EVIDENCE_DIM}, and these are {dim} and {width}"
-    elif size is not None and not call.joint and (call.scale < 1e-30 or not plan.blocks_fit(size, dim, width, call.query.dtype)):
-        where = f"with blocks that fit into a program, and block_size is {size}"
+    elif call.block_size is not None:
+        where = explain_blocks(call, call.block_size)
+    elif call.is_causal and call.query.shape[2] > 1:
+        channels = count_channels(call.directions, dim)
+        if channels > EVIDENCE_DIM:
+            where = f"with up to {EVIDENCE_DIM} channels where is_causal is set, and these are {channels}"
     return f"the evidence read has kernels {where}" if where else explain_refusal(call.query)
 
 
-def explain_joint(call: Call) -> str:
-    """What the kernels of mix="evidence" ask for and a call has not."""
-    assert call.block_size is not None
-    if call.block_size > WINDOW:
-        return f"with mix='evidence' for windows of up to {WINDOW} keys, and block_size is {call.block_size}"
+def explain_blocks(call: Call, size: int) -> str:
+    """What they ask of blocks, and this call has not."""
+    if call.joint:
+        return f"with mix='evidence' for windows of up to {WINDOW} keys, and these are {size}" if size > WINDOW else ""
+    if call.is_causal:
+        return "with block_size where is_causal is set for mix='evidence' alone"
+    if call.scale < 1e-30 or not plan.blocks_fit(size, call.query.shape[-1], call.value.shape[-1], call.query.dtype):
+        return f"with blocks that fit into a program, and block_size is {size}"
     return ""
 
 

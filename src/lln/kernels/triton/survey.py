@@ -23,7 +23,9 @@ EVIDENCE: dict[str, tuple[str | int | None, bool, int | None]] = {
     "evidence": (None, False, None), "evidence, signed": ("signed", False, None), "evidence, Diag": (None, False, 64),
     "evidence, directions": (256, False, None), "evidence, directions, Diag": (256, False, 64),
     "evidence, causal": (None, True, None), "evidence, directions, causal": (128, True, None),
+    "evidence, mix": (256, False, 64), "evidence, mix, causal": (256, True, 64),
 }  # fmt: skip
+MIXED = ("evidence, mix", "evidence, mix, causal")  # mix="evidence" as `lln convert` chooses it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +58,9 @@ def build_call(
     given: dict[str, Any] = dict.fromkeys(FIELDS)
     given |= {"query": rows(heads), "key": rows(2), "value": rows(2), "alpha": factor(heads), "beta": factor(2)}
     given |= {"block_size": block_size, "is_causal": is_causal, "scale": dim**-0.5, "dropout_p": 0.1 if hard else 0.0}
-    if block_size is not None:
+    if mode in MIXED:
+        given |= {"joint": True, "overlap": is_causal, "offset": factor(heads)[..., :1] if hard else None}
+    elif block_size is not None:
         given |= {"lln_weight": factor(heads), "block_weight": factor(heads)}
     if hard:
         given["key_mask"] = torch.ones(2, length, dtype=torch.bool, device=device)
@@ -66,14 +70,17 @@ def build_call(
     call = Call(**given, read="evidence" if mode in EVIDENCE else "paper")
     if not isinstance(directions, int):
         return call.change(directions=directions)
-    way = torch.ones(2 if hard else 1, 2, directions, dim, device=device)  # with beta in it, as kernels take it
+    # With beta in it, as kernels take it.
+    way = torch.ones(2 if hard and mode not in MIXED else 1, 2, directions, dim, device=device)
     return call.change(directions=way)
 
 
 def fit_pass(name: str, call: Call, wanted: frozenset[str]) -> Fit:
     """What the "forward" or "backward" pass of a call runs with; raises DoesNotFit."""
-    from lln.kernels.triton import evidence_op, passes
+    from lln.kernels.triton import evidence_join_launch, evidence_op, passes
 
+    if call.joint:
+        return evidence_join_launch.fit_pass(call, wanted if name == "backward" else None)
     if call.read == "evidence":
         outer = call.query, None, None, None, None
         return evidence_op.fit_forward(call) if name == "forward" else evidence_op.fit_backward(call, outer, wanted)

@@ -155,6 +155,16 @@ def evidence_variant(block_size: int | None = None, directions: str | int | None
     return Attention(build, reference=functools.partial(build, backend="eager"), causality=causality, devices=("cuda",))
 
 
+def mixed_variant(backend: Backend = "auto") -> Attention:
+    """As `lln convert` has it: the evidence decides about the mix; causal with windows that overlap."""
+
+    def build(case: Case, backend: Backend = backend) -> Attend:
+        plain = evidence_variant(BLOCK_SIZE, 4 * case.shape.dim).build(dataclasses.replace(case, causal=False))
+        return functools.partial(plain, mix="evidence", overlap=case.causal, is_causal=case.causal, backend=backend)
+
+    return Attention(build, reference=functools.partial(build, backend="eager"), devices=("cuda",))
+
+
 def torch_backend(which: SDPBackend, *devices: str) -> Attention:
     return Attention(sdpa, softmax=True, devices=devices, context=lambda: sdpa_kernel(which))
 
@@ -192,6 +202,8 @@ ATTENTIONS: dict[str, Attention] = {
     "evidence+Diag": evidence_variant(BLOCK_SIZE),
     "evidence-directions": evidence_variant(directions=256),
     "evidence-directions+Diag": evidence_variant(BLOCK_SIZE, directions=256),
+    "evidence-mix": mixed_variant(),
+    "evidence-mix-eager": mixed_variant("eager"),
     "fla-linear": fla(fla_linear),
     "fla-gla": fla(fla_gated),
 }
