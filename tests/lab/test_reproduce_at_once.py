@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from helpers.fake_runs import list_jobs, make_asked
+from helpers.forking import make_context
 from helpers.runs import SMALLEST
 from lln.lab.paper import run_jobs as side_by_side
 from lln.lab.paper.jobs import Job, find_state
@@ -21,6 +22,12 @@ SMALL = SMALLEST | {
     "optimisation.steps": "6", "log_every": "2", "save_every": "6", "evaluate_every": "6", "record_every": "0",
     "glue.data.train": "50",
 }  # fmt: skip
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that need not import everything anew, as those of a user do: one test has those."""
+    monkeypatch.setattr(side_by_side, "make_context", make_context)
 
 
 def jobs(runs: Path) -> list[Job]:
@@ -62,6 +69,7 @@ def test_runs_at_once_give_what_they_give_one_by_one(
     )
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, cache: Path) -> None:
     first, tuning, *others = jobs(tmp_path)
     wild = dataclasses.replace(first.config.optimisation, rate=1e30, clip=0.0)
@@ -78,6 +86,7 @@ def die(*args: Any) -> str:
     os._exit(1)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_killed_process_is_said_and_nothing_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_by_side, "run_here", die)
     with pytest.raises(OSError, match="a process that trained was killed"):
@@ -85,6 +94,7 @@ def test_a_killed_process_is_said_and_nothing_hangs(tmp_path: Path, monkeypatch:
     assert {find_state(tmp_path / job.folder) for job in jobs(tmp_path)} == {"new"}
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_interrupt_stops_the_others_and_the_same_call_goes_on(tmp_path: Path, cache: Path) -> None:
     """Ctrl-C reaches this process alone: those that train never hear it."""
 

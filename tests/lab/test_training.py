@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers.forking import run_apart, train_apart
 from helpers.runs import SMALLEST, make_tiny, read_metrics
 from lln.hf.distillation import NotFinite
 from lln.lab.recipes import recipe
@@ -43,7 +44,7 @@ def command(folder: Path, cache: Path, **changes: str) -> list[str]:
 def whole(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     """An uninterrupted run in a process of its own."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    subprocess.run(command(folder, cache), check=True)
+    assert run_apart(train_apart, SMALL, folder, cache) == 0
     return folder
 
 
@@ -79,35 +80,14 @@ def test_the_loss_falls(whole: Path) -> None:
     assert found[-1] < found[0]
 
 
-# Before PROGRAM: the process kills itself at a moment that is the same however busy the machine is.
-KILLED = """
-import os, signal, sys
-from lln.lab.train import loop as trainer, run_folder as runs
-log, seal = runs.Run.log, trainer.seal
-def reached(moment):
-    if moment == sys.argv[4]:
-        os.kill(os.getpid(), signal.SIGKILL)
-def logged(self, values):
-    log(self, values)
-    if "loss" in values:
-        reached(f"logged {values['step']}")
-def sealed(folder):
-    reached(f"saving {folder.name}")
-    seal(folder)
-runs.Run.log, trainer.seal = logged, sealed
-"""
-
-
 @pytest.mark.parametrize("moment", ["logged 6", "saving checkpoint-8", "logged 2"])
 def test_a_killed_run_ends_where_an_uninterrupted_one_does(
     tmp_path: Path, cache: Path, whole: Path, moment: str
 ) -> None:
     folder = tmp_path / "run"
-    asked = command(folder, cache)
-    killed = subprocess.run([*asked[:4], KILLED + PROGRAM, *asked[5:], moment], check=False)
-    assert killed.returncode == -signal.SIGKILL
+    assert run_apart(train_apart, SMALL, folder, cache, moment) == -signal.SIGKILL
     assert not (folder / "result.json").exists()
-    subprocess.run(asked, check=True)
+    assert run_apart(train_apart, SMALL, folder, cache) == 0
     assert read_metrics(folder) == read_metrics(whole)  # to the last bit
     assert len(json.loads((folder / "environment.json").read_text())) == 2
 

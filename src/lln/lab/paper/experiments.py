@@ -147,14 +147,16 @@ def list_lengths(asked: Asked) -> list[Job]:
 
 
 def list_pretraining(asked: Asked, once: Sequence[str]) -> list[Job]:
-    """Every rate with the first seed; the other seeds with the best, once it is known. once: attentions that get the
-    first seed alone."""
-    found = []
+    """Every rate with the first seed; the other seeds with the best, once it is known, which of one rate it is at once.
+    once: attentions that get the first seed alone."""
+    found, alone = [], len(asked.rates) == 1
     for seed, attention in itertools.product(asked.numbers, asked.attentions):
         usual = make_job(asked, "mlm", attention, seed).config
         rates = [factor * usual.optimisation.rate for factor in asked.rates]
-        if seed != asked.first:
-            rates = [asked.best[attention]] if attention in asked.best and attention not in once else []
+        if seed != asked.first and attention in once:
+            rates = []
+        elif seed != asked.first and not alone:
+            rates = [asked.best[attention]] if attention in asked.best else []
         for rate in rates:
             config = dataclasses.replace(usual, optimisation=dataclasses.replace(usual.optimisation, rate=rate))
             found.append(Job(f"{name_folder(config, None)}-rate{rate:g}", config))

@@ -188,10 +188,15 @@ def tidy(path: Path, *, model: bool) -> None:
 Told: TypeAlias = "multiprocessing.queues.Queue[Any]"  # a generic class in annotations alone
 
 
+def make_context() -> Any:
+    """How processes begin: anew, since CUDA does not survive a fork."""
+    return multiprocessing.get_context("spawn")
+
+
 @contextlib.contextmanager
 def open_pool(at_once: int) -> Iterator[tuple[Told, concurrent.futures.Executor]]:
     """Processes that run jobs, and the queue in which they tell of them; they stop where this one does."""
-    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    context = make_context()
     told, stop = context.Queue(), context.Event()
     pool = concurrent.futures.ProcessPoolExecutor(at_once, mp_context=context, initializer=begin, initargs=(told, stop))
     try:
