@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -15,6 +14,7 @@ import lln
 from helpers.tensors import relative_error
 from helpers.untyped import lln_attention
 from lln.distributed import context_parallel, sum_gradients, unshard
+from lln.lab.bench.traffic import Traffic
 
 attend_across: Any = lln.distributed.attend_across  # of options that are drawn
 
@@ -203,32 +203,6 @@ def drop_rows(mesh: DeviceMesh, rank: int, settings: dict[str, Any]) -> dict[str
     return {"same": torch.equal(first, again), "mean": float(first.mean()), "rows": first.flatten()[:50].tolist()}
 
 
-class Counted:
-    """Bytes that this rank sends through torch.distributed, whatever way."""
-
-    def __init__(self, rank: int) -> None:
-        self.sent, self.calls, self.rank = 0, 0, rank
-
-    def __enter__(self) -> "Counted":
-        self.kept = {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather", "all_reduce")}
-        dist.all_to_all_single = self.watch("all_to_all_single", 1)
-        dist.all_gather = self.watch("all_gather", 1)
-        dist.all_reduce = self.watch("all_reduce", 0)
-        return self
-
-    def watch(self, name: str, place: int) -> Any:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            self.sent += args[place].nbytes
-            return self.kept[name](*args, **kwargs)
-
-        return called
-
-    def __exit__(self, *_: object) -> None:
-        for name, function in self.kept.items():
-            setattr(dist, name, function)
-
-
 def count_traffic(mesh: DeviceMesh, rank: int, length: int, settings: dict[str, Any]) -> tuple[int, int, int]:
     """(bytes sent forward, bytes sent backward, collectives) of one call with `length` rows on every rank, in
     bfloat16."""
@@ -236,9 +210,9 @@ def count_traffic(mesh: DeviceMesh, rank: int, length: int, settings: dict[str, 
     settings = usual | settings
     qkv, learned, options = make_call(length, **settings)
     rows = [t.bfloat16().requires_grad_() for t in qkv]
-    with Counted(rank) as forward:
+    with Traffic() as forward:
         out = attend_across(mesh, *rows, **learned, **options)
-    with Counted(rank) as backward:
+    with Traffic() as backward:
         out.float().sum().backward()
     return forward.sent, backward.sent, forward.calls + backward.calls
 
