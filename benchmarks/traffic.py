@@ -2,8 +2,8 @@
 
     python benchmarks/traffic.py --out benchmarks/results/traffic.json
 
-A layer is an lln.LLNAttention whose rows lie on several processes of this machine (gloo). What it gives to collectives is
-counted: states, rows of neighbours where a border cuts a block, sums for statistics, and who has how many rows. The
+A layer is an lln.LLNAttention whose rows lie on several processes of this machine (gloo). What it gives to collectives
+is counted: states, rows of neighbours where a border cuts a block, sums for statistics, and who has how many rows. The
 script ends with an error where a count depends on the length.
 """
 
