@@ -4,6 +4,7 @@ import copy
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -13,8 +14,10 @@ from torch.distributed.tensor import DTensor, Shard
 import lln
 from helpers.tensors import relative_error
 from helpers.untyped import lln_attention
-from lln.distributed import context_parallel, sum_gradients, unshard
+from lln.distributed import across, context_parallel, sum_gradients, unshard
+from lln.distributed.near import attend_near
 from lln.lab.bench.traffic import Traffic
+from lln.ranks import Sending
 
 attend_across: Any = lln.distributed.attend_across  # of options that are drawn
 
@@ -215,6 +218,29 @@ def count_traffic(mesh: DeviceMesh, rank: int, length: int, settings: dict[str, 
     with Traffic() as backward:
         out.float().sum().backward()
     return forward.sent, backward.sent, forward.calls + backward.calls
+
+
+def watch_order(mesh: DeviceMesh, rank: int, lengths: tuple[int, ...]) -> list[str]:
+    """In which order a call sends, computes its blocks and waits, forward and then backward."""
+    events: list[str] = []
+    q, k, v = make_call(sum(lengths))[0]
+    rows = [t.split(list(lengths), 2)[rank].detach().requires_grad_() for t in (q, k, v)]
+    begin, wait = Sending.begin, Sending.wait
+
+    def attend(call: Any) -> Tensor:
+        out = attend_near(call)
+        events.append("blocks")
+        assert out.grad_fn is not None
+        out.grad_fn.register_hook(lambda *_: events.append("blocks"))
+        return out
+
+    def note(name: str, function: Any) -> Any:
+        return lambda *given: (events.append(name), function(*given))[1]
+
+    changed = mock.patch.multiple(Sending, begin=note("sends", begin), wait=note("waits", wait))
+    with changed, mock.patch.object(across, "attend_near", attend):
+        attend_across(mesh, *rows, 1.2, 1.4, block_size=8, lengths=lengths).sum().backward()
+    return events
 
 
 def lose(mesh: DeviceMesh, rank: int) -> str:
