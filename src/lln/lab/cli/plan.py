@@ -1,12 +1,15 @@
 """`lln plan` on the command line."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from lln.lab.cli.shared import AsJson, Count
 from lln.lab.core.limits import LONGEST_SPREAD
+
+HEAD = ("memory of a card", "sent, layer and card", "attention, s", "moving, s", "step, s", "longest that fits, tokens")
 
 
 def plan(
@@ -23,6 +26,7 @@ def plan(
     inference: bool = False,
     keep_activations: bool = False,
     replicate: bool = False,
+    pieces: Annotated[Path | None, typer.Option()] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan one long sequence over several cards, on paper: memory a card, bytes moved a layer, time a step, and the
@@ -42,12 +46,14 @@ def plan(
         inference: No gradients.
         keep_activations: Keep what the backward needs instead of computing it again.
         replicate: Whole weights on every card instead of sharded ones (FSDP).
+        pieces: A bench.json of lln bench: LLN attention takes the times that were measured. [default: times on paper]
 
     Example: [bold]lln plan llama-8b --length 67108864 --cards 64[/bold] for 64 cards of a million tokens each.
     """
     import dataclasses
 
     from lln.lab.bench.cluster import CARDS, NAMES, Cluster, Job, plan_cluster
+    from lln.lab.bench.pieces import read_pieces
 
     if card not in CARDS:
         raise typer.BadParameter(f"must be one of {', '.join(CARDS)}; got {card!r}.", param_hint="--card")
@@ -59,34 +65,32 @@ def plan(
     job = Job(
         length, batch, block_size, training=not inference, checkpointing=not keep_activations, sharded=not replicate
     )
-    found = plan_cluster(find_shape(model), job, cluster)
+    shape = find_shape(model)
+    found = plan_cluster(shape, job, cluster, read_pieces(pieces, shape.causal) if pieces else None)
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
 
     from lln.lab.core.tables import print_wide, terminal_table
 
-    rows = [
-        (
-            NAMES[each["attention"]],
-            f"{each['memory'] / 1e9:,.1f}{'' if each['fits'] else ' (too much)'}",
-            f"{each['sent'] / 1e6:,.2f}",
-            f"{each['attention_seconds']:,.3f}",
-            f"{each['moving_seconds']:,.3f}",
-            f"{each['step_seconds']:,.2f}",
-            f"{each['longest']:,}",
-        )
-        for each in found["attentions"]
-    ]
-    head = (
-        "", "GB a card", "MB sent a layer and card", "attention, s", "moving, s", "step, s", "longest that fits, tokens"
-    )  # fmt: skip
+    rows = [(NAMES[each["attention"]], *show_row(each)) for each in found["attentions"]]
     what = "inference" if inference else "training"
     title = (
         f"{model}, {what} on {length:,} tokens over {cards} x {card} ({found['parameters'] / 1e6:,.0f} M parameters)"
     )
-    print_wide(terminal_table(head, rows, "lrrrrrr", title=title), "")
+    print_wide(terminal_table(("", *HEAD), rows, "lrrrrrr", title=title), "")
     typer.echo("Assumed: " + "; ".join(found["assumptions"]) + ".")
+
+
+def show_row(each: dict[str, Any]) -> list[str]:
+    """What is estimated for one attention, under `HEAD`."""
+    seconds = (each[f"{name}_seconds"] for name in ("attention", "moving", "step"))
+    return [
+        f"{each['memory'] / 1e9:,.1f} GB{'' if each['fits'] else ', too much'}",
+        f"{each['sent'] / 1e6:,.1f} MB" if each["sent"] < 1e9 else f"{each['sent'] / 1e9:,.1f} GB",
+        *(f"{time:,.3f}" if time < 10 else f"{time:,.0f}" for time in seconds),
+        f"{each['longest'] / 1e6:,.1f} M",
+    ]
 
 
 def find_shape(name: str) -> Any:
