@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from lln.lab.bench.card_times import read_pieces
 from lln.lab.bench.cluster import CARDS, NAMES, SHAPES, Cluster, Job, plan_cluster
-from lln.lab.bench.pieces import read_pieces
 from lln.lab.cli.plan import HEAD, show_row
 from lln.lab.core.tables import markdown_table
 
@@ -29,7 +29,8 @@ def traffic() -> str:
     heads = "one head" if settings["heads"] == 1 else f"{settings['heads']} heads"
     said = (
         f"Of the rank that sends most of {settings['ranks']}, with {heads} of {settings['dim']} channels in bfloat16: "
-        f"the same at every length from {first:,} to {last:,} tokens (`benchmarks/traffic.py`, commit {made['commit']})."
+        f"the same at every length from {first:,} to {last:,} tokens (`benchmarks/traffic.py`, "
+        f"commit {made['commit']})."
     )
     return "\n".join([*lines, "", said, ""])
 

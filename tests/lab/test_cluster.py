@@ -12,6 +12,7 @@ import torch
 from helpers.command import run_command
 from helpers.processes import Processes
 from helpers.shared_calls import count_traffic
+from lln.lab.bench.card_times import read_pieces
 from lln.lab.bench.cluster import (
     ATTENTIONS,
     CARDS,
@@ -26,7 +27,6 @@ from lln.lab.bench.cluster import (
     find_longest,
     plan_cluster,
 )  # fmt: skip
-from lln.lab.bench.pieces import read_pieces
 from lln.lab.core.errors import Refused
 
 CLUSTER = Cluster(CARDS["h200"], cards=8)

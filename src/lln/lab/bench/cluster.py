@@ -11,7 +11,7 @@ from typing import Any
 
 from lln.distributed import split_evenly
 from lln.distributed.borders import find_block_reach, find_pieces, list_shares
-from lln.lab.bench.pieces import Piece, check_pieces, tell_pieces
+from lln.lab.bench.card_times import Piece, check_pieces, tell_pieces
 from lln.values import check_count, check_listed, check_positive
 
 ATTENTIONS = ("softmax", "lln", "lln_diag")

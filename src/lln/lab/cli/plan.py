@@ -52,8 +52,8 @@ def plan(
     """
     import dataclasses
 
+    from lln.lab.bench.card_times import read_pieces
     from lln.lab.bench.cluster import CARDS, NAMES, Cluster, Job, plan_cluster
-    from lln.lab.bench.pieces import read_pieces
 
     if card not in CARDS:
         raise typer.BadParameter(f"must be one of {', '.join(CARDS)}; got {card!r}.", param_hint="--card")
