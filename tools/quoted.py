@@ -11,6 +11,7 @@ from cards_table import cards
 from lln.files import put_between
 from lln.lab.core.tables import markdown_table, show_number
 from paper_page import index
+from spread_tables import plan, traffic
 
 ROOT = Path(__file__).parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "results" / "paper"
@@ -293,6 +294,7 @@ QUOTES = {
     DOCS / "found.md": {"found": found_page.markdown},
     DOCS / "paper.md": {"index": index},
     DOCS / "limits.md": {"line": line, "lognormal": lognormal},
+    DOCS / "distributed.md": {"traffic": traffic, "plan": plan},
 }
 
 

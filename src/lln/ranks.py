@@ -114,60 +114,121 @@ def explain_loss(ranks: Ranks) -> Iterator[None]:
         ) from error
 
 
+class Sending:
+    """One exchange that is under way, forward or backward, and the forms of all that is in it."""
+
+    def __init__(
+        self, ranks: Ranks, device: torch.device, sent: list[list[Form]], expected: Sequence[Sequence[Form]]
+    ) -> None:
+        self.ranks, self.device, self.sent, self.expected = ranks, device, sent, expected
+        self.token: Tensor | None = None
+        self.under_way: tuple[Any, ...] | None = None
+
+    def begin(self, parcels: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Form]]) -> None:
+        """Whatever their dtypes are, tensors go as bytes in one collective."""
+        flat = [[t.contiguous().flatten().view(torch.uint8) for t in parts] for parts in parcels]
+        out_sizes = [sum(map(len, parts)) for parts in flat]
+        in_sizes = [sum(map(count_bytes, forms)) for forms in expected]
+        every = [t for parts in flat for t in parts]
+        outgoing = torch.cat(every) if every else torch.empty(0, dtype=torch.uint8, device=self.device)
+        incoming = outgoing.new_empty(sum(in_sizes))
+        with explain_loss(self.ranks):
+            group = self.ranks.group
+            work = dist.all_to_all_single(incoming, outgoing, in_sizes, out_sizes, group=group, async_op=True)
+        self.under_way = work, incoming, outgoing, expected  # what goes out has to live until it has gone
+
+    def wait(self) -> list[list[Tensor]]:
+        """What came, bit by bit what was sent."""
+        assert self.under_way is not None
+        work, incoming, _, expected = self.under_way
+        with explain_loss(self.ranks):
+            work.wait()
+        self.under_way = None
+        pieces = iter(incoming.split([count_bytes(form) for forms in expected for form in forms]))
+        # Copies: of a piece that begins anywhere, bytes could not be read as wider numbers.
+        return [[next(pieces).clone().view(form[1]).view(form[0]) for form in forms] for forms in expected]
+
+    def finish(self) -> tuple[list[list[Tensor]], Tensor]:
+        """What every rank has sent here, by its rank, and a tensor for `tie`."""
+        begun, self.token = self.token, None  # else the graph would hold itself, until Python collects garbage
+        token, *came = Receive.apply(self, begun)
+        arrived = iter(came)
+        return [[next(arrived) for _ in forms] for forms in self.expected], token
+
+
+def send(
+    ranks: Ranks, parcels: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Form]], anchors: Sequence[Any],
+    device: torch.device,
+) -> Sending:  # fmt: skip
+    """Begin an exchange, in one collective. What is computed before `finish` is called runs meanwhile, in the backward
+    too, where gradients take the same way back: autograd runs the latest first.
+
+    parcels: for each rank the tensors that go there. expected: the forms of those that come from each. All ranks must
+    take part in the backward, so that the node hangs on everything in `anchors` that requires grad, and `tie` hangs it
+    before what each rank goes on with, even where nothing is sent. One exchange is finished before the next."""
+    held = [t for t in anchors if isinstance(t, Tensor) and t.requires_grad]
+    sent = [t for parts in parcels for t in parts]
+    sending = Sending(ranks, device, [[describe(t) for t in parts] for parts in parcels], expected)
+    sending.token = Send.apply(sending, len(held), *held, *sent)
+    return sending
+
+
 def exchange(
     ranks: Ranks, parcels: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Form]], anchors: Sequence[Any],
     device: torch.device,
 ) -> tuple[list[list[Tensor]], Tensor]:  # fmt: skip
-    """What every rank has sent here, by its rank, and a tensor for `tie`, in one collective.
-
-    parcels: for each rank the tensors that go there. expected: the forms of those that come from each. Gradients take
-    the same way back, in one collective too; for that all ranks must take part in the backward, so that the node hangs
-    on everything in `anchors` that requires grad, and `tie` hangs it before what each rank goes on with, even where
-    nothing is sent. Of several exchanges autograd runs the latest first, on every rank."""
-    held = [t for t in anchors if isinstance(t, Tensor) and t.requires_grad]
-    sent = [t for parts in parcels for t in parts]
-    counts = [len(parts) for parts in parcels]
-    token, *came = Exchange.apply(ranks, device, counts, expected, len(held), *held, *sent)
-    arrived = iter(came)
-    return [[next(arrived) for _ in forms] for forms in expected], token
+    """`send` and `finish` at once."""
+    return send(ranks, parcels, expected, anchors, device).finish()
 
 
-class Exchange(Function):
-    """(ranks, device, counts, expected, number of anchors, *anchors, *parcels) -> (token, *what came)"""
+class Send(Function):
+    """(sending, number of anchors, *anchors, *parcels) -> token"""
 
     @staticmethod
-    def forward(
-        ctx: Any, ranks: Ranks, device: torch.device, counts: list[int], expected: Any, anchors: int, *given: Tensor
-    ) -> Any:
-        ctx.set_materialize_grads(False)
-        sent = cut(given[anchors:], counts)
-        came = [t for parts in transfer(ranks, sent, expected, device) for t in parts]
-        ctx.mark_non_differentiable(*(t for t in came if not t.is_floating_point()))
-        ctx.plan = ranks, device, expected, anchors, [[describe(t) for t in parts] for parts in sent]
+    def forward(ctx: Any, sending: Sending, anchors: int, *given: Tensor) -> Tensor:
+        sending.begin(cut(given[anchors:], [len(forms) for forms in sending.sent]), sending.expected)
+        ctx.sending, ctx.anchors = sending, anchors
         # On the device: a node with gradients on the CPU alone would run in another thread, at any time.
-        return torch.zeros((), device=device), *came
+        return torch.zeros((), device=sending.device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> tuple[Any, ...]:
+        came = [iter(parts) for parts in ctx.sending.wait()]
+        found = [
+            next(parts) if form[1].is_floating_point else None
+            for forms, parts in zip(ctx.sending.sent, came, strict=True)
+            for form in forms
+        ]
+        return *[None] * (2 + ctx.anchors), *found
+
+
+class Receive(Function):
+    """(sending, token) -> (token, *what came)"""
+
+    @staticmethod
+    def forward(ctx: Any, sending: Sending, token: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        came = [t for parts in sending.wait() for t in parts]
+        ctx.mark_non_differentiable(*(t for t in came if not t.is_floating_point()))
+        ctx.sending = sending
+        return token.clone(), *came
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor, *grads: Tensor | None) -> tuple[Any, ...]:
-        ranks, device, expected, anchors, forms = ctx.plan
+        sending: Sending = ctx.sending
         # Of whole numbers there is no gradient, and none is sent.
         back: list[list[Tensor]] = [
             [
-                torch.zeros(form[0], dtype=form[1], device=device) if grad is None else grad
+                torch.zeros(form[0], dtype=form[1], device=sending.device) if grad is None else grad
                 for form, grad in zip(own, parts, strict=True)
                 if form[1].is_floating_point
             ]
-            for own, parts in zip(expected, cut(grads, [len(own) for own in expected]), strict=True)
+            for own, parts in zip(sending.expected, cut(grads, [len(own) for own in sending.expected]), strict=True)
         ]
-        wanted = [[form for form in own if form[1].is_floating_point] for own in forms]
-        came = [iter(parts) for parts in transfer(ranks, back, wanted, device)]
-        found = [
-            next(parts) if form[1].is_floating_point else None
-            for own, parts in zip(forms, came, strict=True)
-            for form in own
-        ]
-        return *[None] * (5 + anchors), *found
+        sending.begin(back, [[form for form in forms if form[1].is_floating_point] for forms in sending.sent])
+        return None, torch.zeros((), device=sending.device)
 
 
 class Tie(Function):
@@ -199,24 +260,3 @@ def cut(tensors: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
 
 def count_bytes(form: Form) -> int:
     return math.prod(form[0]) * form[1].itemsize
-
-
-def transfer(
-    ranks: Ranks, sent: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Form]],
-    device: torch.device,
-) -> list[list[Tensor]]:  # fmt: skip
-    """Every tensor at its destination, bit by bit: whatever their dtypes are, they go as bytes in one collective."""
-    flat = [[t.contiguous().flatten().view(torch.uint8) for t in parts] for parts in sent]
-    out_sizes = [sum(map(len, parts)) for parts in flat]
-    in_sizes = [sum(map(count_bytes, forms)) for forms in expected]
-    every = [t for parts in flat for t in parts]
-    outgoing = torch.cat(every) if every else torch.empty(0, dtype=torch.uint8, device=device)
-    incoming = outgoing.new_empty(sum(in_sizes))
-    with explain_loss(ranks):
-        dist.all_to_all_single(incoming, outgoing, in_sizes, out_sizes, group=ranks.group)
-    found: list[list[Tensor]] = []
-    pieces = iter(incoming.split([count_bytes(form) for forms in expected for form in forms]))
-    for forms in expected:
-        # A copy: of a piece that begins anywhere, bytes could not be read as wider numbers.
-        found.append([next(pieces).clone().view(form[1]).view(form[0]) for form in forms])
-    return found

@@ -18,6 +18,7 @@ from helpers.shared_calls import (
     draw,
     drop_rows,
     lose,
+    watch_order,
 )  # fmt: skip
 from lln.checks import check_call, check_inputs
 from lln.distributed import split_evenly
@@ -143,6 +144,12 @@ def test_what_is_sent_does_not_depend_on_the_length(processes: Processes, settin
 def test_what_is_sent_is_the_same_for_a_million_tokens(processes: Processes) -> None:
     for settings in SHARDS[:3]:
         assert processes.run(2, count_traffic, 2**19 + 7, settings) == processes.run(2, count_traffic, 71, settings)
+
+
+def test_blocks_are_computed_while_states_are_under_way(processes: Processes) -> None:
+    assert processes.run(2, watch_order, (16, 8)) == [["sends", "blocks", "waits"] * 2] * 2
+    # A block that a border cuts has to wait for its rows.
+    assert processes.run(2, watch_order, (12, 12)) == [["sends", "waits", "blocks", "blocks", "sends", "waits"]] * 2
 
 
 def test_a_rank_that_ends_takes_the_others_along_with_a_message() -> None:

@@ -4,9 +4,9 @@ import copy
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -14,7 +14,10 @@ from torch.distributed.tensor import DTensor, Shard
 import lln
 from helpers.tensors import relative_error
 from helpers.untyped import lln_attention
-from lln.distributed import context_parallel, sum_gradients, unshard
+from lln.distributed import across, context_parallel, sum_gradients, unshard
+from lln.distributed.near import attend_near
+from lln.lab.bench.traffic import Traffic
+from lln.ranks import Sending
 
 attend_across: Any = lln.distributed.attend_across  # of options that are drawn
 
@@ -203,32 +206,6 @@ def drop_rows(mesh: DeviceMesh, rank: int, settings: dict[str, Any]) -> dict[str
     return {"same": torch.equal(first, again), "mean": float(first.mean()), "rows": first.flatten()[:50].tolist()}
 
 
-class Counted:
-    """Bytes that this rank sends through torch.distributed, whatever way."""
-
-    def __init__(self, rank: int) -> None:
-        self.sent, self.calls, self.rank = 0, 0, rank
-
-    def __enter__(self) -> "Counted":
-        self.kept = {name: getattr(dist, name) for name in ("all_to_all_single", "all_gather", "all_reduce")}
-        dist.all_to_all_single = self.watch("all_to_all_single", 1)
-        dist.all_gather = self.watch("all_gather", 1)
-        dist.all_reduce = self.watch("all_reduce", 0)
-        return self
-
-    def watch(self, name: str, place: int) -> Any:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            self.sent += args[place].nbytes
-            return self.kept[name](*args, **kwargs)
-
-        return called
-
-    def __exit__(self, *_: object) -> None:
-        for name, function in self.kept.items():
-            setattr(dist, name, function)
-
-
 def count_traffic(mesh: DeviceMesh, rank: int, length: int, settings: dict[str, Any]) -> tuple[int, int, int]:
     """(bytes sent forward, bytes sent backward, collectives) of one call with `length` rows on every rank, in
     bfloat16."""
@@ -236,11 +213,34 @@ def count_traffic(mesh: DeviceMesh, rank: int, length: int, settings: dict[str, 
     settings = usual | settings
     qkv, learned, options = make_call(length, **settings)
     rows = [t.bfloat16().requires_grad_() for t in qkv]
-    with Counted(rank) as forward:
+    with Traffic() as forward:
         out = attend_across(mesh, *rows, **learned, **options)
-    with Counted(rank) as backward:
+    with Traffic() as backward:
         out.float().sum().backward()
     return forward.sent, backward.sent, forward.calls + backward.calls
+
+
+def watch_order(mesh: DeviceMesh, rank: int, lengths: tuple[int, ...]) -> list[str]:
+    """In which order a call sends, computes its blocks and waits, forward and then backward."""
+    events: list[str] = []
+    q, k, v = make_call(sum(lengths))[0]
+    rows = [t.split(list(lengths), 2)[rank].detach().requires_grad_() for t in (q, k, v)]
+    begin, wait = Sending.begin, Sending.wait
+
+    def attend(call: Any) -> Tensor:
+        out = attend_near(call)
+        events.append("blocks")
+        assert out.grad_fn is not None
+        out.grad_fn.register_hook(lambda *_: events.append("blocks"))
+        return out
+
+    def note(name: str, function: Any) -> Any:
+        return lambda *given: (events.append(name), function(*given))[1]
+
+    changed = mock.patch.multiple(Sending, begin=note("sends", begin), wait=note("waits", wait))
+    with changed, mock.patch.object(across, "attend_near", attend):
+        attend_across(mesh, *rows, 1.2, 1.4, block_size=8, lengths=lengths).sum().backward()
+    return events
 
 
 def lose(mesh: DeviceMesh, rank: int) -> str:

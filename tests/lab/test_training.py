@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from helpers.forking import run_apart, train_apart
-from helpers.runs import SMALLEST, make_tiny, read_metrics
+from helpers.processes import Processes
+from helpers.runs import SMALLEST, make_tiny, read_metrics, write_options
 from lln.hf.distillation import NotFinite
 from lln.lab.recipes import recipe
 from lln.lab.train.config import change
@@ -132,20 +134,35 @@ def test_attention_and_seed_matter(tmp_path: Path, cache: Path, whole: Path) -> 
     assert len(losses) == 3
 
 
+def train_here(mesh: Any, rank: int, folder: str, cache: str, changes: dict[str, str]) -> None:
+    """In one of two processes."""
+    train(tiny(**changes), Path(folder), cache_dir=cache)
+
+
 def test_two_processes_train_as_one(tmp_path: Path, cache: Path) -> None:
     """Also with running statistics, which are pooled over the processes."""
-    changes = {"attention.options.statistics": "running", "optimisation.steps": "6", "log_every": "1"}
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
-    subprocess.run(command(tmp_path / "one", cache, **changes), check=True)
-    together = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    together += ["--master-port", str(20000 + os.getpid() % 20000)]
-    arguments = [str(script), json.dumps(SMALL | changes), str(tmp_path / "two"), str(cache)]
-    subprocess.run([*together, *arguments], check=True, capture_output=True)
+    changes = {"attention__options__statistics": "running", "optimisation__steps": "6", "log_every": "1"}
+    train(tiny(**changes), tmp_path / "one", cache_dir=cache)
+    processes = Processes(2)
+    processes.run(2, train_here, str(tmp_path / "two"), str(cache), changes)
+    processes.stop()
     one, two = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two")
     assert [m["step"] for m in one] == [m["step"] for m in two]
     for a, b in zip(one, two, strict=True):
         for name in {"loss", "eval_loss", "final_loss", "grad_norm"} & a.keys():
+            assert b[name] == pytest.approx(a[name], rel=2e-4), (a, b)
+
+
+@pytest.mark.long
+def test_torchrun_starts_processes_that_train_as_one(tmp_path: Path, cache: Path) -> None:
+    """As people start them, with sequences that both share."""
+    train(tiny(), tmp_path / "one", cache_dir=cache)
+    together = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    asked = ["-m", "lln", "train", "mlm", "--scale", "tiny", "--attention", "lln_diag", "--context-parallel", "2"]
+    asked += ["--out", str(tmp_path / "two"), *write_options(SMALL)]
+    subprocess.run([*together, *asked], check=True, capture_output=True)
+    for a, b in zip(read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two"), strict=True):
+        for name in {"loss", "eval_loss", "final_loss"} & a.keys():
             assert b[name] == pytest.approx(a[name], rel=2e-4), (a, b)
 
 

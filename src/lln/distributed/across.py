@@ -27,7 +27,7 @@ from lln.functional import attend_here
 from lln.kernels.call import Call
 from lln.kernels.carry import first_valid
 from lln.kernels.common import compute_dtype
-from lln.ranks import Form, Ranks, exchange, tie
+from lln.ranks import Form, Ranks, send, tie
 from lln.state import LLNState
 from lln.values import check_choice, derive_seed
 
@@ -139,16 +139,21 @@ class Shared:
         expected = [[f for item in self.list_items(by, rank) for f in self.describe(item, own)] for by in self.all]
         given = call.query, call.key, call.value, call.alpha, call.beta, call.lln_weight, call.block_weight
         anchors = *given, call.directions
-        came, token = exchange(self.ranks, parcels, expected, anchors, call.key.device)
-        out, after = self.answer(own, came)
+        sending = send(self.ranks, parcels, expected, anchors, call.key.device)
+        near = self.attend_blocks([{}] * self.ranks.size) if self.is_apart else None  # while states are under way
+        came, token = sending.finish()
+        out, after = self.answer(own, came, near)
         return tie(out, token), after
 
     def give(self, to: int, own: Fields) -> list[Tensor]:
         """What goes to a rank; own: the state of the keys here."""
         return [t for item in self.list_items(self.ranks.rank, to) for t in self.take(item, own)]
 
-    def answer(self, own: Fields, came: list[list[Tensor]]) -> tuple[Tensor, LLNState | None]:
-        """The output here, and where it was asked for the state after all rows. came: from every rank what it gave."""
+    def answer(
+        self, own: Fields, came: list[list[Tensor]], near: Tensor | None = None
+    ) -> tuple[Tensor, LLNState | None]:
+        """The output here, and where it was asked for the state after all rows. came: from every rank what it gave.
+        near: what blocks give, where that is known."""
         call = self.call
         heard = [self.sort(by, parts, own) for by, parts in enumerate(came)]
         if self.is_whole:
@@ -156,7 +161,7 @@ class Shared:
         else:
             out = self.read(own, heard)
             if call.block_size is not None:
-                out = self.mix(out, self.attend_blocks(heard))
+                out = self.mix(out, self.attend_blocks(heard) if near is None else near)
         after = self.finish(own, heard) if self.return_state else None
         return out.to(call.query.dtype), after
 
@@ -165,6 +170,12 @@ class Shared:
         """Whether blocks here go on from the state alone, with the linear part in one call."""
         plain = self.call.block_size is not None and self.call.is_causal and not self.masked and not self.packed
         return plain and not self.reaches[self.ranks.rank].before
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether blocks here are computed by themselves and need nothing of other ranks."""
+        alone = self.call.block_size is not None and self.reaches[self.ranks.rank] == Reach(0, 0)
+        return alone and not self.masked and not self.is_whole
 
     @property
     def all(self) -> range:

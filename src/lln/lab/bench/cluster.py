@@ -6,11 +6,12 @@ Bytes that LLN attention sends are exact, see `count_sent`; all else is an estim
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lln.distributed import split_evenly
 from lln.distributed.borders import find_block_reach, find_pieces, list_shares
+from lln.lab.bench.card_times import Piece, check_pieces, tell_pieces
 from lln.values import check_count, check_listed, check_positive
 
 ATTENTIONS = ("softmax", "lln", "lln_diag")
@@ -22,8 +23,8 @@ ASSUMPTIONS = (
     "LLN attention takes 4 H N D^2 operations forward and 10 backward, or the time of reading and writing its rows",
     "ring attention passes all keys and values on R - 1 times forward, and with their gradients backward, while it "
     "computes; states are sent while nothing else is done; what is computed again is sent again",
-    "weights, gradients and AdamW take 16 bytes a parameter, 2 for inference; activations {kept} numbers a token, "
-    "channel and layer",
+    "weights, gradients and AdamW take 16 bytes a parameter, 2 for inference; numbers kept for the backward are "
+    "{kept:.3g} a token, channel and layer, and {working:.3g} of the layer that is computed now",
 )
 
 
@@ -47,6 +48,14 @@ class Shape:
         """Of all layers, without embeddings."""
         attention = 2 * self.width * self.head_dim * (self.heads + self.key_heads)
         return self.layers * (attention + (3 if self.gated else 2) * self.width * self.inner)
+
+    @property
+    def activations(self) -> float:
+        """Numbers a token, channel and layer that a layer's backward needs: of the feed-forward part what goes into and
+        out of its activation, twice that where it is gated; keys and values; and the rest of attention, norms and
+        dropout, of which those of a gated layer are in float32."""
+        inner, keys = self.inner / self.width, self.key_heads / self.heads
+        return (4 * inner + 10 if self.gated else 2 * inner + 8) + 2 * keys
 
     @property
     def parameters(self) -> int:
@@ -128,10 +137,14 @@ class Job:
     sharded: bool = True  # FSDP: weights and moments over the cards
     itemsize: int = 2  # of queries, keys and values
 
-    @property
-    def kept(self) -> int:
-        """Numbers a token, channel and layer that the backward needs."""
-        return 0 if not self.training else 2 if self.checkpointing else 34
+    def count_kept(self, shape: Shape) -> float:
+        """Numbers a token, channel and layer that are kept for the backward: all of them, or what goes into a layer."""
+        return 0 if not self.training else 1 if self.checkpointing else shape.activations
+
+    def count_working(self, shape: Shape) -> float:
+        """Numbers a token and channel of the layer that is computed now: what its backward needs where that is computed
+        again, and as many gradients."""
+        return 8 if not self.training else (1 + self.checkpointing) * shape.activations
 
 
 def count_state(heads: int, dim: int, value_dim: int, batch: int = 1, *, wide: bool = False) -> int:
@@ -209,8 +222,8 @@ def count_memory(attention: str, shape: Shape, job: Job, cards: int) -> float:
     rows = -(-job.length // cards) * job.batch
     weights = (16 if job.training else 2) * shape.parameters / (cards if job.sharded and job.training else 1)
     once = rows * shape.width * job.itemsize
-    kept = job.kept * once * shape.layers
-    working = (34 if job.training and job.checkpointing else 8) * once  # of the layer that is computed now
+    kept = job.count_kept(shape) * once * shape.layers
+    working = job.count_working(shape) * once
     keys = rows * shape.key_heads * 2 * shape.head_dim * job.itemsize
     if attention == "softmax":
         # The keys and values that are used and those that arrive, and as many gradients.
@@ -229,8 +242,14 @@ def time_linear(shape: Shape, job: Job, cluster: Cluster) -> float:
     return 2 * shape.linear_weights * rows * passes / (cluster.card.operations * cluster.efficiency)
 
 
-def time_attention(attention: str, shape: Shape, job: Job, cluster: Cluster) -> float:
-    """Seconds of attention on a card, of all layers."""
+def time_attention(
+    attention: str, shape: Shape, job: Job, cluster: Cluster, pieces: Mapping[str, Piece] | None = None
+) -> float:
+    """Seconds of attention on a card, of all layers: as measured, where there is such a piece, or on paper."""
+    if piece := (pieces or {}).get(attention):
+        forward, backward = list_ways(job)
+        once = forward * piece.forward + backward * piece.backward
+        return shape.layers * shape.heads * job.length * job.batch / cluster.cards * once
     rows, half = job.length * job.batch / cluster.cards, 0.5 if shape.causal else 1.0
     passes = 1.0 if not job.training else 4.5 if job.checkpointing else 3.5  # backward is 2.5 times forward
     width = shape.heads * shape.head_dim
@@ -246,7 +265,9 @@ def time_attention(attention: str, shape: Shape, job: Job, cluster: Cluster) -> 
     return shape.layers * rows * passes * max(computing, moving)
 
 
-def estimate(attention: str, shape: Shape, job: Job, cluster: Cluster) -> dict[str, Any]:
+def estimate(
+    attention: str, shape: Shape, job: Job, cluster: Cluster, pieces: Mapping[str, Piece] | None = None
+) -> dict[str, Any]:
     """What a step takes with one attention: the columns of the page.
 
     >>> job, cluster = Job(length=2**20), Cluster(CARDS["h200"], cards=8)
@@ -255,7 +276,7 @@ def estimate(attention: str, shape: Shape, job: Job, cluster: Cluster) -> dict[s
     2647
     """
     sent = count_layer(attention, shape, job, cluster.cards)
-    computing = time_attention(attention, shape, job, cluster)
+    computing = time_attention(attention, shape, job, cluster, pieces)
     rounds = cluster.cards - 1 if attention == "softmax" else 1
     rounds *= shape.layers * sum(list_ways(job))
     moving = shape.layers * sent / (cluster.link * cluster.efficiency) + rounds * cluster.latency * (cluster.cards > 1)
@@ -293,18 +314,20 @@ def find_longest(attention: str, shape: Shape, job: Job, cluster: Cluster) -> in
     return low * unit
 
 
-def plan_cluster(shape: Shape, job: Job, cluster: Cluster) -> dict[str, Any]:
-    """All three attentions, and what was assumed."""
+def plan_cluster(shape: Shape, job: Job, cluster: Cluster, pieces: Mapping[str, Piece] | None = None) -> dict[str, Any]:
+    """All three attentions, and what was assumed. pieces: what was measured on one card."""
     for name, count in (("length", job.length), ("batch", job.batch), ("cards", cluster.cards), ("node", cluster.node)):
         check_count(name, count)
     for name, number in (("network", cluster.network), ("efficiency", cluster.efficiency)):
         check_positive(name, number)
-    facts = {"efficiency": cluster.efficiency, "kept": job.kept}
+    measured = dict(pieces or {})
+    check_pieces(measured, shape.head_dim)
+    facts = {"efficiency": cluster.efficiency, "kept": job.count_kept(shape), "working": job.count_working(shape)}
     return {
         "shape": dataclasses.asdict(shape),
         "parameters": shape.parameters,
         "job": dataclasses.asdict(job),
         "cluster": dataclasses.asdict(cluster),
-        "attentions": [estimate(name, shape, job, cluster) for name in ATTENTIONS],
-        "assumptions": [text.format(**facts) for text in ASSUMPTIONS],
+        "attentions": [estimate(name, shape, job, cluster, measured) for name in ATTENTIONS],
+        "assumptions": [*(text.format(**facts) for text in ASSUMPTIONS), *tell_pieces(measured)],
     }

@@ -1,6 +1,7 @@
 """`lln plan` on the command line."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +12,8 @@ from lln.lab.core.limits import FASTEST, LONGEST_SPREAD
 Length = Annotated[int, typer.Option(min=1, max=LONGEST_SPREAD)]
 Gigabytes = Annotated[float, typer.Option(min=0.001, max=FASTEST)]
 GigabytesOrNone = Annotated[float | None, typer.Option(min=0.001, max=FASTEST)]
+
+HEAD = ("memory of a card", "sent, layer and card", "attention, s", "moving, s", "step, s", "longest that fits, tokens")
 
 
 def plan(
@@ -27,6 +30,7 @@ def plan(
     inference: bool = False,
     keep_activations: bool = False,
     replicate: bool = False,
+    pieces: Annotated[Path | None, typer.Option()] = None,
     as_json: AsJson = False,
 ) -> None:
     """Estimate what one long sequence takes on several cards, without running anything: memory of a card, bytes that
@@ -47,12 +51,14 @@ def plan(
         inference: Compute no gradients.
         keep_activations: Keep what the backward pass needs instead of computing it again.
         replicate: Keep whole weights on every card instead of sharded ones (FSDP).
+        pieces: A bench.json of lln bench: LLN attention takes the times that were measured. [default: times on paper]
 
     Examples:
         lln plan llama-8b --length 67108864 --cards 64  # 64 cards with a million tokens each
     """
     import dataclasses
 
+    from lln.lab.bench.card_times import read_pieces
     from lln.lab.bench.cluster import CARDS, NAMES, Cluster, Job, plan_cluster
 
     if card not in CARDS:
@@ -63,34 +69,32 @@ def plan(
     job = Job(
         length, batch, block_size, training=not inference, checkpointing=not keep_activations, sharded=not replicate
     )
-    found = plan_cluster(find_shape(model), job, cluster)
+    shape = find_shape(model)
+    found = plan_cluster(shape, job, cluster, read_pieces(pieces, shape.causal) if pieces else None)
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
 
     from lln.lab.core.tables import print_wide, terminal_table
 
-    rows = [
-        (
-            NAMES[each["attention"]],
-            f"{each['memory'] / 1e9:,.1f}{'' if each['fits'] else ' (too much)'}",
-            f"{each['sent'] / 1e6:,.2f}",
-            f"{each['attention_seconds']:,.3f}",
-            f"{each['moving_seconds']:,.3f}",
-            f"{each['step_seconds']:,.2f}",
-            f"{each['longest']:,}",
-        )
-        for each in found["attentions"]
-    ]
-    head = (
-        "", "GB a card", "MB sent a layer and card", "attention, s", "moving, s", "step, s", "longest that fits, tokens"
-    )  # fmt: skip
+    rows = [(NAMES[each["attention"]], *show_row(each)) for each in found["attentions"]]
     what = "inference" if inference else "training"
     title = (
         f"{model}, {what} on {length:,} tokens over {cards} x {card} ({found['parameters'] / 1e6:,.0f} M parameters)"
     )
-    print_wide(terminal_table(head, rows, "lrrrrrr", title=title), "")
+    print_wide(terminal_table(("", *HEAD), rows, "lrrrrrr", title=title), "")
     typer.echo("Assumed: " + "; ".join(found["assumptions"]) + ".")
+
+
+def show_row(each: dict[str, Any]) -> list[str]:
+    """What is estimated for one attention, under `HEAD`."""
+    seconds = (each[f"{name}_seconds"] for name in ("attention", "moving", "step"))
+    return [
+        f"{each['memory'] / 1e9:,.1f} GB{'' if each['fits'] else ', too much'}",
+        f"{each['sent'] / 1e6:,.1f} MB" if each["sent"] < 1e9 else f"{each['sent'] / 1e9:,.1f} GB",
+        *(f"{time:,.3f}" if time < 10 else f"{time:,.0f}" for time in seconds),
+        f"{each['longest'] / 1e6:,.1f} M",
+    ]
 
 
 def find_shape(name: str) -> Any:

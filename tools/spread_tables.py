@@ -1,0 +1,48 @@
+"""The tables of docs/distributed.md: what a layer was counted to send, and what 64 cards would take on paper."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lln.lab.bench.card_times import read_pieces
+from lln.lab.bench.cluster import CARDS, NAMES, SHAPES, Cluster, Job, plan_cluster
+from lln.lab.cli.plan import HEAD, show_row
+from lln.lab.core.tables import markdown_table
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+PIECES = Path("2026-11-15-h200") / "million" / "bench.json"
+CARD_COUNT, MODEL = 64, "bert-base"
+
+
+def traffic() -> str:
+    """Bytes that a rank sends in a layer, at every length that was measured."""
+    found = json.loads((RESULTS / "traffic.json").read_text())
+    settings, made = found["settings"], found["provenance"]
+    rows, spans = [], set()
+    for kind, each in found["kinds"].items():
+        most = [max(rank[name] for rank in each["ranks"]) for name in ("forward", "backward", "collectives")]
+        rows.append([kind, *(f"{number:,}" for number in most)])
+        spans.add((each["lengths"][0], each["lengths"][-1]))
+    [(first, last)] = spans
+    lines = markdown_table(["", "bytes forward", "bytes backward", "collectives"], rows, "lrrr")
+    heads = "one head" if settings["heads"] == 1 else f"{settings['heads']} heads"
+    said = (
+        f"Of the rank that sends most of {settings['ranks']}, with {heads} of {settings['dim']} channels in bfloat16: "
+        f"the same at every length from {first:,} to {last:,} tokens (`benchmarks/traffic.py`, "
+        f"commit {made['commit']})."
+    )
+    return "\n".join([*lines, "", said, ""])
+
+
+def plan() -> str:
+    """What `lln plan` says of 64 cards with a million tokens each."""
+    job, pieces = Job(CARD_COUNT * 2**20), read_pieces(RESULTS / PIECES, causal=False)
+    found = plan_cluster(SHAPES[MODEL], job, Cluster(CARDS["h200"], CARD_COUNT), pieces)
+    rows = [[NAMES[each["attention"]], *show_row(each)] for each in found["attentions"]]
+    command = (
+        f"lln plan {MODEL} --length {job.length} --cards {CARD_COUNT} --pieces benchmarks/results/{PIECES.as_posix()}"
+    )
+    said = [f"- {text}" for text in found["assumptions"]]
+    lines = markdown_table(["", *HEAD], rows, "lrrrrrr")
+    return "\n".join([f"    {command}", "", *lines, "", "Assumed:", "", *said, ""])
