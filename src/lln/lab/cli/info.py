@@ -67,6 +67,9 @@ def show_calls(asked: dict[str, Any]) -> list[Any]:
     where = f"{asked['device']} {asked['card'] or ''}".strip()
     if asked["shared memory"]:
         where += f", {asked['shared memory'] / 1024:.0f} KiB of shared memory a program, settings {asked['settings']}"
+    if {kind["runs"] for kind in asked["kinds"]} == {"eager"} and len(reasons) == 1:
+        (reason,) = reasons
+        return [f"On {where} all calls run in plain PyTorch (eager). Not by the Triton back end: {reason}."]
     rows = [(mode, *(row[number] for row in cells.values())) for number, mode in enumerate(modes)]
     table = terminal_table(("call", *(f"{dtype} {dim}" for dtype, dim in cells)), rows, "l")
     said = [f"Calls with backend='auto' on {where}, training:", table]

@@ -60,7 +60,7 @@ class Bars:
             return
         self.told = now
         done = "" if task.total is None else f", {task.percentage:.0f} %"
-        self.say(f"{task.description}{done}, after {now - self.began:.0f} s")
+        self.say(f"{task.description.strip()}{done}, after {now - self.began:.0f} s")
 
 
 @contextlib.contextmanager
