@@ -281,7 +281,8 @@ MODULES: list[dict[str, Any]] = [
     {"block_size": 8, "mix": "ratio", "matching": "entropy"},
     {"statistics": "batch", "matching": "variance"},
     {"statistics": "fixed", "learnable": "channel", "block_size": 8, "mix": "scales"},
-    {"statistics": "fixed", "read": "evidence", "directions": 20},
+    {"statistics": "fixed", "read": "evidence", "directions": 20, "value_convolution": 3},
+    {"read": "evidence", "directions": "signed", "matching": "entropy"},
 ]
 
 
@@ -319,7 +320,10 @@ def test_running_averages_move_as_pytorchs_do() -> None:
             < 1e-5
         )
     state, found = theirs.eval().state_dict(), write_torch_weights(ours)
-    assert all(np.allclose(found[name], state[name]) for name in state)
+    for name, theirs_held in state.items():
+        held = torch.from_numpy(found[name])
+        assert (held.shape, held.dtype) == (theirs_held.shape, theirs_held.dtype)
+        assert torch.allclose(held, theirs_held)
     ours.eval()
     before = np.asarray(ours.running_variance_q[...])
     call(ours, *(t.numpy() for t in (q, k, v)), is_causal=True)
