@@ -1,5 +1,6 @@
 """What JAX users do with lln.jax: transform it, pack rows, shard lengths, train modules, bring weights from PyTorch."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -195,7 +196,7 @@ print("the same")
 
 
 def test_a_length_over_four_devices_is_the_whole_and_so_are_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert run_python(SHARDED).strip() == "the same"
 
