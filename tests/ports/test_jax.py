@@ -1,5 +1,6 @@
 """What JAX users do with lln.jax: transform it, pack rows, shard lengths, train modules, bring weights from PyTorch."""
 
+import os
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -195,7 +196,7 @@ print("the same")
 
 
 def test_a_length_over_four_devices_is_the_whole_and_so_are_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert run_python(SHARDED).strip() == "the same"
 
@@ -281,7 +282,8 @@ MODULES: list[dict[str, Any]] = [
     {"block_size": 8, "mix": "ratio", "matching": "entropy"},
     {"statistics": "batch", "matching": "variance"},
     {"statistics": "fixed", "learnable": "channel", "block_size": 8, "mix": "scales"},
-    {"statistics": "fixed", "read": "evidence", "directions": 20},
+    {"statistics": "fixed", "read": "evidence", "directions": 20, "value_convolution": 3},
+    {"read": "evidence", "directions": "signed", "matching": "entropy"},
 ]
 
 
@@ -319,7 +321,10 @@ def test_running_averages_move_as_pytorchs_do() -> None:
             < 1e-5
         )
     state, found = theirs.eval().state_dict(), write_torch_weights(ours)
-    assert all(np.allclose(found[name], state[name]) for name in state)
+    for name, theirs_held in state.items():
+        held = torch.from_numpy(found[name])
+        assert (held.shape, held.dtype) == (theirs_held.shape, theirs_held.dtype)
+        assert torch.allclose(held, theirs_held)
     ours.eval()
     before = np.asarray(ours.running_variance_q[...])
     call(ours, *(t.numpy() for t in (q, k, v)), is_causal=True)

@@ -86,6 +86,8 @@ class LLNAttention(nnx.Module):
             check_count(name, number)
         if isinstance(mix, str):
             check_choice("mix", mix, "ratio", "scales")
+        if value_convolution is not None and check_count("value_convolution", value_convolution, 3) % 2 == 0:
+            raise ValueError(f"value_convolution must be an odd int of 3 or more, or None; got {value_convolution}.")
         if num_heads % (num_key_heads or num_heads):
             raise ValueError(f"num_heads must be a multiple of num_key_heads; got {num_heads} and {num_key_heads}.")
         if statistics != "fixed" and not (alpha is None and beta is None and learnable is None):

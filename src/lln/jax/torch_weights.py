@@ -75,7 +75,8 @@ def write_torch_weights(module: Any) -> dict[str, Any]:
             elif heads == "bias":
                 value = value.reshape(-1)
             arrays.append(value)
-        found[name] = np.ascontiguousarray(np.concatenate(arrays) if len(arrays) > 1 else arrays[0]).copy()
+        whole = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+        found[name] = np.array(whole, "int64" if whole.dtype.kind == "i" else whole.dtype, order="C")  # as torch counts
     return found
 
 
