@@ -7,10 +7,13 @@ attention in its global layers, and, as the control, with sliding windows in all
 ModernBERT, most steps see short sequences and the last ones long ones. Every kind starts from the same weights and sees
 the same bytes. The loss is told on long passages that no step saw, with the standard error of its difference from
 softmax over these passages; times are CPU time of a step and of a call without gradients. A kind that the file holds
-already, measured alike, is not measured again.
+already, measured alike, is not measured again. On a GPU, in bfloat16 and long enough to tell more than a first step:
+
+    python benchmarks/global_layers.py --device cuda --width 512 --short-steps 2000 --long-steps 200 --judged 32 \
+        --rate 1e-3 --out benchmarks/results/global_layers_gpu.json
 
 The text is the documentation that Python brings, every fourth topic of it for the held-out loss, or a file of yours.
-Each kind takes four minutes of one CPU core.
+Each kind takes four to five minutes of one CPU core.
 """
 
 from __future__ import annotations
@@ -99,21 +102,30 @@ def hide(rows: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return rows.long().masked_fill(hidden, MASK), rows.long().masked_fill(~hidden, -100)
 
 
+def read_clock(device: str) -> float:
+    """CPU seconds of this process, which others on the machine do not change; on a GPU seconds when all is done."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 @contextlib.contextmanager
-def time_attention(model: ModernBertForMaskedLM) -> Iterator[list[float]]:
-    """CPU seconds in the attention of those layers that are global in ModernBERT, call by call."""
+def time_attention(model: ModernBertForMaskedLM, device: str) -> Iterator[list[float]]:
+    """Seconds in the attention of those layers that are global in ModernBERT, call by call."""
     found: list[float] = []
     handles = []
     for layer in (model.model.layers[at].attn for at in GLOBAL):
-        handles.append(layer.register_forward_pre_hook(lambda *_: found.append(-time.process_time())))
-        handles.append(layer.register_forward_hook(lambda *_: found.append(found.pop() + time.process_time())))
+        handles.append(layer.register_forward_pre_hook(lambda *_: found.append(-read_clock(device))))
+        handles.append(layer.register_forward_hook(lambda *_: found.append(found.pop() + read_clock(device))))
     yield found
     for handle in handles:
         handle.remove()
 
 
 def measure(kind: str, text: Tensor, held: Tensor, args: argparse.Namespace) -> dict[str, Any]:
-    model = make_model(kind, args.width, args.length, args.seed).train()
+    model = make_model(kind, args.width, args.length, args.seed).to(args.device).train()
+    run = torch.autocast(args.device, torch.bfloat16, enabled=args.device != "cpu")
     optimiser = torch.optim.AdamW(model.parameters(), args.rate, weight_decay=0.01)
     steps = args.short_steps + args.long_steps
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, args.rate, total_steps=steps, pct_start=0.1)
@@ -123,26 +135,29 @@ def measure(kind: str, text: Tensor, held: Tensor, args: argparse.Namespace) -> 
     for step in track(range(steps), steps, f"Training with {KINDS[kind]}"):
         length = args.short if step < args.short_steps else args.length
         inputs, labels = draw(text, args.length // length, length, generator)
-        start = time.process_time()
-        loss = model(input_ids=inputs, labels=labels).loss
+        inputs, labels = inputs.to(args.device), labels.to(args.device)
+        start = read_clock(args.device)
+        with run:
+            loss = model(input_ids=inputs, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         optimiser.zero_grad()
         schedule.step()
         if step > args.short_steps:  # the first long step warms up
-            times.append(time.process_time() - start)
+            times.append(read_clock(args.device) - start)
         losses.append(float(loss.detach()))
     judged, calls = [], []
     generator = torch.Generator().manual_seed(args.seed + 1)
     model.eval()
-    with torch.no_grad(), time_attention(model) as inside:
+    with torch.no_grad(), run, time_attention(model, args.device) as inside:
         for at in range(args.judged):  # as far apart as the text allows
             first = at * (len(held) - args.length) // max(args.judged - 1, 1)
             inputs, labels = hide(held[None, first : first + args.length], generator)
-            start = time.process_time()
+            inputs, labels = inputs.to(args.device), labels.to(args.device)
+            start = read_clock(args.device)
             judged.append(float(model(input_ids=inputs, labels=labels).loss))
-            calls.append(time.process_time() - start)
+            calls.append(read_clock(args.device) - start)
     return {
         "losses": [round(value, 4) for value in losses],
         "held_out": judged,
@@ -172,19 +187,25 @@ def table(result: dict[str, Any]) -> str:
                 title,
                 f"{mean_and_error(one['held_out'])[0]:.3f}",
                 "" if one is base else f"{off:+.3f} ± {error:.3f}",
-                *(f"{one[name]['median']:.2f} ({one[name]['median'] / base[name]['median']:.2f}x)"
+                *(f"{one[name]['median']:.3g} ({one[name]['median'] / base[name]['median']:.2f}x)"
                   for name in ("step_s", "forward_s", "attention_s")),
             ]
         )  # fmt: skip
     head = ["", "loss", "against softmax", "s a step", "s a call", "of it one global layer's attention"]
+    clock = "Times at that length, batch 1, medians, "
+    if how.get("device", "cpu") == "cpu":
+        clock += (
+            "CPU time of one thread; on a CPU transformers' local layers cost as much as global ones, since torch "
+            "hides what lies outside of a window after it is computed."
+        )
+    else:
+        clock += "in bfloat16."
     about = (
         f"ModernBERT of {LAYERS} layers, {len(GLOBAL)} of them global, {how['width']} channels, heads of 64, "
         f"random weights, seed {how['seed']}; {how['short_steps']} steps of {how['length']:,} bytes in passages of "
         f"{how['short']:,} and {how['long_steps']} of {how['length']:,}, learning rate {how['rate']}. Loss in nats a "
         f"masked byte on {how['judged']} passages of {how['length']:,} bytes that no step saw, ± the standard error "
-        "over these passages: what another seed would change is not in it. Times at that length, batch 1, CPU time of "
-        "one thread, medians; on a CPU transformers' local layers cost as much as global ones, since torch hides what "
-        f"lies outside of a window after it is computed. Text: {result['text']}. "
+        f"over these passages: what another seed would change is not in it. {clock} Text: {result['text']}. "
         f"{made['device']}, torch {made['torch']}, transformers {made['transformers']}, "
         f"{made['date'][:10]}, commit {made['commit']}."
     )
@@ -201,18 +222,21 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
     torch.set_num_threads(1)
     learn, judge = read_texts(args.text)
     name = args.text.stem if args.text else "the documentation that Python brings"
     how = {name.replace("-", "_"): getattr(args, name.replace("-", "_")) for name in (*counts, "rate", "seed")}
+    if args.device != "cpu":
+        how["device"] = args.device
     held = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
     rows = held["rows"] if held.get("how") == how else {}
     for kind in args.only.split(","):
         if kind in rows:
             continue
         rows[kind] = measure(kind, learn, judge, args)
-        made = provenance(args.seed, torch.device("cpu")) | {"transformers": transformers.__version__}
+        made = provenance(args.seed, torch.device(args.device)) | {"transformers": transformers.__version__}
         kinds = make_model("softmax", 64, 64, 0).config.layer_types
         assert tuple(at for at, one in enumerate(kinds) if one == "full_attention") == GLOBAL
         result = {"how": how, "text": name, "rows": rows, "provenance": made}

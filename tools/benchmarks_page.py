@@ -175,10 +175,9 @@ def conversion() -> list[str]:
 
 def layers() -> list[str]:
     """LLN attention in some layers, where it was measured."""
-    path = RESULTS / "global_layers.json"
-    if not path.exists():
-        return []
-    return ["## In the global layers of ModernBERT", "", program("global_layers").table(load_stored(path)).strip(), ""]
+    found = [path for name in ("global_layers", "global_layers_gpu") if (path := RESULTS / f"{name}.json").exists()]
+    tables = [line for path in found for line in (program("global_layers").table(load_stored(path)).strip(), "")]
+    return ["## In the global layers of ModernBERT", "", *tables] if found else []
 
 
 def markdown() -> str:

@@ -90,6 +90,24 @@ def test_three_dimensions_are_one_head() -> None:
     assert torch.equal(out, expected[:, 0])
 
 
+def test_other_numbers_of_dimensions_are_batches_as_for_torch() -> None:
+    q, k, v = (torch.stack([t, 2 * t, -t]) for t in make_inputs(length=20))  # three windows of [2, 2, 20, dim]
+    padding = torch.stack([PADDING, PADDING.roll(3, 0), PADDING])
+    parts = zip(q, k, v, padding, strict=True)
+    expected = torch.stack([lln.scaled_dot_product_attention(*part) for part in parts])
+    assert torch.equal(lln.scaled_dot_product_attention(q, k, v, padding), expected)
+    assert torch.equal(
+        lln.scaled_dot_product_attention(q, k, v, padding[:1])[1],
+        lln.scaled_dot_product_attention(q[1], k[1], v[1], padding[0]),
+    )
+    row = lln.scaled_dot_product_attention(q[0, 0, 0], k[0, 0, 0], v[0, 0, 0])
+    assert torch.equal(row, lln.scaled_dot_product_attention(q[0, :1, :1], k[0, :1, :1], v[0, :1, :1])[0, 0])
+    with pytest.raises(ValueError, match="the same dimensions before the heads"):
+        lln.scaled_dot_product_attention(q, k[:2], v)
+    with pytest.raises(ValueError, match="attn_mask must be padding"):
+        lln.scaled_dot_product_attention(q, k, v, padding[:2])
+
+
 def test_dropout_is_drawn_whenever_it_is_not_0() -> None:
     q, k, v = make_inputs(length=20)
     plain = lln.scaled_dot_product_attention(q, k, v)

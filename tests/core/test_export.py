@@ -1,7 +1,7 @@
 """Those who take the op apart get the same from it: torch.compile with open lengths, torch.export, ONNX, torch.func."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -53,8 +53,10 @@ def export(module: torch.nn.Module, most: int | None = None) -> Any:
     return torch.export.export(module.eval(), make(LENGTH), dynamic_shapes=shapes)
 
 
-def check(found: Callable[..., Any], module: torch.nn.Module, gradients: bool = True) -> None:
-    for length in OTHERS:
+def check(
+    found: Callable[..., Any], module: torch.nn.Module, gradients: bool = True, others: Iterable[int] = OTHERS
+) -> None:
+    for length in others:
         *rows, mask = make(length)
         rows = [t.requires_grad_(gradients) for t in rows]
         out, wanted = found(*rows, mask), module(*rows, mask)
@@ -133,15 +135,18 @@ def test_onnx_runtime_gives_the_same(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "most"),
-    [("lln_diag", None), pytest.param("lln", 512, marks=pytest.mark.long)],  # 512: that is one group of chunks
+    [  # 128: that is one chunk, and a graph of half the size; 512: one group of chunks
+        ("lln_diag", 128),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in (("lln_diag", None), ("lln", 512))),
+    ],
 )
 def test_causal_attention_is_exported_for_every_length(name: str, most: int | None) -> None:
     module = Op(is_causal=True, **CALLS[name])
-    program = export(module, most)
-    check(program.module(), module)
+    program, others = export(module, most), [length for length in OTHERS if length <= (most or length)]
+    check(program.module(), module, others=others)
     run = take_to_onnx(program)
-    check(run, module, gradients=False)
-    *rows, mask = make(300)
+    check(run, module, gradients=False, others=others)
+    *rows, mask = make(min(300, most or 300))
     rows = [400.0 * t for t in rows]  # whose exponentials overflow
     assert relative_error(run(*rows, mask), module(*rows, mask)) < 1e-5
 

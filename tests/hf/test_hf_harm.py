@@ -1,7 +1,5 @@
 """A name alone puts LLN attention into a trained model without teaching it anything; that is said, once."""
 
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +9,7 @@ import pytest
 import transformers as tf
 
 import lln.hf
+from helpers.fresh import run_fresh
 from helpers.hf_models import build_model, expect_guess, expect_harm, make_batch, make_config, output
 from helpers.tensors import relative_error
 
@@ -60,8 +59,7 @@ with warnings.catch_warnings(record=True) as seen:
     other.set_attn_implementation("lln_diag")
 print(*("harms it" in str(warning.message) for warning in seen))
 """
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.split() == ["True"]
+    assert run_fresh(code).split() == ["True"]
 
 
 def test_a_decoder_of_two_models_warns(tmp_path: Path) -> None:

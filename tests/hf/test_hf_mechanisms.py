@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import lln.hf
+from helpers.fresh import run_fresh
 from helpers.hf_models import build_model, make_batch, make_config, output, record_calls, tokens
 from helpers.tensors import relative_error
 from lln.hf.masks import lln_mask
@@ -62,8 +61,7 @@ try:
 except ValueError as problem:
     print(problem)
 """
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert "got 'performer'" in done.stdout
+    assert "got 'performer'" in run_fresh(code)
 
 
 @pytest.mark.parametrize("name", PEERS)

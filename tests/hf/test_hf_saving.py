@@ -3,9 +3,6 @@ nothing of the first."""
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import torch
 import transformers as tf
 
 import lln.hf
+from helpers.fresh import run_fresh
 from helpers.hf_models import (
     ALL,
     CAUSAL,
@@ -37,7 +35,6 @@ ROUND = """
 import pathlib, sys, warnings
 warnings.simplefilter("error")
 import torch, transformers, lln.hf
-torch.set_num_threads(1)  # as here: sums over more threads differ in their last bits
 source, target = map(pathlib.Path, sys.argv[1:])
 for folder in source.iterdir():
     kind, given = torch.load(folder / "inputs.pt")
@@ -83,7 +80,7 @@ def test_two_rounds_through_fresh_processes_are_bit_equal(tmp_path: Path) -> Non
         torch.save((type(model).__name__, given), tmp_path / "a" / kind / "inputs.pt")
     for source, target in ("ab", "bc"):
         places = [str(tmp_path / name) for name in (source, target)]
-        subprocess.run([sys.executable, "-c", ROUND, *places], check=True, capture_output=True)
+        run_fresh(ROUND, *places)
         for kind, want in wanted.items():
             assert torch.equal(torch.load(tmp_path / target / kind / "output.pt"), want)
             first, last = (json.loads((tmp_path / d / kind / "config.json").read_text())["lln"] for d in ("a", target))
@@ -116,7 +113,6 @@ def test_a_plain_reload_runs_the_same_attention(kind: str, tmp_path: Path) -> No
 ALONE = """
 import sys, torch, transformers as tf
 folder, concrete, trust = sys.argv[1], sys.argv[2], {"trust_remote_code": True} if sys.argv[3:] else {}
-torch.set_num_threads(1)
 given, want = torch.load(folder + "/inputs.pt")
 ways = {
     concrete: lambda: getattr(tf, concrete).from_pretrained(folder),
@@ -141,11 +137,7 @@ for name, load in ways.items():
 
 
 def load_alone(folder: Path, *arguments: str) -> set[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(folder), *arguments], check=True, capture_output=True, text=True,
-        env={**os.environ, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
-    return set(done.stdout.splitlines())
+    return set(run_fresh(ALONE, str(folder), *arguments).splitlines())
 
 
 @pytest.mark.parametrize("kind", ["bert", "bart"])
@@ -173,8 +165,11 @@ for kind in sys.argv[2:]:
         print(kind, "lln, which needs `import lln.hf`" in str(problem))
 """
     kinds = ["CLIPModel", "CLIPVisionModel", "CLIPTextModel"]
-    done = subprocess.run([sys.executable, "-c", code, tmp_path, *kinds], check=True, capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["CLIPModel True", "CLIPVisionModel True", "CLIPTextModel sdpa"]
+    assert run_fresh(code, str(tmp_path), *kinds).splitlines() == [
+        "CLIPModel True",
+        "CLIPVisionModel True",
+        "CLIPTextModel sdpa",
+    ]
     again = tf.CLIPModel.from_pretrained(tmp_path)
     ran = [part.config._attn_implementation for part in (again, again.vision_model, again.text_model)]
     assert ran == ["sdpa", "lln", "sdpa"]
@@ -202,8 +197,7 @@ print(model.config._attn_implementation)
 model.set_attn_implementation("sdpa")
 model.save_pretrained({str(tmp_path / "softmax")!r})
 """
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.split() == ["lln_diag"]
+    assert run_fresh(code).split() == ["lln_diag"]
     assert "auto_map" not in json.loads((tmp_path / "softmax" / "config.json").read_text())
 
 
@@ -341,8 +335,7 @@ except ValueError as problem:
     assert model.config._attn_implementation == "sdpa"
     print(problem)
 """
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert "loaded before `import lln.hf`" in done.stdout
+    assert "loaded before `import lln.hf`" in run_fresh(code)
 
 
 def test_resized_embeddings_and_sharded_files(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,8 @@ def scaled_dot_product_attention(
     `lln.LLNAttention` with statistics="sample", so that it is as concentrated as the softmax it stands in for.
 
     Args:
-        query: [batch, heads, length, dim], or [batch, length, dim] like key and value.
+        query: [batch, heads, length, dim], or [batch, length, dim] like key and value. More dimensions before the heads
+            (windows, frames) are a batch of so many, as for torch.
         key: [batch, key heads, key length, dim].
         value: [batch, key heads, key length, value dim].
         attn_mask: padding, [batch, 1, 1, key length] or what torch would expand to that: bool with True = attend, or
@@ -57,8 +60,8 @@ def scaled_dot_product_attention(
         backend: "eager", "triton" or "auto", of the op and of the statistics.
 
     Returns:
-        [batch, heads, length, value dim] in the dtype of query; [batch, length, value dim] for three dimensions. A row
-        that has nothing to attend to gives zeros.
+        [batch, heads, length, value dim] in the dtype of query, with as many dimensions before these, or as few, as
+        query has. A row that has nothing to attend to gives zeros.
 
     Raises:
         ValueError or TypeError: it names the argument, what came, and what is allowed.
@@ -78,12 +81,8 @@ def scaled_dot_product_attention(
 
         >>> torch.nn.functional.scaled_dot_product_attention = lln.scaled_dot_product_attention  # doctest: +SKIP
     """
-    flat = isinstance(query, Tensor) and query.ndim == 3
-    if flat:
-        query, key, value = (
-            t.unsqueeze(1) if isinstance(t, Tensor) and t.ndim == 3 else t for t in (query, key, value)
-        )
-        attn_mask = attn_mask.unsqueeze(1) if isinstance(attn_mask, Tensor) and attn_mask.ndim == 3 else attn_mask
+    leading = query.shape[:-2] if isinstance(query, Tensor) else None
+    query, key, value, attn_mask = lay_out(query, key, value, attn_mask)
     if (alpha is None) != (beta is None):
         raise ValueError("alpha and beta go together: give both, or neither and let matching find them.")
     check_flag("enable_gqa", enable_gqa)
@@ -108,7 +107,29 @@ def scaled_dot_product_attention(
     options = ("dot_product", numbers, block_size, mix, is_causal, dropout_p, scale, enable_gqa, matching, backend)
     apart = find_ranks() is not None
     out = attend() if apart else attend_known(options, (query, key, value, key_mask, *tensors), backend, attend)
-    return out.squeeze(1) if flat else out
+    return out if leading is None or len(leading) == 2 else out.reshape(*leading, *out.shape[-2:])
+
+
+def lay_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Any, ...]:
+    """[batch, heads, length, dim] of what torch takes with any number of dimensions. What does not go together stays as
+    it is, and is refused as that."""
+    tensors = query, key, value
+    if not all(isinstance(t, Tensor) and t.ndim == query.ndim for t in tensors) or query.ndim in (0, 1, 4):
+        return *tensors, mask
+    if query.ndim < 4:
+        at = query.ndim - 2  # of the heads
+        mask = mask.unsqueeze(at) if isinstance(mask, Tensor) and mask.ndim == query.ndim else mask
+        tensors = tuple(t.unsqueeze(at) for t in tensors)
+        return *((t if t.ndim == 4 else t.unsqueeze(0)) for t in tensors), mask
+    leading = query.shape[:-3]
+    if any(t.shape[:-3] != leading for t in tensors):
+        shapes = ", ".join(str(list(t.shape)) for t in tensors)
+        raise ValueError(f"query, key and value must have the same dimensions before the heads; got shapes {shapes}.")
+    if isinstance(mask, Tensor) and 4 <= mask.ndim <= query.ndim:
+        held = mask.shape[:-3]
+        if all(one in (1, all_) for one, all_ in zip(held[::-1], leading[::-1], strict=False)):
+            mask = mask.expand(*leading, *mask.shape[-3:]).flatten(0, -4)
+    return *(t.flatten(0, -4) for t in tensors), mask
 
 
 def find_coefficients(
