@@ -61,12 +61,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, as_mean: bool) -> Tenso
         aq, bk = (t.reshape(*t.shape, *[1] * (4 - t.ndim)) * x.float() for t, x in ((alpha, query), (beta, key)))
         weights, sums = fall_off(length, query.device)
         top = bk.detach().amax(2, keepdim=True)
-        written = (bk - top).exp().split(sizes, -1)
+        written = torch.split((bk - top).exp(), sizes, -1)
         total = torch.cat([w @ rows for w, rows in zip(weights, written, strict=True)], -1)  # [B, H, N, D]
         log_sum = total.log() + top
         if as_mean:
             log_sum = log_sum - sums.repeat_interleave(torch.tensor(sizes, device=sums.device), 0).T
-        read = (torch.softmax(aq + log_sum, -1) / total).split(sizes, -1)
+        read = torch.split(torch.softmax(aq + log_sum, -1) / total, sizes, -1)
         groups = zip(weights, read, written, strict=True)
         p = sum((w * (a @ b.transpose(-1, -2)) for w, a, b in groups), torch.zeros((), device=query.device))
         return (p @ value.float()).to(value.dtype)

@@ -125,7 +125,7 @@ def test_those_who_take_it_apart_get_the_same(is_causal: bool, offsets: Tensor |
     def run(v: Tensor, taps: Tensor) -> Tensor:
         return convolve_values(v, taps, is_causal=is_causal, cu_seqlens=offsets)
 
-    out, moved = torch.func.jvp(run, (v, taps), (dv, dtaps))
+    out, moved = torch.func.jvp(run, (v, taps), (dv, dtaps))  # type: ignore[misc]  # two, without has_aux
     assert torch.allclose(out, run(v, taps), rtol=0, atol=1e-13)
     assert torch.allclose(moved, run(dv, taps) + run(v, dtaps), rtol=0, atol=1e-13)
     both = torch.func.vmap(run, (0, None))(torch.stack([v, dv]), taps)

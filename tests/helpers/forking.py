@@ -35,12 +35,14 @@ def train_apart(changes: Mapping[str, str], folder: Path, cache: Path, moment: s
     import torch
 
     from lln.lab.recipes import recipe
-    from lln.lab.train import loop, run_folder
+    from lln.lab.train import loop as made_by
+    from lln.lab.train import run_folder
     from lln.lab.train.config import change
     from lln.lab.train.run import train
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    loop: Any = made_by
     log, seal = run_folder.Run.log, loop.seal
 
     def reach(now: str) -> None:
@@ -57,5 +59,6 @@ def train_apart(changes: Mapping[str, str], folder: Path, cache: Path, moment: s
         seal(held)
 
     if moment is not None:
-        run_folder.Run.log, loop.seal = log_and_reach, reach_and_seal  # type: ignore[method-assign]
+        run_folder.Run.log = log_and_reach  # type: ignore[method-assign]
+        loop.seal = reach_and_seal
     train(change(recipe("mlm", "tiny", "lln_diag"), dict(changes)), folder, cache_dir=cache)

@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 import lln.hf
 from helpers.command import run_command
 from helpers.runs import assert_goes_on
 from lln.lab.recipes import recipe
 from lln.lab.train.config import Config, change
-from lln.lab.train.models import check_attention
+from lln.lab.train.models import Sizes, build, check_attention
 from lln.lab.train.run import train
 
 SMALL = {
@@ -17,7 +18,8 @@ SMALL = {
     "log_every": "1", "save_every": "2", "evaluate_every": "4", "record_every": "2",
 }  # fmt: skip
 WORDS = {"model.layers": "1", "data.length": "32", "data.vocabulary": "300"}
-NAMES = ["softmax", *lln.hf.IMPLEMENTATIONS, "elu_diag", "performer_diag", "hedgehog_diag"]
+MIXERS = ["flash", "tnn"]  # in the place of the whole attention block
+NAMES = ["softmax", *lln.hf.IMPLEMENTATIONS, "elu_diag", "performer_diag", "hedgehog_diag", *MIXERS]
 
 
 def make_small(task: str, name: str | None, attention: str) -> Config:
@@ -38,6 +40,7 @@ def test_language_models_train_with_every_attention(attention: str, tmp_path: Pa
         ("lra", "text", "performer"),
         ("lra", "retrieval", "skyformer"),
         ("lra", "retrieval", "linformer"),
+        ("lra", "listops", "flash"),
         ("lra", "pathfinder", "nystromformer"),
         ("glue", "qqp", "hedgehog"),
         ("glue", "sst2", "cosformer"),
@@ -49,7 +52,7 @@ def test_other_tasks_train_with_the_attentions_of_the_tables(
     assert_goes_on(make_small(task, name, attention), tmp_path, cache, stop=3)
 
 
-@pytest.mark.parametrize("attention", ["hedgehog", "linformer"])
+@pytest.mark.parametrize("attention", ["hedgehog", "linformer", "tnn"])
 def test_what_is_learned_is_fine_tuned(attention: str, tmp_path: Path, cache: Path) -> None:
     first = tmp_path / "first"
     train(change(recipe("mlm", "tiny", attention), SMALL | WORDS), first, cache_dir=cache)
@@ -59,7 +62,7 @@ def test_what_is_learned_is_fine_tuned(attention: str, tmp_path: Path, cache: Pa
     from safetensors.torch import load_file
 
     held, tuned = (load_file(tmp_path / run / "model" / "model.safetensors") for run in ("first", "second"))
-    own = [name for name in tuned if "lln_peer" in name]
+    own = [name for name in tuned if "lln_peer" in name or ".mixer." in name]
     assert own
     assert all(tuned[name].sub(held[name]).abs().max() < 1e-9 for name in own)
 
@@ -75,8 +78,8 @@ def test_blocks_are_asked_for_by_name() -> None:
 @pytest.mark.parametrize(
     ("attention", "options", "message"),
     [
-        ("tnn", {}, "attention.name: tnn mixes hidden states in the place of the whole attention block"),
-        ("flash", {}, "attention.name: flash mixes hidden states"),
+        ("tnn", {"rate": "3"}, "attention.options: .*tnn has no option 'rate'"),
+        ("flash", {"chunk": "0"}, "attention.options: chunk must be"),
         ("linear", {}, "attention.name must be 'softmax', 'lln', 'lln_diag', .*; got 'linear'"),
         ("nystromformer_diag", {}, "got 'nystromformer_diag'"),
         ("softmax", {"rank": "3"}, "attention.options: softmax takes value_convolution, .* alone; got rank"),
@@ -96,10 +99,30 @@ def test_wrong_attentions_are_refused_and_leave_nothing(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("attention", ["perfomer", "tnn"])
+@pytest.mark.parametrize("attention", ["perfomer", "mala_diagonal"])
 def test_a_dry_run_refuses_an_attention_as_a_run_does(attention: str, tmp_path: Path) -> None:
     asked = ("train", "mlm", "--attention", attention, "--out", tmp_path / "run")
     run, dry = run_command(*asked), run_command(*asked, "--dry-run")
     assert (run.exit_code, dry.exit_code) == (2, 2)
     assert dry.stderr.splitlines()[-1] == run.stderr.splitlines()[-1]
     assert dry.stderr.startswith("attention.name")
+
+
+def test_a_mixer_sees_no_padding_and_goes_with_text(tmp_path: Path, cache: Path) -> None:
+    torch.manual_seed(0)
+    model = build(make_small("lra", "listops", "tnn"), Sizes(vocabulary=20, labels=10)).eval()
+    ids = torch.randint(1, 20, (2, 9))
+    mask = torch.arange(9) < torch.tensor([[9], [6]])
+    seen = [model(tokens, attention_mask=mask.long()).logits for tokens in (ids, ids.masked_fill(~mask, 3))]
+    assert torch.equal(*seen)
+    alone = model(ids[1:, :6], attention_mask=mask[1:, :6].long()).logits
+    assert torch.allclose(seen[0][1:], alone, atol=1e-5)
+    with pytest.raises(ValueError, match="goes with models of text; got it with image"):
+        check_attention(make_small("image", None, "flash"))
+    softmax = tmp_path / "softmax"
+    train(make_small("mlm", None, "softmax"), softmax, cache_dir=cache)
+    other = change(
+        recipe("glue", "tiny", "flash", "sst2"), SMALL | WORDS | {"model.start": str(softmax / "model")}
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"is a model with attention; got settings .* with {'name': 'flash'}"):
+        build(other, Sizes(vocabulary=300, labels=2, padding=1))

@@ -207,10 +207,8 @@ def find_refusal(task: str, scale: str, attention: str) -> str | None:
     """Why models cannot run this attention, or None."""
     config = configure(task, scale, attention, 0, {})
     name = config.attention.name
-    if name not in ("softmax", *lln.hf.IMPLEMENTATIONS):
-        known = name in mechanisms()
-        reason = "cannot be the attention of a transformers model" if known else "is no mechanism of lln.mechanisms()"
-        return f"{attention} {reason}"
+    if name not in ("softmax", *lln.hf.IMPLEMENTATIONS, *mechanisms()):
+        return f"{attention} is no mechanism of lln.mechanisms()"
     try:
         check_attention(config)
     except (ValueError, TypeError) as error:

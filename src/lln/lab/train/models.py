@@ -30,6 +30,7 @@ from lln.lab.train.config import (
     Attention,
     Config,
 )
+from lln.lab.train.mixers import check_mixer, describe_mixer, is_mixer, load_weights, put_mixers
 from lln.values import check_choice, check_positive
 
 SOFTMAX = "sdpa"
@@ -113,6 +114,12 @@ def fit_start(settings: Any, config: Config) -> None:
                 f"model.start: {start} has a {name} of {before[name]}; got settings (model, data.options) "
                 f"with {getattr(settings, name)}."
             )
+    own = getattr(settings, "mixer", None)
+    if own != (there := before.get("mixer")):
+        raise ValueError(
+            f"model.start: {start} is a model with {there or 'attention'}; got settings (attention) with "
+            f"{own or 'attention'}."
+        )
     known = before.get("max_position_embeddings")
     if known is not None and config.model.positions == LEARNED:
         if settings.max_position_embeddings > known:
@@ -146,23 +153,34 @@ def begin_as_torch(model: nn.Module) -> None:
 def build(config: Config, sizes: Sizes) -> Any:
     """A new model, or the one in the folder `model.start` with a new head."""
     settings, kind = describe_model(config, sizes)
-    settings.lln, given = read_options(config.attention)
     name, learned = config.attention.name, config.model.positions == LEARNED
-    if name == "softmax":
+    mixed = is_mixer(name)
+    settings.lln, given = (None, {}) if mixed else read_options(config.attention)
+    if mixed:
+        settings.mixer, name = describe_mixer(config), SOFTMAX
+    elif name == "softmax":
         name = SOFTMAX if settings.lln is None else settings.lln["implementation"]
     if config.model.start:
         fit_start(settings, config)
-    if config.model.start and not config.model.untrained:
+    goes_on = config.model.start != "" and not config.model.untrained
+    if goes_on and not mixed:
         anew = {"ignore_mismatched_sizes": not learned}  # a table of fixed positions is made anew, for any length
         try:
             model = kind.from_pretrained(config.model.start, config=settings, attn_implementation=name, **anew)
         except (OSError, RuntimeError, SafetensorError) as error:  # damaged weights, or those of something else
-            raise ValueError(f"model.start: {config.model.start} cannot be loaded: {first_line(error)}.") from error
+            raise unloadable(config.model.start, error) from error
     else:
         settings._attn_implementation = name
         model = kind(settings)
         if config.model.initialisation == OF_TORCH:
             begin_as_torch(model)
+    if mixed:
+        put_mixers(model, config)
+        try:
+            if goes_on:
+                load_weights(model, config.model.start)
+        except (OSError, SafetensorError) as error:
+            raise unloadable(config.model.start, error) from error
     if not learned:
         fix_positions(model.base_model.embeddings.position_embeddings, settings, config.model.positions)
     if given:
@@ -170,6 +188,10 @@ def build(config: Config, sizes: Sizes) -> Any:
     if config.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
+
+
+def unloadable(start: str, error: Exception) -> ValueError:
+    return ValueError(f"model.start: {start} cannot be loaded: {first_line(error)}.")
 
 
 def read_options(attention: Attention) -> tuple[dict[str, Any] | None, dict[str, float]]:
@@ -193,14 +215,10 @@ def read_options(attention: Attention) -> tuple[dict[str, Any] | None, dict[str,
 def check_attention(config: Config) -> None:
     """ValueError or TypeError, in one sentence, for what no model of a recipe could run."""
     name = config.attention.name
-    known = ("softmax", *lln.hf.IMPLEMENTATIONS)
-    entry = lln.mechanisms().get(name)
-    if entry is not None and entry.kind == "mixer":
-        raise ValueError(
-            f"attention.name: {name} mixes hidden states in the place of the whole attention block, and the models of "
-            f"the recipes keep theirs; use one of {', '.join(known)}."
-        )
-    check_choice("attention.name", name, *known)
+    if is_mixer(name):
+        check_mixer(config)
+        return
+    check_choice("attention.name", name, "softmax", *lln.hf.IMPLEMENTATIONS)
     if name == "softmax" and (len(given := config.attention.options) > 1 or not set(given) <= set(CONVOLVED)):
         raise ValueError(
             "attention.options: softmax takes value_convolution, or the deprecated convolution, alone; got "

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from lln.instruments import record
 from lln.instruments.recorder import Recorder
+from lln.lab.train.mixers import MixerBlock
 
 MEANS = ("temperature", "entropy", "spectral_gap", "log_variance", "alpha", "beta")  # also logged as a mean of a layer
 
@@ -17,7 +18,9 @@ class Recording:
     """Records the first step and every so many steps after it; every=0: none."""
 
     def __init__(self, model: nn.Module, every: int) -> None:
-        self.model, self.every = model, every
+        self.model = model
+        # A mixer has no queries, keys and map to look at.
+        self.every = 0 if any(isinstance(module, MixerBlock) for module in model.modules()) else every
         self.recorder: Recorder | None = None
         self.rows: list[dict[str, Any]] = []
         self.gradients: dict[str, float] = {}
