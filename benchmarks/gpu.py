@@ -31,6 +31,10 @@ PARTS = {
                  f"{TORCH},LLN,LLN+Diag,evidence,evidence-signed,evidence+Diag,evidence-directions"],
     "evidence-causal": ["--shapes", "16x12x4096x64", "--causal", "yes", "--only",
                         f"{TORCH},LLN,evidence,evidence-signed"],
+    "evidence-mix": ["--shapes", "16x12x4096x64,1x12x4096x64", "--causal", "no", "--only",
+                     "cudnn,LLN,LLN+Diag,evidence-mix,evidence-mix-eager"],
+    "evidence-mix-causal": ["--shapes", "16x12x4096x64,1x12x4096x64", "--causal", "yes", "--only",
+                            "cudnn,LLN+Diag,evidence-mix,evidence-mix-eager"],
     "million": ["--lengths", "65536,262144,1048576", "--only", "LLN,LLN+Diag", "--causal", "no"],
     "fla": [
         "--peers", "fla", "--shapes", "16x12x4096x64,1x12x4096x64,1x12x16384x64,1x12x65536x64", "--causal", "yes",

@@ -97,6 +97,15 @@ PARTS = {
         "`-signed` has the keys and their negatives as channels, `-directions` 256 directions of their own.",
     ),
     "evidence-causal": ("The evidence read, causal", "As above, where no token sees a later one."),
+    "evidence-mix": (
+        "What a conversion gives",
+        "LLN+Diag as `lln convert` makes it by default: 256 directions, and each query weighs its block against what the "
+        'evidence says of the rest (`mix="evidence"`). `-eager` is plain PyTorch.',
+    ),
+    "evidence-mix-causal": (
+        "What a conversion gives, causal",
+        "As above, for decoders: with windows that overlap.",
+    ),
 }
 
 
