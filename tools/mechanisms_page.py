@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
+import lln
 from lln.peers.registry import COMMON, FEATURES, REGISTRY, Mechanism
 
 HEAD = """# Mechanisms
@@ -28,6 +31,24 @@ states that replace the whole attention block. Cost is the time of one head, for
 and sizes from the options. Rows with nothing to attend to are zero, sums are taken in float32, and dropout acts on P,
 or on the queries' features where there is no P.
 """
+FRAMEWORKS = """## LLN in every framework
+
+From the arguments that each `lln_attention` takes; `+`: in modules alone. Grouped heads and cross attention are in all
+of them. [GPUs](gpu.md) says which calls run in PyTorch's Triton kernels, [In JAX and MindSpore](ports.md) what
+differs in detail.
+"""
+SOURCE = Path(lln.__file__).parent
+# Where the function is, and what PyTorch has in modules alone.
+BACK_ENDS = {
+    "PyTorch, `lln`": ("functional.py", {"value_convolution"}),
+    "JAX, `lln.jax`": ("jax/attending.py", set[str]()),
+    "MindSpore, `lln.mindspore`": ("mindspore/attending_ms.py", set[str]()),
+}
+ARGUMENTS = {
+    "padding": {"key_mask"}, "causal": {"is_causal"}, "packing": {"cu_seqlens", "segment_ids"},
+    "LLN+Diag": {"block_size"}, "states": {"state"}, "evidence read": {"read"}, "overlapping blocks": {"overlap"},
+    "value convolution": {"value_convolution"}, "dropout": {"dropout_p"},
+}  # fmt: skip
 KINDS = {"kernel": "Kernel mechanisms", "attention": "Others on q, k, v", "mixer": "Mixers"}
 UNLISTED = (*COMMON, "device", "dtype")  # options that all modules have
 
@@ -51,8 +72,25 @@ def list_details(m: Mechanism) -> list[str]:
     return lines + [f"  No {FEATURES[feature]}: {reason}." for feature, reason in m.refuses.items()]
 
 
+def list_arguments(path: Path, function: str) -> set[str]:
+    """The names of a function's parameters, without importing its framework."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            return {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
+    raise ValueError(f"{path} has no function {function}.")
+
+
+def compare_frameworks() -> list[str]:
+    lines = [FRAMEWORKS, "| back end | " + " | ".join(ARGUMENTS) + " |", "|---" * (len(ARGUMENTS) + 1) + "|"]
+    for name, (place, in_modules) in BACK_ENDS.items():
+        taken = list_arguments(SOURCE / place, "lln_attention")
+        marks = ["yes" if names & taken else "+" if names & in_modules else "no" for names in ARGUMENTS.values()]
+        lines.append(f"| {name} | " + " | ".join(marks) + " |")
+    return [*lines, ""]
+
+
 def markdown() -> str:
-    lines = [HEAD]
+    lines = [HEAD, *compare_frameworks()]
     columns = ["name", "", "paper", "learns", "cost", *FEATURES]
     for kind, title in KINDS.items():
         entries = [m for m in REGISTRY.values() if m.kind == kind]

@@ -48,9 +48,9 @@ def explain_writing(folder: Path) -> Iterator[None]:
     whatever words, here it is an OSError with the system's own."""
     try:
         yield
-    except OSError:
-        raise
-    except Exception as error:  # safetensors and torch have errors of their own
+    except Exception as error:  # safetensors and torch have errors of their own, and NumPy an OSError without a number
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         if (number := find_writing_error(error, folder)) is None:
             raise
         raise OSError(number, os.strerror(number), str(folder)) from error
@@ -60,7 +60,7 @@ def find_writing_error(error: BaseException, folder: Path) -> int | None:
     """Which errno is behind an error; None: it has nothing to do with writing."""
     if (told := re.search(r"\(os error (\d+)\)", str(error))) is not None:  # Rust's
         return int(told[1])
-    if not re.search("PytorchStreamWriter|inline_container", str(error)):
+    if not re.search(r"PytorchStreamWriter|inline_container|requested and \d+ written", str(error)):
         return None
     probe = name_part(folder / "probe")  # torch says where it failed, not why
     try:

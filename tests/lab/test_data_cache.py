@@ -1,5 +1,6 @@
 """What is made once is whole, whoever asks, whatever happens to the maker."""
 
+import functools
 import json
 import os
 import signal
@@ -9,9 +10,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from lln.lab.data.made_once import build_once, find_cache
+from lln.files import Unreadable
+from lln.lab.data.made_once import build_once, find_cache, load_arrays
 
 
 def write(name: str, text: str) -> Callable[[Path], None]:
@@ -95,12 +98,28 @@ def test_a_whole_result_is_kept_and_a_damaged_one_built_again(tmp_path: Path) ->
     folder = build_once("kind", {"n": 1}, build, tmp_path)
     assert build_once("kind", {"n": 1}, build, tmp_path) == folder
     assert len(built) == 1
-    for damage in (lambda: (folder / "x").write_text("ha"), (folder / "x").unlink, (folder / "manifest.json").unlink):
+    manifest = folder / "manifest.json"
+    damages: list[Callable[[], object]] = [
+        lambda: (folder / "x").write_text("ha"),
+        (folder / "x").unlink,
+        manifest.unlink,
+    ]
+    damages += [functools.partial(manifest.write_text, text) for text in ("[]", '{"sizes": 3}', '{"sizes"', "3")]
+    for number, damage in enumerate(damages, 2):
         damage()
         assert (build_once("kind", {"n": 1}, build, tmp_path) / "x").read_text() == "whole"
-    assert len(built) == 4
+        assert len(built) == number
     assert build_once("kind", {"n": 2}, build, tmp_path) != folder
     assert json.loads((folder / "manifest.json").read_text())["key"] == {"n": 1}
+
+
+def test_an_array_that_is_none_is_named(tmp_path: Path) -> None:
+    """As damage leaves one that changes no size."""
+    folder = build_once("kind", {}, lambda part: np.save(part / "x.npy", np.zeros(8)), tmp_path)
+    size = (folder / "x.npy").stat().st_size
+    (folder / "x.npy").write_bytes(bytes(size))
+    with pytest.raises(Unreadable, match=r"x.npy cannot be read: it is no array .* Remove its folder"):
+        load_arrays(folder)
 
 
 def test_the_cache_is_where_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -152,7 +153,7 @@ def test_a_begun_run_that_fails_is_kept(tmp_path: Path, cache: Path) -> None:
 
 FULL = """
 import resource, signal, sys
-import torch
+import numpy, torch
 from pathlib import Path
 from safetensors.torch import save_file
 from lln.files import explain_writing, write_text
@@ -163,6 +164,7 @@ ways = {
     "safetensors": lambda: save_file(big, folder / "a.safetensors"),
     "torch": lambda: torch.save(big, folder / "a.pt"),
     "text": lambda: write_text(folder / "a.txt", "a" * 2**17),
+    "numpy": lambda: numpy.save(folder / "a.npy", numpy.zeros(2**16)),
 }
 try:
     with explain_writing(folder):
@@ -172,7 +174,7 @@ except OSError as error:
 """
 
 
-@pytest.mark.parametrize("way", ["safetensors", "torch", "text"])
+@pytest.mark.parametrize("way", ["safetensors", "torch", "text", "numpy"])
 def test_a_file_that_cannot_grow_is_told_in_the_systems_words(way: str, tmp_path: Path) -> None:
     """A limit of the process stands for a full disk: the kernel refuses the write in the same place."""
     command = [sys.executable, "-W", "ignore", "-c", FULL, str(tmp_path), way]
@@ -204,6 +206,32 @@ def test_a_full_disk_while_a_checkpoint_is_saved_is_one_line(
     assert answer.exit_code == 1
     last = answer.stderr.strip().splitlines()[-1]
     assert last.startswith(f"No space left on device: the run in {tmp_path / 'run'} stops here"), answer.stderr
+
+
+def test_a_full_disk_of_another_command_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "fig" / "fig2.json"))
+
+    monkeypatch.setattr("lln.files.write_json", fail)
+    monkeypatch.setattr("lln.lab.paper.analysis_figures.FIGURES", {"fig2": mock.MagicMock(steps=1)})
+    answer = run_command("reproduce", "fig2", "--quick", "--out", tmp_path / "fig")
+    assert answer.exit_code == 1
+    assert answer.stderr.strip().endswith("fig2.json: No space left on device.")
+    assert answer.stderr.strip().splitlines()[-1].startswith(f"lln reproduce: {tmp_path}")
+
+
+def test_a_full_disk_of_the_cache_is_told_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("202921 requested and 14272 written")  # as NumPy has it
+
+    monkeypatch.setenv("LLN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("numpy.save", fail)
+    monkeypatch.setattr("lln.files.shutil.disk_usage", lambda path: mock.Mock(free=0))
+    answer = run_command("train", "mlm", *write_options(SMALL), "--out", tmp_path / "run")
+    assert answer.exit_code == 1
+    last = answer.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"{tmp_path / 'cache'}"), answer.stderr
+    assert "No space left on device: the run in" in last
 
 
 # Damaged files

@@ -111,9 +111,9 @@ def lay_keys(
     k, v = call.key.unsqueeze(2).to(dtype), call.value.unsqueeze(2).to(dtype)
     after = slots - layout.before - k.shape[-2]
     if first is None:
-        k, v = (functional.pad(t, (0, 0, layout.before, after)) for t in (k, v))
         if not layout.before and not after:
             return k, v, None
+        k, v = (functional.pad(t, (0, 0, layout.before, after)) for t in (k, v))
         at = torch.arange(slots, device=k.device)
         return k, v, ((at >= layout.before) & (at < slots - after)).unsqueeze(0)
     rows, filled = slot_rows(first, torch.arange(slots, device=k.device).unsqueeze(0), call.key.shape[2], layout.size)
@@ -132,7 +132,7 @@ def place_queries(q: Tensor, layout: Layout, groups: int, first: Tensor | None) 
     """[B, H, G, n * rows, D]: the queries in their slots from `before` on, 0 where there is none."""
     slots = groups * layout.rows
     if first is None:
-        return functional.pad(q, (0, 0, 0, slots - q.shape[-2]))
+        return functional.pad(q, (0, 0, 0, slots - q.shape[-2])) if slots > q.shape[-2] else q
     row = torch.arange(slots, device=q.device) + layout.before - first.unsqueeze(-1)  # [B, slots]
     here, q = (row >= 0) & (row < q.shape[-2]), functional.pad(q, (0, 0, 0, 1))  # there may be no row at all
     return gather_rows(q, row.clamp(0, q.shape[-2] - 1)).masked_fill(~here[:, None, None, :, None], 0.0)

@@ -20,7 +20,7 @@ from lln.kernels.evidence_mix import count_groups, lay_keys, place_queries
 from lln.kernels.triton import plan
 from lln.kernels.triton.evidence_join import join_backward_kernel, join_kernel
 from lln.kernels.triton.evidence_launch import HELD, KERNELS
-from lln.kernels.triton.evidence_op import apply, fit_backward, fit_forward
+from lln.kernels.triton.evidence_op import apply, fit_backward, fit_forward, take_whole
 from lln.kernels.triton.evidence_outside import outside_backward_kernel, outside_kernel
 from lln.kernels.triton.fit import Fit, find
 from lln.kernels.triton.forward import Launch, name_strides, read_factor_strides
@@ -34,7 +34,7 @@ class Groups(NamedTuple):
     """How the sequences of a call are cut."""
 
     layout: Layout
-    count: int
+    number: int
     empty: Tensor | None  # [B] int32: groups before the first valid token; None: no token moves
     closed: Tensor | int  # pieces before the window of the token that comes next
 
@@ -55,7 +55,7 @@ class Joined(Launch):
             "M": self.channels, "SETS": -(-self.channels // size), "BX": size, "BC": triton.next_power_of_2(room),
             "R": layout.rows, "SIZE": layout.size, "BEFORE": layout.before, "BM": plan.pad_dim(layout.rows),
             "BN": plan.pad_dim(layout.size), "REACH": layout.size // layout.rows, "CAUSAL": call.is_causal,
-            "MOVED": groups.empty is not None, "EMPTY": groups.empty, "groups": groups.count, "ADD": call.offset,
+            "MOVED": groups.empty is not None, "EMPTY": groups.empty, "groups": groups.number, "ADD": call.offset,
             "HAS_ADD": call.offset is not None, "HAS_STATE": call.log_sum is not None,
             "LOW": self.dtype == torch.bfloat16,
         }  # fmt: skip
@@ -83,7 +83,7 @@ class Joined(Launch):
 
     def merge_pieces(self, pieces: list[Tensor]) -> list[Tensor]:
         """(L, S, K, H) outside of each group, and of the pieces that are closed, [B, H, M, ...]."""
-        outside = self.allocate_held(self.batch, self.groups.count, self.heads)
+        outside = self.allocate_held(self.batch, self.groups.number, self.heads)
         end = self.allocate_held(self.batch, self.heads)
         closed = self.groups.closed
         at = {"CLOSED": None, "closed": closed} if isinstance(closed, int) else {"CLOSED": closed, "closed": 0}
@@ -96,7 +96,7 @@ class Joined(Launch):
         self, pieces: list[Tensor], outside: list[Tensor], grads: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor] | None]:
         """Of the pieces, and of the given state; grads: of S, K and H outside."""
-        lead = self.batch, self.groups.count + self.values["REACH"] - 1, self.heads
+        lead = self.batch, self.groups.number + self.values["REACH"] - 1, self.heads
         found = self.allocate_held(*lead)
         given = None if self.held[0] is None else self.allocate_held(self.batch, self.heads)
         named: dict[str, Any] = dict(zip(KERNELS, pieces, strict=True))
@@ -114,15 +114,15 @@ class Joined(Launch):
         kept = [self.allocate(rows) for _ in KEPT]
         named = dict(zip((*KERNELS, *KEPT), (*outside, *kept), strict=True)) | dict(name_strides("o", out))
         with plan.use_device(self.device):
-            self.launch(join_kernel, self.batch * self.query_heads * self.groups.count, "join", **named, OUT=out)
+            self.launch(join_kernel, self.batch * self.query_heads * self.groups.number, "join", **named, OUT=out)
         return [out, *kept]
 
     def join_backward(self, outside: list[Tensor], kept: list[Tensor], grad: Tensor) -> list[Tensor]:
         """dq, dk, dv; dS, dK and dH of what lies outside; and the gradient of the advantage, [B, Hq, N]."""
-        lead = self.batch, self.query_heads, self.groups.count
+        lead = self.batch, self.query_heads, self.groups.number
         # Wide: they are added to what the fold of pieces asks, and to those of other heads and windows.
         windows = [self.allocate(*lead, self.groups.layout.size, dim) for dim in (self.dim, self.width)]
-        at = self.batch, self.groups.count, self.query_heads, self.channels
+        at = self.batch, self.groups.number, self.query_heads, self.channels
         asked = [self.allocate(*at, self.width), self.allocate(*at, self.dim), self.allocate(*at)]
         dq = self.allocate_like(self.call.query, self.dim)
         dadvantage = self.allocate(self.batch, self.query_heads, self.rows)
@@ -131,7 +131,7 @@ class Joined(Launch):
         named |= dict(name_strides("g", grad)) | dict(name_strides("dq", dq))
         with plan.use_device(self.device):
             self.launch(
-                join_backward_kernel, self.batch * self.query_heads * self.groups.count, "join_backward", **named,
+                join_backward_kernel, self.batch * self.query_heads * self.groups.number, "join_backward", **named,
                 GRAD=grad, DQ=dq, DADVANTAGE=dadvantage,
             )  # fmt: skip
         if self.group > 1:
@@ -145,7 +145,10 @@ class Joined(Launch):
         if self.values["REACH"] == 1:
             return windows.flatten(2, 3)
         first, second = windows.unflatten(3, (2, -1)).unbind(3)
-        return (functional.pad(first, (0, 0, 0, 0, 0, 1)) + functional.pad(second, (0, 0, 0, 0, 1, 0))).flatten(2, 3)
+        slots: Tensor = (
+            functional.pad(first, (0, 0, 0, 0, 0, 1)) + functional.pad(second, (0, 0, 0, 0, 1, 0))
+        ).flatten(2, 3)
+        return slots
 
 
 def name_kind(call: Call, groups: Groups) -> tuple[Any, ...]:
@@ -157,8 +160,9 @@ def fit_join(call: Call, groups: Groups, backward: bool) -> Fit:
     """Raises DoesNotFit."""
 
     def rehearse(part: Call, fit: Fit) -> None:
+        take_whole(call, part)
         joined = Joined(part, groups, fit)
-        made = joined.allocate_held(joined.batch, groups.count, joined.heads)
+        made = joined.allocate_held(joined.batch, groups.number, joined.heads)
         if backward:
             kept = [joined.allocate(joined.batch * joined.query_heads * joined.rows) for _ in KEPT]
             joined.join_backward(made, kept, joined.allocate_like(part.query, joined.width))
@@ -178,10 +182,14 @@ class MergeOutside(Function):
         pieces, given = list(tensors[:4]), tensors[4:]
         found = Joined(call, groups, fit_join(call, groups, False)).merge_pieces(pieces)
         ctx.save_for_backward(*pieces, *given, *found)
-        ctx.call, ctx.groups = hide_tensors(call), groups
+        ctx.fit = fit_join(call, groups, True) if any(ctx.needs_input_grad) else None
+        # Of the rows the backward pass knows the sizes alone.
+        sizes = {name: getattr(call, name) for name in ("query", "key", "value")}
+        none: dict[str, Any] = dict.fromkeys((*HELD, "key_mask", "offset", "seed"))
+        ctx.call = call.change(**{n: t.new_empty(()).expand(t.shape) for n, t in sizes.items()}, **none)
+        ctx.groups = groups
         ctx.mark_non_differentiable(found[0])
         ctx.set_materialize_grads(False)
-        ctx.shell = call.query, call.key, call.value
         return tuple(found)
 
     @staticmethod
@@ -191,16 +199,10 @@ class MergeOutside(Function):
         pieces, given, outside, end = saved[:4], saved[4:8], saved[8:12], saved[12:]
         call = ctx.call.change(**dict(zip(HELD, given, strict=True)))
         of_outside = [make_grad(g, t) for g, t in zip(grads[1:4], outside[1:], strict=True)]
-        joined = Joined(call, ctx.groups, fit_join(call, ctx.groups, True))
-        found, of_given = joined.merge_backward(pieces, outside, of_outside)
+        found, of_given = Joined(call, ctx.groups, ctx.fit).merge_backward(pieces, outside, of_outside)
         if any(g is not None for g in grads[4:]):
             add_end(ctx.groups, pieces, given, end, list(grads[4:]), found, of_given)
         return None, None, *found, *([None] * 4 if of_given is None else of_given)
-
-
-def hide_tensors(call: Call) -> Call:
-    """Without what a later pass takes from what autograd saves."""
-    return call.change(**dict.fromkeys(HELD))
 
 
 def make_grad(g: Tensor | None, like: Tensor) -> Tensor:
@@ -251,11 +253,10 @@ class Join(Function):
         q, k, v, offset, *outside = tensors
         laid = call.change(query=q, key=k, value=v, offset=offset)
         out, *kept = Joined(laid, groups, fit_join(laid, groups, False)).join(outside)
-        if any(ctx.needs_input_grad):
-            fit_join(laid, groups, True)
+        ctx.fit = fit_join(laid, groups, True) if any(ctx.needs_input_grad) else None
         ctx.save_for_backward(*tensors, *kept, call.key_mask, call.seed)
-        nothing: dict[str, Any] = dict.fromkeys(("key_mask", "seed", "offset", *HELD))
-        ctx.call, ctx.groups = call.change(**nothing), groups
+        none: dict[str, Any] = dict.fromkeys(("query", "key", "value", "key_mask", "seed", "offset", *HELD))
+        ctx.call, ctx.groups = call.change(**none), groups
         return out
 
     @staticmethod
@@ -264,8 +265,8 @@ class Join(Function):
         q, k, v, offset, *rest = ctx.saved_tensors
         outside, kept, (mask, seed) = rest[:4], rest[4:8], rest[8:]
         call = ctx.call.change(query=q, key=k, value=v, offset=offset, key_mask=mask, seed=seed)
-        joined = Joined(call, ctx.groups, fit_join(call, ctx.groups, True))
-        dq, dk, dv, dmean, dkey, dentropy, dadvantage = joined.join_backward(outside, kept, grads[0])
+        found = Joined(call, ctx.groups, ctx.fit).join_backward(outside, kept, grads[0])
+        dq, dk, dv, dmean, dkey, dentropy, dadvantage = found
         doffset = None if offset is None else dadvantage.sum(-1, keepdim=True).sum_to_size(offset.shape)
         return None, None, dq, dk, dv, doffset, None, dmean, dkey, dentropy
 
@@ -313,7 +314,7 @@ def attend_sequence(call: Call) -> tuple[Tensor, ...]:
     pieces = fold_pieces(laid, groups.layout)
     given = [getattr(call, name) for name in HELD]
     *outside, log, mean, key, entropy = MergeOutside.apply(laid, groups, *pieces, *given)
-    out = Join.apply(laid, groups, laid.query, laid.key, laid.value, call.offset, *outside)
+    out: Tensor = Join.apply(laid, groups, laid.query, laid.key, laid.value, call.offset, *outside)
     if first is None:
         out = out[:, :, :length]
     else:

@@ -159,7 +159,7 @@ def mixed_variant(backend: Backend = "auto") -> Attention:
     """As `lln convert` has it: the evidence decides about the mix; causal with windows that overlap."""
 
     def build(case: Case, backend: Backend = backend) -> Attend:
-        plain = evidence_variant(BLOCK_SIZE, 4 * case.shape.dim).build(dataclasses.replace(case, causal=False))
+        plain: Any = evidence_variant(BLOCK_SIZE, 4 * case.shape.dim).build(dataclasses.replace(case, causal=False))
         return functools.partial(plain, mix="evidence", overlap=case.causal, is_causal=case.causal, backend=backend)
 
     return Attention(build, reference=functools.partial(build, backend="eager"), devices=("cuda",))

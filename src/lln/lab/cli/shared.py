@@ -251,6 +251,10 @@ def explain(command: str) -> Iterator[None]:
         raise typer.BadParameter(str(error), param_hint=error.option) from None
     except (Refused, Unreadable) as error:
         fail(f"lln {command}: {error}")
+    except OSError as error:
+        if error.errno is None or error.strerror is None:  # of a library, about something else than a file
+            raise
+        fail(f"lln {command}: {f'{error.filename}: ' if error.filename else ''}{error.strerror}.", 1)
     except (MemoryError, RuntimeError, TypeError) as error:
         if not is_out_of_memory(error):
             raise

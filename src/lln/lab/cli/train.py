@@ -99,6 +99,8 @@ def train(
         fail(f"Stopped. The same command goes on from the last checkpoint in {folder}.", 130)
     except OSError as error:
         why = f"{error.strerror or error}: the run in {folder} stops here"
+        if error.filename and not Path(str(error.filename)).is_relative_to(folder):  # in the cache of data, say
+            why = f"{error.filename}: {why}"
         fail(f"{why}; the same command goes on from its last whole checkpoint.", 1)
     if first and as_json:
         typer.echo(json.dumps(result, indent=1))

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from lln.files import name_part, write_json
-from lln.lab.core.errors import need
+from lln.files import Unreadable, explain_writing, name_part, write_json
+from lln.lab.core.errors import first_line, need
 from lln.lab.core.progress import track
 from lln.lab.core.seeds import fingerprint
 from lln.values import check_choice, check_count
@@ -53,7 +53,8 @@ def build_once(kind: str, key: Mapping[str, Any], build: Callable[[Path], None],
         part = name_part(folder)
         part.mkdir()  # as the umask says
         try:
-            build(part)
+            with explain_writing(part):
+                build(part)
             sizes = {path.name: path.stat().st_size for path in sorted(part.iterdir())}
             for path in part.iterdir():
                 with path.open("rb+") as file:
@@ -70,7 +71,7 @@ def is_whole(folder: Path) -> bool:
     try:
         sizes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sizes"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return False
 
 
@@ -88,7 +89,15 @@ def build_arrays(
 
 def load_arrays(folder: Path) -> dict[str, np.ndarray]:
     """The arrays in a folder by name: mapped, not read, so that processes on one machine share their pages."""
-    return {path.stem: np.load(path, mmap_mode="r", allow_pickle=False) for path in folder.glob("*.npy")}
+    return {path.stem: load_array(path) for path in folder.glob("*.npy")}
+
+
+def load_array(path: Path) -> np.ndarray:
+    try:
+        found: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise Unreadable(f"{path} cannot be read: it is no array ({first_line(error)}). Remove its folder.") from None
+    return found
 
 
 def choose_split(number: int) -> str:
