@@ -147,7 +147,7 @@ def measure(settings: argparse.Namespace) -> dict[str, Any]:
         "what": "ms of one pass and of the same in shards, one after another on one device, and errors against float64",
         "settings": {k: v for k, v in vars(settings).items() if k != "out"},
         "provenance": provenance(settings.seed, torch.device(settings.device)),
-        "kinds": {name: measure_kind(name, options, settings) for name, options in KINDS.items()},
+        "kinds": {name: measure_kind(name, KINDS[name], settings) for name in settings.kinds},
     }
 
 
@@ -181,6 +181,7 @@ if __name__ == "__main__":
     parser.add_argument("--shards", type=int, default=8)
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
+SDPA = functional.scaled_dot_product_attention  # torch's, as it is outside of its own context_parallel
 Form = tuple[tuple[int, ...], torch.dtype]  # of a tensor that will come: its shape and dtype
 
 
@@ -83,7 +85,22 @@ class Held:
 
 def find_ranks() -> Ranks | None:
     """The processes that share the sequences of a call that is made now; None: the whole of it is here."""
+    if Held.ranks is None and functional.scaled_dot_product_attention is not SDPA:
+        refuse_torchs_own()
     return Held.ranks
+
+
+def refuse_torchs_own() -> None:
+    """ValueError inside torch's own context_parallel, which transformers and accelerate enter where they are told to
+    share sequences: it puts another function in the place of softmax attention, and LLN attention would see the tokens
+    of one rank alone."""
+    module = getattr(functional.scaled_dot_product_attention, "__module__", None) or ""
+    if module.startswith("torch.distributed.tensor.experimental"):
+        raise ValueError(
+            "LLN attention inside torch's own context_parallel, which deals tokens out from both ends and spreads softmax "
+            "attention alone: use lln.distributed.context_parallel or lln.hf.spread in its place, and "
+            "leave cp_size of accelerate's ParallelismConfig at 1."
+        )
 
 
 @contextlib.contextmanager

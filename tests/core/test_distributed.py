@@ -178,6 +178,7 @@ def test_what_cannot_be_spread_is_refused_in_a_sentence(processes: Processes) ->
         "weights": "need_weights inside lln.distributed.context_parallel: P has a column for the keys of every rank",
         "peer": "performer inside lln.distributed.context_parallel: of all mechanisms LLN attention alone",
         "sample": "statistics='sample' looks at all tokens",
+        "torch": "LLN attention inside torch's own context_parallel, which deals tokens out from both ends",
         "order": "load_balancer: rows must lie one after another",
         "lengths": "lengths must have one number for each of the 2 ranks; got [1]",
         "told": "this rank was to hold 7 tokens, by its lengths or buffers, and here are 8",

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -288,6 +289,15 @@ def attempt(mesh: DeviceMesh, rank: int) -> dict[str, str]:
                 pass
         except ValueError as error:
             found[name] = str(error)
+    from torch.distributed.tensor.experimental import context_parallel as torchs_own
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it is a prototype
+        try:
+            with torchs_own(mesh, buffers=[draw(3, 1, 2, 8, 8)], buffer_seq_dims=[2]):
+                lln.LLNAttention(2, 8).double()(q, q, q)
+        except ValueError as error:
+            found["torch"] = str(error)
     try:
         attend_across(mesh, q, q, q, 1.0, 1.0, block_size=4, lengths=[7] * mesh.size())
     except ValueError as error:
