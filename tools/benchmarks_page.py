@@ -99,8 +99,8 @@ PARTS = {
     "evidence-causal": ("The evidence read, causal", "As above, where no token sees a later one."),
     "evidence-mix": (
         "What a conversion gives",
-        "LLN+Diag as `lln convert` makes it by default: 256 directions, and each query weighs its block against what the "
-        'evidence says of the rest (`mix="evidence"`). `-eager` is plain PyTorch.',
+        "LLN+Diag as `lln convert` makes it by default: 256 directions, and each query weighs its block against what "
+        'the evidence says of the rest (`mix="evidence"`). `-eager` is plain PyTorch.',
     ),
     "evidence-mix-causal": (
         "What a conversion gives, causal",
