@@ -60,7 +60,7 @@ def tell_verdicts(title: str, verdicts: Sequence[Mapping[str, Any]], *, quick: b
     if quick:
         full, mark = Draws(), " (provisional)"
         lines.append(
-            f"\nA quick look, with {QUICK.length} tokens where the full measurement has {full.length:,}, and fewer draws. "
+            f"\nA quick look: {QUICK.length} tokens, where the full measurement has {full.length:,}, and fewer draws. "
             "Its verdicts are provisional: leave out --quick to decide."
         )
     return "\n".join([*lines, *(f"\n{WORDS[v['holds']]}{mark}: {v['claim']}\n  {v['sentence']}" for v in verdicts)])
