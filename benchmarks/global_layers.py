@@ -176,7 +176,7 @@ def table(result: dict[str, Any]) -> str:
                   for name in ("step_s", "forward_s", "attention_s")),
             ]
         )  # fmt: skip
-    head = ["", "loss", "against softmax", "s a step", "s a call", "of it one global layer's attention"]
+    head = ["attention", "loss", "against softmax", "s a step", "s a call", "of it one global layer's attention"]
     about = (
         f"ModernBERT of {LAYERS} layers, {len(GLOBAL)} of them global, {how['width']} channels, heads of 64, "
         f"random weights, seed {how['seed']}; {how['short_steps']} steps of {how['length']:,} bytes in passages of "
