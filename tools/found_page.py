@@ -112,14 +112,14 @@ def use() -> list[str]:
         f"keep torch's softmax attention. With `torch.compile` a step takes {saved} of its time without.",
         '- **In a new model, set `matching="entropy"`.** Entropy matching follows softmax over the widest range. In '
         "training no matching differs from another beyond the noise, so the default stays the paper's. A convolution "
-        "over neighbours lowers the loss of 3,000 steps of pre-training more than any other option, also softmax's; for "
-        "LLN+Diag at scale mini that is within the noise. It was measured as `convolution=5`, which is deprecated "
-        "because it has no state to decode with. [`value_convolution=5`](mechanism.md#convolution) takes its place, and "
-        "has not been measured here.",
+        "over neighbours lowers the loss of 3,000 steps of pre-training more than any other option, also softmax's; "
+        "for LLN+Diag at scale mini that is within the noise. It was measured as `convolution=5`, which is deprecated "
+        "because it has no state to decode with. [`value_convolution=5`](mechanism.md#convolution) takes its place, "
+        "and has not been measured here.",
         "- **Convert a pretrained model with `lln convert`, never by name alone.** A converted MiniLM (with `--mix "
         "scales`) keeps the order of its similarities with a rank correlation of "
-        f"{kept['distilled']['spearman']:.2f}. Switched by name it keeps {kept['paper']['spearman']:.2f}, less than its "
-        f"blocks without LLN ({kept['blocks']['spearman']:.2f}). On a GPU, what the command makes by default runs in "
+        f"{kept['distilled']['spearman']:.2f}. Switched by name it keeps {kept['paper']['spearman']:.2f}, less than "
+        f"its blocks without LLN ({kept['blocks']['spearman']:.2f}). On a GPU, what the command makes by default runs in "
         "plain PyTorch [so far](limits.md#converted-models-on-a-gpu).",
         "- **Do not take it for softmax attention.** It finds needles that blocks alone cannot find, but what lies "
         "outside a block is seen through a matrix of low rank, and nothing was trained at the paper's scale yet.", "",
