@@ -191,7 +191,7 @@ def table(result: dict[str, Any]) -> str:
                   for name in ("step_s", "forward_s", "attention_s")),
             ]
         )  # fmt: skip
-    head = ["", "loss", "against softmax", "s a step", "s a call", "of it one global layer's attention"]
+    head = ["attention", "loss", "against softmax", "s a step", "s a call", "of it one global layer's attention"]
     clock = "Times at that length, batch 1, medians, "
     if how.get("device", "cpu") == "cpu":
         clock += (

@@ -159,7 +159,7 @@ def table(result: dict[str, Any]) -> str:
     for r in result.get("far", {"rows": []})["rows"]:
         ms = {name: f"{t['median']:.3g} ({t['low']:.3g} to {t['high']:.3g})" for name, t in r["times"].items()}
         rows.append(["Llama, token", f"{r['batch']} x {r['length']:,}", *(ms.get(name, "") for name in NAMES), "", ""])
-    header = ["", "batch x tokens", "torch's attention", "LLN", "LLN+Diag", "LLN / torch's", "LLN+Diag / torch's"]
+    header = ["model", "batch x tokens", "torch's attention", "LLN", "LLN+Diag", "LLN / torch's", "LLN+Diag / torch's"]
     lines = markdown_table(header, rows, "lrrrrrr")
     host = result["host"]["rows"]
     shown = []

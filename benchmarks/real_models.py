@@ -290,7 +290,7 @@ def table(result: dict[str, Any]) -> str:
         for name, title in titles.items()
     ]
     rows.append(["bar", *(f"{one['bar']:.2f}" for one in models.values())])
-    lines = [*markdown_table(["", *models], rows), ""]
+    lines = [*markdown_table(["attention", *models], rows), ""]
     for title, one in models.items():
         how, made = one["how"], one["provenance"]
         lines.append(

@@ -17,9 +17,18 @@ GIB = 2**30
 
 HEAD = """# Benchmarks
 
-Made by `make pages` from what is stored in `benchmarks/results/`; a test compares. Attention is checked
-against float64 before it is timed; what is compared takes turns within one run; times are medians, with quartiles in
-brackets. Every length that was measured is here, also those where softmax wins.
+This page has every time that was measured, including the lengths at which softmax attention is faster. In short:
+one call of LLN+Diag, forward and backward, is faster on an H200 than torch's fastest attention at every length from
+512 tokens on. [Whole models](#whole-models-on-an-h200) are faster from about 2,048 tokens on in batches of 16,000
+tokens, and somewhere above 4,096 tokens for one sequence at a time.
+
+Before an attention is timed, it is checked against float64. What is compared takes turns within one run. Times are
+medians, with quartiles in brackets.
+
+!!! note "Which LLN attention"
+    `LLN` and `LLN+Diag` are attention with the paper's formula. They run in Triton kernels on a GPU. Models that
+    `lln convert` made use the [evidence read](conversion.md#the-evidence-read), by default with `mix="evidence"`. Such
+    models run in plain PyTorch on a GPU, and none of these times applies to them.
 
 """
 
@@ -51,14 +60,14 @@ def cpu() -> list[str]:
     result = load_stored(RESULTS / "cpu_forward.json")
     lines = [
         "## Forward on a CPU", "", program("cpu_forward").table(result).strip(), "",
-        '"Bare products" is `q @ (k^T v)`, the arithmetic that no linear attention can avoid.', "",
+        '"Bare products" are `q @ (k^T v)`, the arithmetic that no linear attention can avoid.', "",
         f"Peak extra memory of a call, MiB (`{result['provenance']['command']}`):", "",
     ]  # fmt: skip
     rows = [
         [f"`{name}`" if "@" in name else name, *(show_number(peak / 2**20) for peak in peaks)]
         for name, peaks in result["peak_bytes"].items()
     ]
-    return [*lines, *markdown_table(["", *(f"{n:,}" for n in result["memory_lengths"])], rows), ""]
+    return [*lines, *markdown_table(["attention", *(f"{n:,}" for n in result["memory_lengths"])], rows), ""]
 
 
 def list_cells(r: dict[str, Any]) -> list[str]:
@@ -77,19 +86,21 @@ PARTS = {
     "batch1": ("One sequence", "12 heads of 64, bidirectional."),
     "tokens16k": (
         "16,384 tokens a batch",
-        "12 heads of 64, bidirectional; the batch size is 16,384 over the length. Since then those up to 2,048 tokens "
-        "fold their keys again in the backward pass rather than keep their states, as the next part does.",
+        "12 heads of 64, bidirectional. The batch size is 16,384 divided by the length. Since this measurement, calls "
+        "of up to 2,048 tokens compute the state of the keys again in the backward pass instead of keeping it, as the "
+        "next part does.",
     ),
     "dropout": (
         "With dropout",
-        "12 heads of 64, bidirectional, 16,384 tokens a batch; a tenth of the weights dropped, as in training RoBERTa.",
+        "12 heads of 64, bidirectional, 16,384 tokens in a batch. A tenth of the weights is dropped, as in training "
+        "RoBERTa.",
     ),
     "million": ("To a million tokens", "12 heads of 64, bidirectional, one sequence."),
     "fla": ("Beside flash-linear-attention, causal", "12 heads of 64."),
     "floors": (
         "Larger shapes",
-        "12 heads of 64, and 16 heads of 128 where the batch is 4; each attention bidirectional and causal. `-sample` "
-        "measures the spread of queries and keys of every sample as well.",
+        "12 heads of 64, and 16 heads of 128 where the batch is 4. Each attention is bidirectional and causal. "
+        "`-sample` also measures the spread of the queries and keys of every sample.",
     ),
     "evidence": (
         "The evidence read",
@@ -112,10 +123,10 @@ PARTS = {
 def gpu() -> list[str]:
     lines = ["## On an H200", "", program("gpu").table(GPU).strip(), ""]
     lines += [
-        "Below, *forward* and *training* (forward and backward) are milliseconds on the device; *faster* is how many "
-        "times as fast as the fastest softmax attention of torch, in training; *floor* is the time that a copy takes "
-        "for the bytes that LLN must move, as a share of its time in %, forward / training; *MiB* is the peak of extra "
-        "memory in training.",
+        "In the tables below, *forward* and *training* (forward and backward) are milliseconds on the device. *Faster* "
+        "says how many times as fast training is as with torch's fastest softmax attention. *Floor* is the time that a "
+        "plain copy of the bytes takes which LLN must move, as a share of LLN's time in %, for forward / training. "
+        "*MiB* is the peak of extra memory in training.",
         "",
     ]
     for part, (title, words) in PARTS.items():
@@ -136,7 +147,7 @@ def gpu() -> list[str]:
         for path in sorted(folder.glob("percent-of-floor.svg")):
             lines += [f"![Share of the floor in %]({link(path)})", ""]
         if not result["finished"]:
-            lines += ["This part was stopped before its end; what it had measured is here.", ""]
+            lines += ["This part was stopped before its end. The table has what it had measured by then.", ""]
     lines += ["How it is measured: " + load_stored(GPU / "batch1" / "bench.json")["how"], ""]
     return lines
 
@@ -161,11 +172,12 @@ def instruments() -> list[str]:
          f"{case['resident_bytes'] / GIB:.2f}"]
         for name, case in result["cases"].items()
     ]  # fmt: skip
-    lines = ["## Instruments", "", *markdown_table(["", "heads", "tokens", "s", "process, GiB"], rows)]
+    lines = ["## Instruments", "", *markdown_table(["measured", "heads", "tokens", "s", "process, GiB"], rows)]
     worst = max(result["deviation_at_512"].values())
     lines += [
-        "", f"{describe_origin(result)}; torch itself is in the memory of the process. Checked against the dense "
-        f"matrix at 512 tokens: off by at most {worst:.0e}.", "", program("record").sentence(record).strip(), "",
+        "", f"{describe_origin(result)}. The memory of the process includes torch itself. At 512 tokens the results "
+        f"were compared with those of the dense matrix; they differ by at most {worst:.0e}.", "",
+        program("record").sentence(record).strip(), "",
     ]  # fmt: skip
     return lines
 
@@ -196,4 +208,5 @@ def markdown() -> str:
         "make bench  # the tables of the CPU", "make bench-gpu  # on a machine with a GPU",
         "lln bench --quick  # a look", "lln compare --all  # every mechanism on the same inputs", "```", "",
     ]  # fmt: skip
-    return HEAD + "\n".join(lines).rstrip() + "\n"
+    made = "*This page is made by `make pages` from what is stored in `benchmarks/results/`; a test compares.*"
+    return HEAD + "\n".join([*lines, made]).rstrip() + "\n"

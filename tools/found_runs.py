@@ -146,7 +146,7 @@ def matching() -> list[str]:
         cells.append(
             [way or "plain", *(show_cell(c.get(n), d) for c in both for n, d in (("MLM loss", 3), ("sst2", 1)))]
         )
-    lines += grid(["", "LLN+Diag", "SST-2", "LLN", "SST-2"], cells)
+    lines += grid(["way", "LLN+Diag", "SST-2", "LLN", "SST-2"], cells)
     best = [min((name for name in loss if name.split(":")[0] == kind), key=loss.__getitem__) for kind in kinds]
     lowest = [f"{name} ({show_cell(rows[name]['MLM loss'], 2)})" for name in best]
     gains = []

@@ -244,7 +244,7 @@ def owner(chart: Path) -> Path | None:
 def tabulate_published(item: Item) -> list[str]:
     assert item.numbers is not None
     rows = [[name, *(show_published(row[c]) for c in item.columns)] for name, row in item.numbers.items()]
-    return ["The paper's numbers, %:", "", *markdown_table(["", *item.columns], rows), ""]
+    return ["The paper's numbers, %:", "", *markdown_table(["attention", *item.columns], rows), ""]
 
 
 def index() -> str:
@@ -252,7 +252,7 @@ def index() -> str:
     rows = [
         [f"[{item.title}](paper-{item.name}.md)", item.paper, count_verdicts(item), list_times(item)] for item in ITEMS
     ]
-    return "\n".join([*markdown_table(["", "the paper says", "claims that hold here", "time"], rows, "l"), ""])
+    return "\n".join([*markdown_table(["figure", "the paper says", "claims that hold here", "time"], rows, "l"), ""])
 
 
 def pages() -> dict[Path, str]:

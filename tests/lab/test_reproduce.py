@@ -167,7 +167,7 @@ def test_the_command_writes_data_and_charts_and_says_what_holds(tmp_path: Path) 
     assert result.exit_code == 0, result.output
     assert {path.name for path in tmp_path.iterdir()} == {"fig6a.json", "fig6a.svg"}
     for verdict in json.loads((tmp_path / "fig6a.json").read_text())["verdicts"]:
-        assert f"{WORDS[verdict['holds']]}: {verdict['claim']}" in result.output
+        assert f"{WORDS[verdict['holds']]} (provisional): {verdict['claim']}" in result.output
         assert verdict["sentence"] in result.output
 
 

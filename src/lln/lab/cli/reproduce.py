@@ -69,7 +69,7 @@ def reproduce(
         figure: A figure or table of the paper, or one of ours. --list shows them all.
         show_list: List all figures and tables with the time that each takes, and stop.
         out: Folder for data (JSON, CSV), tables (Markdown), charts (SVG) and runs.
-        quick: Take shorter sequences and fewer draws.
+        quick: Take shorter sequences and fewer draws. The verdicts are then provisional.
         seeds: Number of sets of draws, or of training runs. [default: 4, with --quick 2; training runs 1]
         seed: The first seed.
         scale: How large models, sequences and runs are.
@@ -178,7 +178,7 @@ def reproduce(
     if as_json:
         typer.echo(json.dumps(result, indent=1))
     else:
-        typer.echo(tell_verdicts(f"{chosen.name}: {chosen.title}", result["verdicts"]))
+        typer.echo(tell_verdicts(f"{chosen.name}: {chosen.title}", result["verdicts"], quick=quick))
         typer.echo(f"\nWritten: {', '.join(map(str, paths))}.")
 
 

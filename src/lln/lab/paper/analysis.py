@@ -54,9 +54,16 @@ def judge(claim: str, holds: bool | None, numbers: Mapping[str, float | None], *
 WORDS: dict[bool | None, str] = {True: "holds", False: "DOES NOT HOLD", None: "not decided"}
 
 
-def tell_verdicts(title: str, verdicts: Sequence[Mapping[str, Any]]) -> str:
-    """Stored verdicts for the reader of a terminal."""
-    return "\n".join([title, *(f"\n{WORDS[v['holds']]}: {v['claim']}\n  {v['sentence']}" for v in verdicts)])
+def tell_verdicts(title: str, verdicts: Sequence[Mapping[str, Any]], *, quick: bool = False) -> str:
+    """Stored verdicts for the reader of a terminal. quick: from so few draws that they are provisional."""
+    lines, mark = [title], ""
+    if quick:
+        full, mark = Draws(), " (provisional)"
+        lines.append(
+            f"\nA quick look: {QUICK.length} tokens, where the full measurement has {full.length:,}, and fewer draws. "
+            "Its verdicts are provisional: leave out --quick to decide."
+        )
+    return "\n".join([*lines, *(f"\n{WORDS[v['holds']]}{mark}: {v['claim']}\n  {v['sentence']}" for v in verdicts)])
 
 
 @dataclasses.dataclass(frozen=True)
