@@ -145,10 +145,8 @@ class Joined(Launch):
         if self.values["REACH"] == 1:
             return windows.flatten(2, 3)
         first, second = windows.unflatten(3, (2, -1)).unbind(3)
-        slots: Tensor = (
-            functional.pad(first, (0, 0, 0, 0, 0, 1)) + functional.pad(second, (0, 0, 0, 0, 1, 0))
-        ).flatten(2, 3)
-        return slots
+        first, second = functional.pad(first, (0, 0, 0, 0, 0, 1)), functional.pad(second, (0, 0, 0, 0, 1, 0))
+        return (first + second).flatten(2, 3)
 
 
 def name_kind(call: Call, groups: Groups) -> tuple[Any, ...]:
@@ -328,7 +326,8 @@ def take_pieces(call: Call, layout: Layout) -> Call:
     count = call.key.shape[2] // layout.rows
 
     def cut(t: Tensor) -> Tensor:
-        return t.unflatten(2, (count, layout.rows)).transpose(1, 2).flatten(0, 1)
+        pieces: Tensor = t.unflatten(2, (count, layout.rows))
+        return pieces.transpose(1, 2).flatten(0, 1)
 
     key, value = cut(call.key), cut(call.value)
     beta = call.beta if call.beta.shape[0] == 1 else call.beta.repeat_interleave(count, 0)
