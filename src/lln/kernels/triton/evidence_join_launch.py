@@ -37,6 +37,7 @@ class Groups(NamedTuple):
     number: int
     empty: Tensor | None  # [B] int32: groups before the first valid token; None: no token moves
     closed: Tensor | int  # pieces before the window of the token that comes next
+    trains: bool  # whether there may be a backward pass; inside of an autograd function nobody can tell
 
 
 class Joined(Launch):
@@ -180,7 +181,7 @@ class MergeOutside(Function):
         pieces, given = list(tensors[:4]), tensors[4:]
         found = Joined(call, groups, fit_join(call, groups, False)).merge_pieces(pieces)
         ctx.save_for_backward(*pieces, *given, *found)
-        ctx.fit = fit_join(call, groups, True) if any(ctx.needs_input_grad) else None
+        ctx.fit = fit_join(call, groups, True) if groups.trains and any(ctx.needs_input_grad) else None
         # Of the rows the backward pass knows the sizes alone.
         sizes = {name: getattr(call, name) for name in ("query", "key", "value")}
         none: dict[str, Any] = dict.fromkeys((*HELD, "key_mask", "offset", "seed"))
@@ -251,7 +252,7 @@ class Join(Function):
         q, k, v, offset, *outside = tensors
         laid = call.change(query=q, key=k, value=v, offset=offset)
         out, *kept = Joined(laid, groups, fit_join(laid, groups, False)).join(outside)
-        ctx.fit = fit_join(laid, groups, True) if any(ctx.needs_input_grad) else None
+        ctx.fit = fit_join(laid, groups, True) if groups.trains and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(*tensors, *kept, call.key_mask, call.seed)
         none: dict[str, Any] = dict.fromkeys(("query", "key", "value", "key_mask", "seed", "offset", *HELD))
         ctx.call, ctx.groups = call.change(**none), groups
@@ -303,7 +304,8 @@ def lay(call: Call) -> tuple[Call, Groups, Tensor | None]:
     none |= dict.fromkeys(("cu_query", "cu_key", "lln_weight", "block_weight"))
     mask = None if seen is None else seen.expand(call.key.shape[0], -1)
     laid = call.change(query=q, key=k.squeeze(2), value=v.squeeze(2), key_mask=mask, **none)
-    return laid, Groups(layout, count, None if empty is None else empty.to(torch.int32), closed), first
+    moved = None if empty is None else empty.to(torch.int32)
+    return laid, Groups(layout, count, moved, closed, torch.is_grad_enabled()), first
 
 
 def attend_sequence(call: Call) -> tuple[Tensor, ...]:
