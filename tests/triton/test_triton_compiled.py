@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lln.kernels.triton.survey import EVIDENCE, MODES
+from lln.kernels.triton.survey import EVIDENCE, MIXED, MODES
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "compile_cards.py"
@@ -28,16 +28,21 @@ def run(script: Path, *arguments: str, cache: Path) -> str:
     ("target", "dtype", "dim", "mode", "hard"),
     [
         pytest.param("80", "float32", "64", "LLN+Diag", True, marks=pytest.mark.long),
-        ("86", "bfloat16", "128", "LLN+Diag", False),
+        pytest.param("86", "bfloat16", "128", "LLN+Diag", False, marks=pytest.mark.long),
         pytest.param("89", "float16", "64", "LLN+Diag", True, marks=pytest.mark.long),
         ("90", "bfloat16", "64", "LLN+Diag, causal", False),
-        ("100", "bfloat16", "128", "LLN+Diag", False),
-        ("120", "bfloat16", "64", "LLN, causal", False),
-        ("gfx942", "bfloat16", "128", "LLN+Diag", False),
+        pytest.param("100", "bfloat16", "128", "LLN+Diag", False, marks=pytest.mark.long),
+        pytest.param("120", "bfloat16", "64", "LLN, causal", False, marks=pytest.mark.long),
+        pytest.param("gfx942", "bfloat16", "128", "LLN+Diag", False, marks=pytest.mark.long),
+        ("gfx942", "bfloat16", "64", "LLN+Diag", False),
         pytest.param("gfx942", "float16", "64", "LLN, causal", False, marks=pytest.mark.long),
-        ("90", "bfloat16", "64", "evidence, signed", False),
-        ("90", "bfloat16", "64", "evidence, directions", True),
-        ("90", "bfloat16", "64", "evidence, causal", True),
+        pytest.param("90", "bfloat16", "64", "evidence, signed", False, marks=pytest.mark.long),
+        pytest.param("90", "bfloat16", "64", "evidence, directions", True, marks=pytest.mark.long),
+        pytest.param("90", "bfloat16", "64", "evidence, causal", True, marks=pytest.mark.long),
+        ("90", "bfloat16", "64", "evidence", False),
+        ("90", "bfloat16", "64", "evidence, causal", False),
+        ("90", "bfloat16", "64", "evidence, mix", False),
+        pytest.param("86", "bfloat16", "64", "evidence, mix, causal", True, marks=pytest.mark.long),
         pytest.param("80", "float16", "64", "evidence, Diag", True, marks=pytest.mark.long),
         pytest.param("120", "bfloat16", "64", "evidence, directions, causal", False, marks=pytest.mark.long),
         pytest.param("86", "bfloat16", "64", "evidence, directions, Diag", False, marks=pytest.mark.long),
@@ -54,7 +59,9 @@ def test_kernels_compile_and_fit_into_a_card(
     run(TOOL, *options, *(["--hard"] if hard else []), cache=tmp_path)
     (row,) = json.loads(stored.read_text())["rows"]
     expected = {"forward": "read_kernel", "backward": "fold_backward_kernel"}
-    if "causal" in mode and mode in EVIDENCE:
+    if mode in MIXED:
+        expected = {"forward": "join_kernel", "backward": "join_backward_kernel"}
+    elif "causal" in mode and mode in EVIDENCE:
         expected = {"forward": "evidence_values_kernel", "backward": "evidence_causal_keys_kernel"}
     elif "directions" in mode:
         expected = {"forward": "directed_read_kernel", "backward": "directed_keys_kernel"}

@@ -9,6 +9,8 @@ import torch
 
 from helpers.tensors import relative_error
 from helpers.triton_cases import GPU, MARKS, Case, check, evaluate
+from helpers.untyped import lln_attention
+from lln.kernels import eager
 from lln.kernels.call import FIELDS
 from lln.kernels.triton import fit, op, plan, survey
 from lln.kernels.triton.fit import DoesNotFit, Needs
@@ -219,6 +221,25 @@ def test_a_kind_of_call_is_rehearsed_once(on_card: Callable[[Look], None]) -> No
 
 
 @pretended
+@pretended
+def test_a_mix_by_the_evidence_whose_backward_does_not_fit_never_begins(
+    on_card: Callable[[Look], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_card(lambda kernel, args, settings: Needs((200 if "join_backward" in kernel.fn.__name__ else 20) * KIB, 128))
+    q, k, v = (torch.randn(1, 1, 8, 8, requires_grad=True) for _ in range(3))
+    ran: list[Any] = []
+    attend = eager.attend
+    monkeypatch.setattr(eager, "attend", lambda call: [ran.append(call), attend(call)][1])
+    options: dict[str, Any] = {"beta": 1.3, "read": "evidence", "mix": "evidence", "block_size": 4}
+    with torch.no_grad():
+        there = lln_attention(q, k, v, backend="triton", **options)
+    assert ran == []
+    out = lln_attention(q, k, v, backend="triton", **options)
+    assert len(ran) == 1
+    assert relative_error(there, out.detach()) <= 1e-5
+    assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
 def test_a_machine_is_asked_what_runs_where(on_card: Callable[[Look], None]) -> None:
     def look(kernel: Any, args: Sequence[Any], settings: Settings) -> Needs:
         wide = read_value(kernel, args, "WIDE") and read_value(kernel, args, "D") == 128

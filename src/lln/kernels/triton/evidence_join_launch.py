@@ -37,6 +37,7 @@ class Groups(NamedTuple):
     number: int
     empty: Tensor | None  # [B] int32: groups before the first valid token; None: no token moves
     closed: Tensor | int  # pieces before the window of the token that comes next
+    trains: bool  # whether there may be a backward pass; inside of an autograd function nobody can tell
 
 
 class Joined(Launch):
@@ -145,10 +146,8 @@ class Joined(Launch):
         if self.values["REACH"] == 1:
             return windows.flatten(2, 3)
         first, second = windows.unflatten(3, (2, -1)).unbind(3)
-        slots: Tensor = (
-            functional.pad(first, (0, 0, 0, 0, 0, 1)) + functional.pad(second, (0, 0, 0, 0, 1, 0))
-        ).flatten(2, 3)
-        return slots
+        first, second = functional.pad(first, (0, 0, 0, 0, 0, 1)), functional.pad(second, (0, 0, 0, 0, 1, 0))
+        return (first + second).flatten(2, 3)
 
 
 def name_kind(call: Call, groups: Groups) -> tuple[Any, ...]:
@@ -182,7 +181,7 @@ class MergeOutside(Function):
         pieces, given = list(tensors[:4]), tensors[4:]
         found = Joined(call, groups, fit_join(call, groups, False)).merge_pieces(pieces)
         ctx.save_for_backward(*pieces, *given, *found)
-        ctx.fit = fit_join(call, groups, True) if any(ctx.needs_input_grad) else None
+        ctx.fit = fit_join(call, groups, True) if groups.trains and any(ctx.needs_input_grad) else None
         # Of the rows the backward pass knows the sizes alone.
         sizes = {name: getattr(call, name) for name in ("query", "key", "value")}
         none: dict[str, Any] = dict.fromkeys((*HELD, "key_mask", "offset", "seed"))
@@ -253,7 +252,7 @@ class Join(Function):
         q, k, v, offset, *outside = tensors
         laid = call.change(query=q, key=k, value=v, offset=offset)
         out, *kept = Joined(laid, groups, fit_join(laid, groups, False)).join(outside)
-        ctx.fit = fit_join(laid, groups, True) if any(ctx.needs_input_grad) else None
+        ctx.fit = fit_join(laid, groups, True) if groups.trains and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(*tensors, *kept, call.key_mask, call.seed)
         none: dict[str, Any] = dict.fromkeys(("query", "key", "value", "key_mask", "seed", "offset", *HELD))
         ctx.call, ctx.groups = call.change(**none), groups
@@ -305,7 +304,8 @@ def lay(call: Call) -> tuple[Call, Groups, Tensor | None]:
     none |= dict.fromkeys(("cu_query", "cu_key", "lln_weight", "block_weight"))
     mask = None if seen is None else seen.expand(call.key.shape[0], -1)
     laid = call.change(query=q, key=k.squeeze(2), value=v.squeeze(2), key_mask=mask, **none)
-    return laid, Groups(layout, count, None if empty is None else empty.to(torch.int32), closed), first
+    moved = None if empty is None else empty.to(torch.int32)
+    return laid, Groups(layout, count, moved, closed, torch.is_grad_enabled()), first
 
 
 def attend_sequence(call: Call) -> tuple[Tensor, ...]:
@@ -328,7 +328,8 @@ def take_pieces(call: Call, layout: Layout) -> Call:
     count = call.key.shape[2] // layout.rows
 
     def cut(t: Tensor) -> Tensor:
-        return t.unflatten(2, (count, layout.rows)).transpose(1, 2).flatten(0, 1)
+        pieces: Tensor = t.unflatten(2, (count, layout.rows))
+        return pieces.transpose(1, 2).flatten(0, 1)
 
     key, value = cut(call.key), cut(call.value)
     beta = call.beta if call.beta.shape[0] == 1 else call.beta.repeat_interleave(count, 0)
