@@ -36,6 +36,8 @@ def campaigns(folder: Path = STORED) -> str:
         for name, (_, asked) in CAMPAIGNS.items()
         if asked is not None and (name not in stored or stored[name]["done"] < asked)
     ]
+    if any(held["faults"] for name, held in stored.items() if name != "mutants"):
+        lines += ["What was wrong is told in `results/README.md`.", ""]
     kills = sum(count_kills(held) for name, held in stored.items() if name.startswith("kill-"))
     wanting += [f"kills ({kills} of 200)"] if kills < 200 else []
     if wanting:
