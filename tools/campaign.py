@@ -2,12 +2,14 @@
 
 A campaign numbers what it tries. What a number stands for follows from the seed alone, so a stopped campaign goes on
 with the next number, and a number that went wrong can be tried again by itself. What is stored says what was done and
-where, the commit included; another seed or another commit begins anew.
+where, the commit included. Another seed begins anew, and so do other sources or tests; a commit that changes neither,
+as one that stores what was found so far, does not.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 import time
 from collections.abc import Callable
@@ -16,12 +18,21 @@ from typing import Any
 
 import torch
 
-from lln.files import read_json, write_json
+from lln.files import hash_file, read_json, write_json
 from lln.lab.core.provenance import provenance
 
 ROOT = Path(__file__).parent.parent
 STORED = ROOT / "results" / "hardening"
 SAVED_EVERY = 20.0  # seconds
+
+
+def hash_code(root: Path = ROOT) -> str:
+    """What tells other sources or tests."""
+    digest = hashlib.sha256()
+    for path in sorted(path for part in ("src", "tests") for path in (root / part).rglob("*")):
+        if path.suffix in (".py", ".json", ".c"):
+            digest.update(f"{path.relative_to(root).as_posix()} {hash_file(path)}".encode())
+    return digest.hexdigest()[:16]
 
 
 def make_parser(about: str | None, cases: int) -> argparse.ArgumentParser:
@@ -49,9 +60,8 @@ class Campaign:
         self.done, self.seconds, self.faults = 0, 0.0, dict[str, str]()
         self.counts, self.started = dict[str, int](), about
         held = read_json(self.file, dict)
-        # "+": something is not committed, and be it what the campaign itself has stored.
-        same = held is not None and held["provenance"]["commit"].rstrip("+") == about["commit"].rstrip("+")
-        if held is not None and same and held["request"] == self.request:
+        self.code = hash_code()
+        if held is not None and held.get("code") == self.code and held["request"] == self.request:
             self.done, self.seconds, self.faults = held["done"], held["seconds"], held["faults"]
             self.counts, self.started = held["counts"], held["provenance"]
         self.facts: dict[str, Any] = {}
@@ -80,7 +90,7 @@ class Campaign:
         write_json(self.file, {
             "name": self.name, "request": self.request, "asked": self.options.cases, "done": self.done,
             "seconds": round(self.seconds, 1), "counts": self.counts, "faults": self.faults, **self.facts,
-            "provenance": self.started,
+            "code": self.code, "provenance": self.started,
         })  # fmt: skip
 
     def tell(self) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import found_page
+from campaigns_table import campaigns
 from cards_table import cards
 from lln.files import put_between
 from lln.lab.core.tables import markdown_table, show_number
@@ -296,12 +298,13 @@ def examples() -> str:
     return "\n".join([*markdown_table(["program", "what it does", "extra", "time"], rows, "l"), ""])
 
 
-QUOTES = {
+QUOTES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"pitch": pitch, "numbers": numbers, "claims": claims},
     DOCS / "matching.md": {"choice": choice, "matching": matching},
     DOCS / "mechanism.md": {"convolved": convolution},
     ROOT / "examples" / "README.md": {"examples": examples},
     DOCS / "gpu.md": {"cards": cards},
+    DOCS / "hardening.md": {"campaigns": campaigns},
     DOCS / "found.md": {"found": found_page.markdown},
     DOCS / "paper.md": {"index": index},
     DOCS / "limits.md": {"line": line, "lognormal": lognormal},

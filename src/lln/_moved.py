@@ -4,20 +4,26 @@ first use warns and names that."""
 from __future__ import annotations
 
 import importlib
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import json
+import os
 import sys
 import types
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader as AnyLoader
+    from importlib.abc import MetaPathFinder as AnyFinder
+else:  # their module, and pathlib, bring more than all of this takes, before `lln` can hear Ctrl-C
+    AnyLoader = AnyFinder = object
 
 # Old name -> new name, or several where what was one module is now more; what is not there has moved with its room. Not
 # by lln.files: that is a module of lln, too.
-MOVED: dict[str, str | list[str]] = json.loads((Path(__file__).parent / "data" / "moved.json").read_text("utf-8"))
+with open(os.path.join(os.path.dirname(__file__), "data", "moved.json"), encoding="utf-8") as file:
+    MOVED: dict[str, str | list[str]] = json.load(file)
 FUNCTIONS = ("attention", "mechanisms")  # of lln, which the modules of these names must not hide
 WARNED: set[str] = set()  # a search for a module, without importing it, comes here as well
 
@@ -72,7 +78,7 @@ class Room(types.ModuleType):
             setattr(getattr(sys.modules["lln"], hidden_by), name, value)
 
 
-class Loader(importlib.abc.Loader):
+class Loader(AnyLoader):
     """Gives the module in its new place, the very same; in the place of a package, or of several modules, a room."""
 
     def __init__(self, new: list[str]) -> None:
@@ -89,7 +95,7 @@ class Loader(importlib.abc.Loader):
             module.__spec__ = self.own  # importing it under the old name has replaced it
 
 
-class Finder(importlib.abc.MetaPathFinder):
+class Finder(AnyFinder):
     """Before the usual ones, which would take what is left of a folder of an old name for a package."""
 
     def find_spec(

@@ -76,7 +76,7 @@ def test_so_many_forms_of_calls_and_no_more_are_compiled() -> None:
 
 
 @pytest.mark.usefixtures("tools")
-def test_a_stopped_campaign_goes_on_and_another_commit_begins_anew(tmp_path: Path) -> None:
+def test_a_stopped_campaign_goes_on_and_with_other_sources_begins_anew(tmp_path: Path) -> None:
     import campaign as campaigns
 
     asked = ["--cases", "5", "--out", str(tmp_path)]
@@ -102,13 +102,50 @@ def test_a_stopped_campaign_goes_on_and_another_commit_begins_anew(tmp_path: Pat
     with pytest.raises(SystemExit) as end:
         campaigns.finish([two])
     assert end.value.code is True
-    held["provenance"]["commit"] = "another"
+    held["provenance"]["commit"] = "another"  # which stored what was found so far, say
+    (tmp_path / "odd.json").write_text(json.dumps(held))
+    assert campaigns.Campaign("odd", options).done == 7
+    held["code"] = "another"
     (tmp_path / "odd.json").write_text(json.dumps(held))
     assert campaigns.Campaign("odd", options).done == 0
     stopped = campaigns.Campaign("odd", options)
     stopped.run(try_one, until=0.0)
     assert stopped.done == 0
     assert "7 are left, the same command goes on" in stopped.tell()
+
+
+@pytest.mark.usefixtures("tools")
+def test_other_sources_and_tests_are_known_and_other_pages_are_none(tmp_path: Path) -> None:
+    from campaign import hash_code
+
+    found = set()
+    for name, text in (("src/a.py", "1"), ("src/a.py", "2"), ("tests/b.py", "1"), ("docs/c.md", "1"), ("d.json", "1")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        found.add(hash_code(tmp_path))
+    assert len(found) == 3
+
+
+@pytest.mark.usefixtures("tools")
+def test_the_page_tells_what_is_stored_and_what_is_not_there_yet(tmp_path: Path) -> None:
+    from campaigns_table import campaigns
+
+    about = {"commit": "0a1b", "device": "abacus"}
+    held = {"done": 120, "seconds": 90.0, "faults": {}, "provenance": about, "request": {"seed": 3}}
+    for name, counts in (("kill-train", {"2 kills": 100, "0 kills": 20}), ("mutants", {"killed": 119, "survived": 1})):
+        faults = {"7": "state.py:3 number: 0 -> 1"} if name == "mutants" else {}
+        (tmp_path / f"{name}.json").write_text(json.dumps({**held, "name": name, "counts": counts, "faults": faults}))
+    text = campaigns(tmp_path)
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "0a1b" in line]
+    assert cells == [
+        ["`lln train`, killed", "200 kills of 120 runs", "0", "2 min", "3", "0a1b", "abacus"],
+        ["mutants", "120", "1 survive", "2 min", "3", "0a1b", "abacus"],
+    ]
+    (left,) = [line for line in text.splitlines() if line.startswith("Still to be run")]
+    assert "fuzz-op (0 of 50,000)" in left
+    assert "bad-inputs (0 of 400)" in left
+    assert "kill" not in left
+    assert "mutants" not in left
 
 
 @pytest.mark.usefixtures("tools")

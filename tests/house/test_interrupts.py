@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from helpers.command import run_python
+
 
 @pytest.mark.parametrize(
     ("module", "arguments"),
@@ -31,3 +33,10 @@ def test_ctrl_c_while_a_command_starts_ends_it_without_a_word(module: str, argum
     assert "Traceback" not in found.stderr, found.stderr
     assert found.returncode == 130, found.stderr
     assert "KeyboardInterrupt" not in found.stderr
+
+
+def test_little_comes_before_a_command_hears_ctrl_c() -> None:
+    """Nobody listens while `lln` itself is imported."""
+    code = "import sys; before = {*sys.modules}; import lln; print(*({*sys.modules} - before))"
+    brought = run_python(code)
+    assert not {"importlib.resources", "tempfile", "shutil", "pathlib", "torch"} & set(brought.split())
