@@ -110,17 +110,16 @@ def use() -> list[str]:
         f"{gains[2048]} times as fast as with torch's attention at 2,048 tokens, {gains[16384]} times at 16,384 and "
         f"{gains[65536]} times at 65,536. One sequence at a time, it is faster from {one:,} tokens on. Below that, "
         f"keep torch's softmax attention. With `torch.compile` a step takes {saved} of its time without.",
-        '- **In a new model, set `matching="entropy"`.** Entropy matching follows softmax over the widest range. In '
-        "training no matching differs from another beyond the noise, so the default stays the paper's. A convolution "
-        "over neighbours lowers the loss of 3,000 steps of pre-training more than any other option, also softmax's; "
-        "for LLN+Diag at scale mini that is within the noise. It was measured as `convolution=5`, which is deprecated "
-        "because it has no state to decode with. [`value_convolution=5`](mechanism.md#convolution) takes its place, "
-        "and has not been measured here.",
+        '- **In a new model, set `matching="entropy"`** and try `value_convolution=5`. Entropy matching follows softmax '
+        "over the widest range. In training no matching differs from another beyond the noise, so the default stays "
+        "the paper's. Of the convolution of the values no run at scale mini is stored yet. Its predecessor, which is "
+        "deprecated, convolves queries, keys and values: it lowers the loss of 3,000 steps of pre-training more than "
+        "any other option, also softmax's; for LLN+Diag at scale mini that is within the noise.",
         "- **Convert a pretrained model with `lln convert`, never by name alone.** A converted MiniLM (with `--mix "
         "scales`) keeps the order of its similarities with a rank correlation of "
         f"{kept['distilled']['spearman']:.2f}. Switched by name it keeps {kept['paper']['spearman']:.2f}, less than "
-        f"its blocks without LLN ({kept['blocks']['spearman']:.2f}). On a GPU, what the command makes by default runs "
-        "in plain PyTorch [so far](limits.md#converted-models-on-a-gpu).",
+        f"its blocks without LLN ({kept['blocks']['spearman']:.2f}). On a GPU, what the command makes by default "
+        "is [slower than softmax](limits.md#converted-models-on-a-gpu) below some 11,000 tokens.",
         "- **Do not take it for softmax attention.** It finds needles that blocks alone cannot find, but what lies "
         "outside a block is seen through a matrix of low rank, and nothing was trained at the paper's scale yet.", "",
     ]  # fmt: skip

@@ -225,7 +225,7 @@ def variants() -> list[str]:
         f"{loss['lln_diag:overlap=true'] - loss['lln_diag']:.2f} (one seed). Runs this "
         "short end before attention has done its work: here LLN+Diag is ahead of softmax, in the longer runs of Table "
         f"1 softmax has passed it by step {passed:,} (Fig. 8).", "",
-        *small_variants(),
+        *small_variants(), *decaying_channels(),
     ]  # fmt: skip
 
 
@@ -254,6 +254,35 @@ def small_variants() -> list[str]:
         f"layers and a small text: the gap between LLN and softmax is {loss['lln'] - loss['softmax']:.2f} here, blocks "
         f"alone, with one seed, have {loss['block_diagonal']:.2f}, and fine-tuned models are no better for the "
         "convolution.", "",
+    ]  # fmt: skip
+
+
+def decaying_channels() -> list[str]:
+    """An experiment that the package has no part of."""
+    held = json.loads((ROOT / "benchmarks" / "results" / "decaying_channels.json").read_text())["rows"]
+    loss: dict[str, list[float]] = {}
+    for row in sorted(held, key=lambda row: row["seed"]):
+        loss.setdefault(row["attention"], []).append(row["metrics"]["loss"])
+    shown = {name: " and ".join(f"{value:.2f}" for value in values) for name, values in loss.items()}
+    near, far, both = (loss[n] for n in ("lln:value_convolution=5", "decay_mean", "decay_mean:value_convolution=5"))
+    assert [len(values) for values in loss.values() if len(values) > 1] == [2] * 5
+    assert all(a < b < c < d for a, b, c, d in zip(both, far, near, loss["lln"], strict=True))
+    gains = [
+        " and ".join(f"{one - other:.2f}" for one, other in zip(*pair, strict=True))
+        for pair in ((near, far), (far, both))
+    ]
+    return [
+        "**Channels that decay with distance**, a third of them to the left and a third to the right, with reaches of "
+        "1 to 8 tokens, are no part of the package; `benchmarks/decaying_channels.py` computes them densely. Two "
+        "layers, 64 tokens, 800 steps of 1,024 tokens, two seeds: LLN alone ends at a loss of "
+        f"{shown['lln']}, with the convolution of the values at {shown['lln:value_convolution=5']}, with decaying "
+        f"channels at {shown['decay_mean']}, with both at {shown['decay_mean:value_convolution=5']}; softmax at "
+        f"{shown['softmax']}. So they bring LLN further than the convolution does here, by {gains[0]}; what the "
+        f"convolution adds to them, {gains[1]}, two seeds cannot decide. And all these models are still on the plateau "
+        f"with which training begins (a guess has {held[0]['guess']['loss']:.2f}): this says which leaves it first, "
+        "not which ends lower. A channel's keys must be averaged by the weights of their distances: where they are "
+        f"summed, channels of few keys start with next to no weight, and the loss is {shown['decay_sum']} (one seed).",
+        "",
     ]  # fmt: skip
 
 
