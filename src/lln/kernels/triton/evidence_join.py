@@ -95,7 +95,7 @@ def join_kernel(
     rows = (g_ * R + r).to(tl.int64)
     ok = r < R
     slots = (g_ * R + j).to(tl.int64)
-    q = load_rows(Q, b.to(tl.int64) * q_b + h * q_h, rows, ok, q_n, q_d, D, BD, R == BM)
+    q = load_rows(Q, b.to(tl.int64) * q_b + h.to(tl.int64) * q_h, rows, ok, q_n, q_d, D, BD, R == BM)
     stream = (b * H * G + h) * 2
     centre = find_centre(KEY, state, SETS, M, D, BX, BD)
     top = tl.full([BM], -float("inf"), tl.float32)
@@ -122,8 +122,8 @@ def join_kernel(
     visible = inside
     if MASKED:
         visible = inside & (tl.load(MASK + b * mask_b + slots * mask_n, mask=j < SIZE, other=0) != 0)
-    k = load_rows(K, b.to(tl.int64) * k_b + hk * k_h, slots, j < SIZE, k_n, k_d, D, BD, SIZE == BN)
-    v = load_rows(V, b.to(tl.int64) * v_b + hk * v_h, slots, j < SIZE, v_n, v_d, E, BE, SIZE == BN)
+    k = load_rows(K, b.to(tl.int64) * k_b + hk.to(tl.int64) * k_h, slots, j < SIZE, k_n, k_d, D, BD, SIZE == BN)
+    v = load_rows(V, b.to(tl.int64) * v_b + hk.to(tl.int64) * v_h, slots, j < SIZE, v_n, v_d, E, BE, SIZE == BN)
     s = score_window(q, k, centre, visible, scale, BM, BN, BEFORE, CAUSAL, DOT, PRECISION)
     largest = tl.max(s, 1)
     some = largest > -float("inf")
@@ -144,7 +144,7 @@ def join_kernel(
     weight = 1.0 / (1.0 + tl.exp2(tl.minimum(-advantage * LOG2E, 126.0)))
     weight = tl.where(advantage > -0.5 * MUCH, weight, 0.0)
     out = weight[:, None] * far + (1.0 - weight)[:, None] * near
-    store_rows(OUT, b.to(tl.int64) * o_b + h * o_h, rows, ok, o_n, o_d, out, E, BE, R == BM)
+    store_rows(OUT, b.to(tl.int64) * o_b + h.to(tl.int64) * o_h, rows, ok, o_n, o_d, out, E, BE, R == BM)
     kept = (b * H * G + h).to(tl.int64) * groups * R + rows
     tl.store(LOG_FAR + kept, top + tl.log2(total), mask=ok)
     tl.store(LOG_NEAR + kept, log_near, mask=ok)
@@ -189,8 +189,8 @@ def join_backward_kernel(
     ok = r < R
     slots = (g_ * R + j).to(tl.int64)
     head = (b * H * G + h).to(tl.int64)
-    q = load_rows(Q, b.to(tl.int64) * q_b + h * q_h, rows, ok, q_n, q_d, D, BD, R == BM)
-    g = load_rows(GRAD, b.to(tl.int64) * g_b + h * g_h, rows, ok, g_n, g_d, E, BE, R == BM)
+    q = load_rows(Q, b.to(tl.int64) * q_b + h.to(tl.int64) * q_h, rows, ok, q_n, q_d, D, BD, R == BM)
+    g = load_rows(GRAD, b.to(tl.int64) * g_b + h.to(tl.int64) * g_h, rows, ok, g_n, g_d, E, BE, R == BM)
     kept = head * groups * R + rows
     log_far = tl.load(LOG_FAR + kept, mask=ok, other=0.0)
     log_near = tl.load(LOG_NEAR + kept, mask=ok, other=0.0)
@@ -215,8 +215,8 @@ def join_backward_kernel(
     visible = inside
     if MASKED:
         visible = inside & (tl.load(MASK + b * mask_b + slots * mask_n, mask=j < SIZE, other=0) != 0)
-    k = load_rows(K, b.to(tl.int64) * k_b + hk * k_h, slots, j < SIZE, k_n, k_d, D, BD, SIZE == BN)
-    v = load_rows(V, b.to(tl.int64) * v_b + hk * v_h, slots, j < SIZE, v_n, v_d, E, BE, SIZE == BN)
+    k = load_rows(K, b.to(tl.int64) * k_b + hk.to(tl.int64) * k_h, slots, j < SIZE, k_n, k_d, D, BD, SIZE == BN)
+    v = load_rows(V, b.to(tl.int64) * v_b + hk.to(tl.int64) * v_h, slots, j < SIZE, v_n, v_d, E, BE, SIZE == BN)
     s = score_window(q, k, centre, visible, scale, BM, BN, BEFORE, CAUSAL, DOT, PRECISION)
     p = tl.exp2(s - log_near[:, None])
     dp = tl.dot(g.to(DOT), tl.trans(v.to(DOT)), input_precision=PRECISION)
@@ -262,4 +262,4 @@ def join_backward_kernel(
         store_set(DMEAN, dmean, own * E, i * BX, M, E, BX, BE)
         store_set(DKEY, dkey, own * D, i * BX, M, D, BX, BD)
         tl.store(DENTROPY + own + i * BX + c, dentropy, mask=i * BX + c < M)
-    store_rows(DQ, b.to(tl.int64) * dq_b + h * dq_h, rows, ok, dq_n, dq_d, dq, D, BD, R == BM)
+    store_rows(DQ, b.to(tl.int64) * dq_b + h.to(tl.int64) * dq_h, rows, ok, dq_n, dq_d, dq, D, BD, R == BM)
