@@ -143,8 +143,9 @@ class OnMindSpore:
         ms.set_context(mode=ms.GRAPH_MODE if self.mode == "graph" else ms.PYNATIVE_MODE)
         return ms
 
+    @functools.cache  # noqa: B019, one instance a mode
     def make(self, case: str, dtype: Any, keep: bool) -> Any:
-        """A cell, which is what a graph is made of."""
+        """A cell, which is what a graph is made of, and which keeps its graphs."""
         ms = self.load()
         from lln.mindspore import lln_attention
 
