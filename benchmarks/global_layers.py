@@ -200,12 +200,14 @@ def table(result: dict[str, Any]) -> str:
         )
     else:
         clock += "in bfloat16."
+    steps = how["short_steps"] + how["long_steps"]
+    brief = "So brief a training shows that nothing broke, not which is better in the end. " if steps < 500 else ""
     about = (
         f"ModernBERT of {LAYERS} layers, {len(GLOBAL)} of them global, {how['width']} channels, heads of 64, "
         f"random weights, seed {how['seed']}; {how['short_steps']} steps of {how['length']:,} bytes in passages of "
         f"{how['short']:,} and {how['long_steps']} of {how['length']:,}, learning rate {how['rate']}. Loss in nats a "
         f"masked byte on {how['judged']} passages of {how['length']:,} bytes that no step saw, ± the standard error "
-        f"over these passages: what another seed would change is not in it. {clock} Text: {result['text']}. "
+        f"over these passages: what another seed would change is not in it. {brief}{clock} Text: {result['text']}. "
         f"{made['device']}, torch {made['torch']}, transformers {made['transformers']}, "
         f"{made['date'][:10]}, commit {made['commit']}."
     )

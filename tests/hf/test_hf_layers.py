@@ -177,6 +177,20 @@ def test_layers_that_no_instrument_knows_hide_no_others(kind: str, what: str) ->
     }
 
 
+@pytest.mark.filterwarnings("ignore:.*changes single scores")
+def test_a_model_that_makes_a_cache_of_its_own_gets_it() -> None:
+    shape = {**SHAPE, **HEADS, "sliding_window": 4, "layer_types": KINDS}
+    sides = {side: transformers.T5GemmaModuleConfig(**shape) for side in ("encoder", "decoder")}
+    config = transformers.T5GemmaConfig(**sides, vocab_size=32)
+    model = transformers.T5GemmaForConditionalGeneration(config).eval()
+    lln.hf.convert(model, layers="full_attention", statistics={"encoder": "sample", "decoder": "fixed"})
+    how = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "decoder_start_token_id": 1}
+    found = model.generate(**make_batch(), **how)
+    assert torch.equal(found, model.generate(**make_batch(), **how, use_cache=False))
+    with pytest.raises(ValueError, match=r"past_key_values: T5Gemma.* leave it out"):
+        model.generate(**make_batch(), **how, past_key_values=lln.hf.make_cache(model.config))
+
+
 def test_forms_of_layers() -> None:
     def convert(layers: Any) -> Any:
         return lln.hf.convert(make("Bert"), "lln", layers=layers).config.lln["layers"]

@@ -49,7 +49,7 @@ class Stepper:
             return None
         if attention.statistics == "running" and attention.matching != "paper":
             return None
-        if not is_same_scale(scaling, usual):
+        if scaling is not None and not is_same_scale(scaling, usual):
             return None
         if attention.backend == "eager" or not (query.is_cuda or attention.backend == "triton"):
             return None

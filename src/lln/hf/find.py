@@ -223,13 +223,12 @@ def rescale_query(query: Tensor, scale: float | None, scaling: float | None) -> 
     """Queries whose scores are to be multiplied with `scale`, from those that a call multiplies with `scaling`: some
     models (OPT) bring scaled queries and pass 1."""
     usual = query.shape[-1] ** -0.5 if scale is None else scale
-    return query if is_same_scale(scaling, usual) else query * (scaling / usual)
+    return query if scaling is None or is_same_scale(scaling, usual) else query * (scaling / usual)
 
 
-def is_same_scale(scaling: float | None, usual: float) -> bool:
-    """Whether a call multiplies scores with `usual`, as it does where it says nothing. Written out: math.isclose breaks
-    the graph of torch.compile(dynamic=True), where numbers may be symbols."""
-    return scaling is None or abs(scaling - usual) <= 1e-6 * max(abs(scaling), abs(usual))
+def is_same_scale(scaling: float, usual: float) -> bool:
+    """Written out: math.isclose breaks the graph of torch.compile(dynamic=True), where numbers may be symbols."""
+    return abs(scaling - usual) <= 1e-6 * max(abs(scaling), abs(usual))
 
 
 def is_causal(module: Any, name: str, part: nn.Module) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -196,6 +197,11 @@ def give_cache(original: Any, model: Any, generation_config: Any, model_kwargs: 
     """generate's own cache is an LLNCache where the model's decoder runs LLN throughout."""
     given, how = model_kwargs.get("past_key_values"), generation_config.cache_implementation
     encoded = bool(model.config.is_encoder_decoder)
+    if isinstance(given, LLNCache) and makes_cross_cache(type(model)):
+        raise ValueError(
+            f"past_key_values: {type(model).__name__} makes a cache of keys and values for what it reads of its "
+            "encoder, and none of states; leave it out."
+        )
     if given is None and generation_config.use_cache is not False and how != "dynamic" and decodes_with_lln(model):
         if how not in (None, "static"):
             raise ValueError(
@@ -228,11 +234,20 @@ def decodes_with_lln(model: PreTrainedModel) -> bool:
     found = [module for _, module in attention_modules(model) if getattr(module, "is_causal", False)]
     if is_mixed(model.config.get_text_config(decoder=True)):  # other layers have caches of their own
         found, kinds = [m for m in found if getattr(m, RUNS, None) in IMPLEMENTATIONS], ["full_attention"]
+    if makes_cross_cache(type(model)):
+        return False
     if any(hasattr(module, "kv_b_proj") for module in found):
         return False  # DeepSeek's caches hold what keys and values are made from anew in every step
     held = [find_attached(module, "lln") for module in found if runs_lln(module.config)]
     mine = [lln for lln in held if isinstance(lln, ModelAttention) and lln.has_state]
     return bool(mine) and len(mine) == len(found) and set(kinds) == {"full_attention"}
+
+
+def makes_cross_cache(kind: Any) -> bool:
+    """Whether a model makes the cache of its cross attention anew, by its class and with transformers' arguments, as
+    T5Gemma does."""
+    code = getattr(inspect.unwrap(kind._prepare_cache_for_generation), "__code__", None)
+    return code is not None and {"cross_attention_cache", "is_updated"} <= set(code.co_names)
 
 
 HOOKS: dict[type, dict[str, Callable[..., Any]]] = {

@@ -113,7 +113,7 @@ def scaled_dot_product_attention(
 def lay_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Any, ...]:
     """[batch, heads, length, dim] of what torch takes with any number of dimensions. What does not go together stays as
     it is, and is refused as that."""
-    tensors = query, key, value
+    tensors: tuple[Tensor, ...] = (query, key, value)
     if not all(isinstance(t, Tensor) and t.ndim == query.ndim for t in tensors) or query.ndim in (0, 1, 4):
         return *tensors, mask
     if query.ndim < 4:
