@@ -97,8 +97,8 @@ def refuse_torchs_own() -> None:
     module = getattr(functional.scaled_dot_product_attention, "__module__", None) or ""
     if module.startswith("torch.distributed.tensor.experimental"):
         raise ValueError(
-            "LLN attention inside torch's own context_parallel, which deals tokens out from both ends and spreads softmax "
-            "attention alone: use lln.distributed.context_parallel or lln.hf.spread in its place, and "
+            "LLN attention inside torch's own context_parallel, which deals tokens out from both ends and spreads "
+            "softmax attention alone: use lln.distributed.context_parallel or lln.hf.spread in its place, and "
             "leave cp_size of accelerate's ParallelismConfig at 1."
         )
 

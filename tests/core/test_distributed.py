@@ -94,6 +94,7 @@ MODULES: list[dict[str, Any]] = [
     {"statistics": "running", "is_causal": True, "block_size": 8, "mix": "scales", "convolution": 3, "mask": "left"},
     {"statistics": "running", "packed": [0, 5, 5, 30, 47], "matching": "variance", "value_convolution": 5},
     {"statistics": "running", "is_causal": True, "value_convolution": 7, "mask": "holes"},
+    {"statistics": "sample", "value_convolution": 31, "mask": "left", "block_size": 8},
     {"statistics": "fixed", "learnable": "channel", "feature_map": "linear", "convolution": 7, "block_size": 4},
     {"statistics": "fixed", "read": "evidence", "directions": 5, "is_causal": True, "mask": "holes"},
 ]
@@ -101,7 +102,8 @@ MODULES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("settings", MODULES, ids=str)
 def test_a_module_learns_and_counts_as_one_process_does(processes: Processes, settings: dict[str, Any]) -> None:
-    check(processes.run(4, compare_module, (17, 2, 0, 28) if "convolution" in settings else (3, 9, 20, 15), settings))
+    reaches = any("convolution" in name for name in settings)  # over ranks that have few rows or none, too
+    check(processes.run(4, compare_module, (17, 2, 0, 28) if reaches else (3, 9, 20, 15), settings))
 
 
 @pytest.mark.parametrize("lengths", [(30, 21), (6, 25, 20)])
