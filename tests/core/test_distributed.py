@@ -21,10 +21,11 @@ from helpers.shared_calls import (
     watch_order,
 )  # fmt: skip
 from lln.checks import check_call, check_inputs
-from lln.distributed import split_evenly
+from lln.distributed import across, split_evenly
 from lln.distributed.borders import find_block_reach, find_pieces, list_shares
 from lln.distributed.near import attend_by_torch
 from lln.kernels.eager import attend_block_part
+from lln.ranks import Ranks
 
 TOLERANCE = 1e-10
 READS = {
@@ -84,6 +85,18 @@ def test_torchs_own_attention_in_blocks_is_the_eager_one(length: int, is_causal:
     inputs = check_inputs(q, k, v, key_mask=None, cu_seqlens=None)
     call = check_call(inputs, block_size=8, is_causal=is_causal, scale=0.7).change(block_weight=None)
     torch.testing.assert_close(attend_by_torch(call), attend_block_part(call))
+
+
+def test_parts_in_half_precision_are_mixed_with_one_rounding() -> None:
+    q, linear, near = (draw(n, 1, 2, 64, 8).bfloat16() for n in (1, 2, 3))
+    call = check_call(check_inputs(q, q, q, key_mask=None, cu_seqlens=None), block_size=8, mix=0.3)
+    wide = 0.3 * linear.double() + 0.7 * near.double()
+    ranks = Ranks(None, 0, 1, across.attend, (64,))
+    shared = across.Shared(ranks, call, "auto", False, across.find_ratio({"mix": 0.3}))
+    rounded = wide.bfloat16().double() - wide
+    assert float((shared.mix(linear, near).double() - wide).norm() / rounded.norm()) < 1.01
+    assert across.find_ratio({"mix": torch.ones(2)}) is None
+    assert across.find_ratio({}) == 0.5
 
 
 MODULES: list[dict[str, Any]] = [
