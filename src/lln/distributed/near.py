@@ -11,8 +11,8 @@ from lln.kernels.eager import attend_block_part, draw_dropout
 
 
 def attend_near(call: Call) -> Tensor:
-    """[B, Hq, N, E] without the weight of the blocks: in the dtype of the queries where torch's kernels run, else in the
-    compute dtype."""
+    """[B, Hq, N, E] without the weight of the blocks: in the dtype of the queries where torch's kernels run, else in
+    the compute dtype."""
     plain = call.start is None and call.cu_query is None and not call.dropout_p
     if plain and call.query.is_cuda and call.query.dtype in (torch.bfloat16, torch.float16):
         return attend_by_torch(call)
