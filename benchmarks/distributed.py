@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lln.checks import check_call, check_inputs
 from lln.distributed import split_evenly
-from lln.distributed.across import Shared, attend
+from lln.distributed.across import Shared, attend, find_ratio
 from lln.files import write_json
 from lln.functional import attend_here
 from lln.lab.bench.cluster import count_sent
@@ -64,7 +64,9 @@ def run_sharded(parts: list[Rows], options: dict[str, Any]) -> list[Tensor]:
     for rank, rows in enumerate(parts):
         inputs = check_inputs(*rows, key_mask=None, cu_seqlens=None)
         ranks = Ranks(None, rank, len(lengths), attend, lengths)  # no group: nobody talks
-        shares.append(Shared(ranks, check_call(inputs, alpha=alpha, beta=beta, **options), "auto", False))
+        shares.append(
+            Shared(ranks, check_call(inputs, alpha=alpha, beta=beta, **options), "auto", False, find_ratio(options))
+        )
     owns = [share.fold() for share in shares]
     outs = []
     for rank, share in enumerate(shares):

@@ -53,6 +53,18 @@ def test_processes_that_share_sequences_train_as_one_and_go_on_alone(tmp_path: P
 
 
 @pytest.mark.long
+def test_a_run_of_one_process_goes_on_with_several(tmp_path: Path) -> None:
+    cache, run = tmp_path / "cache", tmp_path / "run"
+    train(change(recipe("mlm", "tiny"), SMALL), run, cache_dir=cache)
+    before = read_metrics(run)
+    for count in (3, 2):
+        (run / "result.json").unlink()
+        shutil.rmtree(run / "checkpoint-6")
+        train_together(run, cache, SMALL, processes=count, ranks=count)
+        assert_nearly(read_metrics(run), before)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(("processes", "changes"), [(4, {}), (2, {"fsdp": "yes"}), (3, {"data.length": "128"})])
 def test_more_processes_and_sharded_weights_train_as_one(
     processes: int, changes: dict[str, str], tmp_path: Path

@@ -52,7 +52,7 @@ def attend(
     call = check_call(inputs, alpha=alpha, beta=beta, return_state=return_state, **options)
     check_choice("backend", backend, *BACKENDS)
     with draw_apart(ranks, call.dropout_p):
-        shared = Shared(ranks, call, backend, return_state)
+        shared = Shared(ranks, call, backend, return_state, find_ratio(options))
         out, after = shared.attend()
     if after is None:
         return out
@@ -101,11 +101,17 @@ def draw_apart(ranks: Ranks, dropout_p: float) -> Iterator[None]:
         torch.default_generator.set_state(before)
 
 
+def find_ratio(options: dict[str, Any]) -> float | None:
+    mix = options.get("mix", 0.5)
+    return float(mix) if isinstance(mix, (int, float)) else None
+
+
 class Shared:
     """One call, and what this rank and the others hold of it."""
 
-    def __init__(self, ranks: Ranks, call: Call, backend: Any, return_state: bool) -> None:
-        self.ranks, self.call, self.backend, self.return_state = ranks, call, backend, return_state
+    def __init__(self, ranks: Ranks, call: Call, backend: Any, return_state: bool, ratio: float | None = None) -> None:
+        """ratio: the share of the linear part, where it is one number and the blocks have the rest."""
+        self.ranks, self.call, self.backend, self.return_state, self.ratio = ranks, call, backend, return_state, ratio
         self.packed, self.masked = call.cu_query is not None, call.key_mask is not None
         cut = call.block_size is not None or self.packed  # only then does it matter where borders are
         self.pieces = self.find_pieces() if cut else None
@@ -329,7 +335,7 @@ class Shared:
         return [torch.cat(parts, min(2, parts[0].ndim - 1)) for parts in zip(*given, strict=True)]
 
     def attend_blocks(self, heard: list[dict[str, list[Tensor]]]) -> Tensor:
-        """Softmax attention in blocks alone, [B, Hq, N, E] in the compute dtype."""
+        """Softmax attention in blocks alone, [B, Hq, N, E] in the dtype of queries or a wider one."""
         call, reach = self.call, self.reaches[self.ranks.rank]
         assert call.block_size is not None
         if not call.query.shape[2]:
@@ -377,6 +383,9 @@ class Shared:
 
     def mix(self, linear: Tensor, near: Tensor) -> Tensor:
         call = self.call
+        if self.ratio is not None and linear.dtype == near.dtype:  # rounded once, in one pass over both
+            return torch.lerp(near, linear, self.ratio)
+        near = near.to(compute_dtype(call.query.dtype))
         weights = []
         for weight in (self.pick(call.lln_weight), self.pick(call.block_weight)):
             assert weight is not None

@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from lln.kernels.call import Call
-from lln.kernels.common import compute_dtype
 from lln.kernels.eager import attend_block_part, draw_dropout
 
 
 def attend_near(call: Call) -> Tensor:
-    """[B, Hq, N, E] in the compute dtype, without the weight of the blocks."""
+    """[B, Hq, N, E] without the weight of the blocks: in the dtype of the queries where torch's kernels run, else in
+    the compute dtype."""
     plain = call.start is None and call.cu_query is None and not call.dropout_p
     if plain and call.query.is_cuda and call.query.dtype in (torch.bfloat16, torch.float16):
         return attend_by_torch(call)
@@ -28,7 +28,7 @@ def attend_by_torch(call: Call) -> Tensor:
     outs = [attend_parts(call, slice(0, whole), call.block_size)] if whole else []
     if whole < length:
         outs.append(attend_parts(call, slice(whole, length), length - whole))
-    return torch.cat(outs, 2).to(compute_dtype(call.query.dtype))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
 
 def attend_parts(call: Call, rows: slice, size: int) -> Tensor:

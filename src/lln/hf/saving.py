@@ -3,6 +3,7 @@ place of what was saved, and to people."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -90,10 +91,15 @@ def name_needs(saved: dict[str, Any]) -> str | None:
     return name
 
 
+@functools.cache
+def list_auto_names() -> list[str]:
+    """All of transformers' Auto classes; once, since to list what transformers has takes a fifth of a second."""
+    return [name for name in dir(transformers) if name.startswith("AutoModel")]
+
+
 def find_auto_classes(kind: type[PreTrainedConfig]) -> list[str]:
     """The names of transformers' Auto classes that make a model of such a config."""
-    named = ((name, getattr(transformers, name)) for name in dir(transformers) if name.startswith("AutoModel"))
-    mappings = ((name, getattr(auto, "_model_mapping", None)) for name, auto in named)
+    mappings = ((name, getattr(getattr(transformers, name), "_model_mapping", None)) for name in list_auto_names())
     # Not whether a mapping is empty: to say so it would import every model of transformers, which takes seconds.
     return [name for name, mapping in mappings if mapping is not None and kind in mapping]
 
