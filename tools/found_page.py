@@ -111,10 +111,10 @@ def use() -> list[str]:
         f"{gains[65536]} times at 65,536. One sequence at a time, it is faster from {one:,} tokens on. Below that, "
         f"keep torch's softmax attention. With `torch.compile` a step takes {saved} of its time without.",
         '- **In a new model, set `matching="entropy"`** and try `value_convolution=5`. Entropy matching follows '
-        "softmax over the widest range. In training no matching differs from another beyond the noise, so the default stays "
-        "the paper's. Of the convolution of the values no run at scale mini is stored yet. Its predecessor, which is "
-        "deprecated, convolves queries, keys and values: it lowers the loss of 3,000 steps of pre-training more than "
-        "any other option, also softmax's; for LLN+Diag at scale mini that is within the noise.",
+        "softmax over the widest range. In training no matching differs from another beyond the noise, so the default "
+        "stays the paper's. Of the convolution of the values no run at scale mini is stored yet. Its predecessor, "
+        "which is deprecated, convolves queries, keys and values: it lowers the loss of 3,000 steps of pre-training "
+        "more than any other option, also softmax's; for LLN+Diag at scale mini that is within the noise.",
         "- **Convert a pretrained model with `lln convert`, never by name alone.** A converted MiniLM (with `--mix "
         "scales`) keeps the order of its similarities with a rank correlation of "
         f"{kept['distilled']['spearman']:.2f}. Switched by name it keeps {kept['paper']['spearman']:.2f}, less than "

@@ -69,6 +69,13 @@ def test_the_grid_comes_first_and_then_the_seeds_at_the_best_rate(tmp_path: Path
     ]  # fmt: skip
 
 
+def test_with_one_rate_all_seeds_are_planned_at_once(tmp_path: Path) -> None:
+    what = make_asked(tmp_path / "runs", attentions=("softmax", "mala"), seeds=2, rates=(1.0,))
+    assert plan(Reproduction(EXPERIMENTS["pretraining"], what, {}, tmp_path)) == [
+        f"mlm-tiny-{run}-rate0.003" for run in ("softmax-seed0", "mala-seed0", "softmax-seed1")
+    ]  # fmt: skip
+
+
 def test_from_the_command_to_the_table(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLN_CACHE", os.fspath(cache))
     asked = [
