@@ -184,6 +184,7 @@ def notice(mutant: Mutant, sources: Path, tests: list[str]) -> str | None:
     """The first test that fails with a mutant, or in which words it is noticed otherwise; None: it survives."""
     apply(mutant, sources)
     environment = os.environ | {"PYTHONPATH": str(sources), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    environment.pop("PYTEST_ADDOPTS", None)  # which may hide what is read below
     try:
         for one in dict.fromkeys(tests):
             command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider",

@@ -310,7 +310,7 @@ BY_HAND = (
         (("model/config.json", '{"model_type": "bert", "hidden_size": "wide"}'),)),
     train({}, "--out", more=("--out=",)),
     train({}, "--start", more=("--start", "")),
-    Bad(("convert", "model", ""), ("out", "must name")),
+    Bad(("convert", "model", ""), ("OUT", "must name")),
     Bad(("convert", "model", "/", "--calibration", "a.txt"), ("/ is no folder",),
         (("a.txt", "words " * 50), ("model/config.json", "{}"))),
     Bad(("inspect", "model", "--out", ""), ("--out",), (("model/config.json", "{}"),)),

@@ -207,12 +207,17 @@ def test_options_of_attentions_are_pairs() -> None:
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("quantum", "is no mechanism"), ("flash", "cannot be the attention"), ("lln:matching=guess", "matching must be"),
+    [("quantum", "is no mechanism"), ("lln:matching=guess", "matching must be"),
      ("softmax_diag", "is no mechanism"), ("softmax:mix=.5", "softmax takes value_convolution"),
      ("performer:wings=2", "wings")],
 )  # fmt: skip
 def test_attentions_that_cannot_be_run_have_a_reason(text: str, reason: str) -> None:
     assert reason in (find_refusal("mlm", "tiny", text) or "")
+
+
+def test_a_mixer_of_hidden_states_goes_with_texts_alone() -> None:
+    assert find_refusal("mlm", "tiny", "flash") is None
+    assert "goes with models of text; got it with image" in (find_refusal("image", "tiny", "flash") or "")
 
 
 def test_changes_are_for_all_or_for_some() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from lln.distributed.halo import fetch_neighbours
 from lln.functional import CuSeqlens
 from lln.kernels.carry import owners
+from lln.nn.value_convolution import Convolve as Convolve  # by which lln.convolution had it
 from lln.nn.value_convolution import slide
 from lln.ranks import find_ranks, tie
 
