@@ -4,6 +4,7 @@ import copy
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from helpers.tensors import relative_error
 from lln.hf.distillation import NotFinite, choose, distillation, fine_tuning
 from lln.hf.find import attention_modules
 from lln.hf.watch import WATCHERS
+from lln.lab.convert import layer_report
 from lln.lab.convert.layer_report import compare_layers, hidden_error, last_hidden
 
 KINDS = ("bert", "llama", "bart")
@@ -55,9 +57,13 @@ def test_the_error_falls_and_nothing_else_changes(kind: str) -> None:
     rows = compare_layers(model, given)
     losses = collect_losses(model, given, steps=25)
     assert losses[-1] < 0.9 * losses[0]
-    for row, was in zip(compare_layers(model, given), rows, strict=True):
+    found = compare_layers(model, given)
+    for row, was in zip(found, rows, strict=True):
         assert row["lln"]["error"] < was["lln"]["error"]
         assert row["softmax"] == was["softmax"]
+    with mock.patch("lln.lab.convert.layer_report.measure", wraps=layer_report.measure) as seen:
+        assert compare_layers(model, given, rows) == found
+    assert "softmax" not in {call.args[0].attention for call in seen.call_args_list}
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]) == (".lln." not in name), name
     assert model.config._attn_implementation == "lln_diag"

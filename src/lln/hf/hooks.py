@@ -129,7 +129,7 @@ def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *arg
 def warn_of_harm() -> None:
     warnings.warn(
         "attn_implementation puts LLN attention into a model that was loaded from a softmax checkpoint, which harms "
-        "it. `lln convert MODEL OUT --calibration TEXTS --distill 400` teaches the model LLN attention, and so do "
+        "it. `lln convert MODEL OUT --calibration TEXTS` teaches the model LLN attention, and so do "
         "lln.hf.convert(model, ...) and then lln.hf.distill(model, batches); the former alone says that the change is "
         "meant.",
         stacklevel=2,

@@ -22,7 +22,7 @@ def convert(
     directions: CountOrNone = None,
     block_size: CountOrNone = None,
     tile: CountOrNone = None,
-    distill: Steps = 400,
+    distill: Steps = 360,
     fine_tune: Steps = 0,
     match_only: Annotated[bool, typer.Option("--match-only")] = False,
     matching: str = "data",

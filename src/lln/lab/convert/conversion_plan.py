@@ -21,7 +21,7 @@ class ConversionPlan:
     match_only: bool = False  # alpha and beta of the paper's read, and nothing else
     block_size: int = 64  # of texts
     tile: int = 8  # of pictures, in its place
-    distill: int = 400  # steps
+    distill: int = 360  # steps
     fine_tune: int = 0  # steps
     coefficients: str = (
         "channel"  # what distillation learns of the paper's alpha and beta: one each a head or a channel

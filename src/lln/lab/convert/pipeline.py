@@ -222,7 +222,8 @@ class Conversion:
         """Measure the layers after a stage, and put it away."""
         what = f"measuring, {stage.replace('_', '-')}"
         self.progress(what, 0, 1, "")
-        found["layers"] = compare_layers(self.model, self.kept)
+        earlier = next((held["layers"] for held in self.found.values()), ())
+        found["layers"] = compare_layers(self.model, self.kept, earlier)
         found["hidden_error"] = hidden_error(last_hidden(self.model, self.kept), self.wanted)
         self.progress(what, 1, 1, "")
         state = self.model.state_dict()
