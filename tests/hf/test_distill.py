@@ -16,7 +16,7 @@ from helpers.tensors import relative_error
 from lln.hf.distillation import NotFinite, choose, distillation, fine_tuning
 from lln.hf.find import attention_modules
 from lln.hf.watch import WATCHERS
-from lln.lab.convert import layer_report
+from lln.instruments.observation import measure
 from lln.lab.convert.layer_report import compare_layers, hidden_error, last_hidden
 
 KINDS = ("bert", "llama", "bart")
@@ -61,7 +61,7 @@ def test_the_error_falls_and_nothing_else_changes(kind: str) -> None:
     for row, was in zip(found, rows, strict=True):
         assert row["lln"]["error"] < was["lln"]["error"]
         assert row["softmax"] == was["softmax"]
-    with mock.patch("lln.lab.convert.layer_report.measure", wraps=layer_report.measure) as seen:
+    with mock.patch("lln.lab.convert.layer_report.measure", wraps=measure) as seen:
         assert compare_layers(model, given, rows) == found
     assert "softmax" not in {call.args[0].attention for call in seen.call_args_list}
     for name, tensor in model.state_dict().items():

@@ -84,7 +84,7 @@ def compare_layers(
                   own (mix="evidence"); entropy and gap are None of the latter where their map would be too large
 
     Means over heads and samples; padding does not count. The inputs of all layers are those of the softmax model. What
-    softmax has there is taken from earlier rows of the same batches, where they are given: it takes half of the time."""
+    softmax has there is taken from earlier rows of the same batches, where they are given: it is half of the time."""
     known = {row["layer"]: row["softmax"] for row in earlier}
     witnesses = {name: Witness(attention, name, known.get(name)) for name, attention in find_running(model).items()}
     with switch_to_eval(model), show_softmax(model, lambda call: witnesses[call.layer].look(call)) as run:
