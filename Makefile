@@ -6,8 +6,7 @@ VENV ?= .venv
 VENV_FLAGS ?=
 OUT ?= report
 
-# Python compiles what it imports, which is a small part of all that is installed.
-PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+PIP_INSTALL = $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 READY = $(VENV)/.ready
 
 .PHONY: report docs pages test test-long test-gpu test-matrix test-models test-integrations test-mindspore fuzz \

@@ -23,7 +23,9 @@ ENGINES = ["aot_eager", *(["inductor"] if GPU else [])]
 
 @only_triton
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("mode", COMPILED)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(one, marks=pytest.mark.long if one in ("causal", "blocks") else ()) for one in COMPILED]
+)
 def test_one_compiled_graph_serves_every_length(mode: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "FREE", 0)  # the last lengths keep their state in any case
     torch.compiler.reset()

@@ -39,7 +39,7 @@ def run(script: Path, *arguments: str, cache: Path) -> str:
         pytest.param("90", "bfloat16", "64", "evidence, signed", False, marks=pytest.mark.long),
         pytest.param("90", "bfloat16", "64", "evidence, directions", True, marks=pytest.mark.long),
         pytest.param("90", "bfloat16", "64", "evidence, causal", True, marks=pytest.mark.long),
-        ("90", "bfloat16", "64", "evidence", False),
+        pytest.param("90", "bfloat16", "64", "evidence", False, marks=pytest.mark.long),
         pytest.param("90", "bfloat16", "64", "evidence, causal", False, marks=pytest.mark.long),
         ("90", "bfloat16", "64", "evidence, mix", False),
         pytest.param("86", "bfloat16", "64", "evidence, mix, causal", True, marks=pytest.mark.long),

@@ -104,9 +104,12 @@ MORE = {
     "float16": Case(dtype=torch.float16, dim=32, directions="signed", group=2, block_size=16),
     "float16 far": Case(dtype=torch.float16, dim=32, shift=50.0, beta="[H, D]"),
 }
+SLOW = {"causal, large", "several sets packed"}  # seconds each in the interpreter
 
 
-@pytest.mark.parametrize("case", MORE.values(), ids=MORE)
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, id=name, marks=pytest.mark.long if name in SLOW else ()) for name, one in MORE.items()]
+)
 def test_other_calls(case: Case) -> None:
     check(case)
 

@@ -206,7 +206,7 @@ def compare_models(model: Any, calls: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", ["lln", "lln_diag"])
+@pytest.mark.parametrize("name", [pytest.param("lln", marks=pytest.mark.long), "lln_diag"])
 def test_layers_of_an_encoder_are_one_kind_of_call(name: str, masked: bool) -> None:
     model = encoder(name)
     calls: list[dict[str, Any]] = []
