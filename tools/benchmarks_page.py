@@ -27,8 +27,8 @@ medians, with quartiles in brackets.
 
 !!! note "Which LLN attention"
     `LLN` and `LLN+Diag` are attention with the paper's formula. They run in Triton kernels on a GPU. Models that
-    `lln convert` made use the [evidence read](conversion.md#the-evidence-read), by default with `mix="evidence"`. Such
-    models run in plain PyTorch on a GPU, and none of these times applies to them.
+    `lln convert` made use the [evidence read](conversion.md#the-evidence-read), by default with `mix="evidence"`. They
+    are slower: [What a conversion gives](#what-a-conversion-gives) and the part after it have their times.
 
 """
 

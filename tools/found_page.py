@@ -119,7 +119,7 @@ def use() -> list[str]:
         "scales`) keeps the order of its similarities with a rank correlation of "
         f"{kept['distilled']['spearman']:.2f}. Switched by name it keeps {kept['paper']['spearman']:.2f}, less than "
         f"its blocks without LLN ({kept['blocks']['spearman']:.2f}). On a GPU, what the command makes by default "
-        "is [slower than softmax](limits.md#converted-models-on-a-gpu) below some 11,000 tokens.",
+        "is [slower than softmax](limits.md#converted-models-on-a-gpu) at a few thousand tokens.",
         "- **Do not take it for softmax attention.** It finds needles that blocks alone cannot find, but what lies "
         "outside a block is seen through a matrix of low rank, and nothing was trained at the paper's scale yet.", "",
     ]  # fmt: skip

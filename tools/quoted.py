@@ -140,13 +140,45 @@ def read_agreement() -> tuple[float, float, str]:
     return kept[best]["spearman"], kept["blocks"]["spearman"], asked[best]
 
 
-def read_slowdown() -> float:
-    """How many times as long as softmax attention a conversion's default takes forward, at 4,096 tokens on a GPU."""
-    (path,) = BENCHMARKS.glob("*-h200/evidence-mix/bench.json")
+def read_attention(part: str, kind: str) -> dict[str, float]:
+    """Milliseconds of each attention in a part of benchmarks/gpu.py, of 16 times 4,096 tokens, by kind: forward or
+    training."""
+    path = max(BENCHMARKS.glob(f"*-h200/{part}/bench.json"))
     rows = [row for row in json.loads(path.read_text())["rows"] if (row["batch"], row["length"]) == (16, 4096)]
-    times = {row["attention"]: row["device_ms"]["forward"]["median"] for row in rows}
-    slowdown: float = times["evidence-mix"] / times["cudnn"]
-    return slowdown
+    return {row["attention"]: row["device_ms"][kind]["median"] for row in rows}
+
+
+def compare_mix(part: str) -> tuple[list[float], list[float], int]:
+    """What a conversion makes by default, forward and in training: how many times as long as softmax attention it
+    takes, how many times as fast as plain PyTorch it is, and the length from which on it is faster than softmax."""
+    times = [read_attention(part, kind) for kind in ("forward", "training")]
+    slower = [t["evidence-mix"] / t["cudnn"] for t in times]
+    faster = [t["evidence-mix-eager"] / t["evidence-mix"] for t in times]
+    # One time grows with the length, the other with its square.
+    return slower, faster, int(round(4096 * max(slower), -3))
+
+
+def converted() -> str:
+    """What a converted model takes on a GPU, and what a cheaper mix would."""
+    (slower, faster, even), (slower_causal, faster_causal, even_causal) = map(
+        compare_mix, ("evidence-mix", "evidence-mix-causal")
+    )
+    directed = read_attention("evidence", "forward")
+    agreement, blocks, asked = read_agreement()
+    assert asked == "--mix scales"
+    return (
+        "On an H200, with 16 texts of 4,096 tokens, its attention [takes](benchmarks.md#what-a-conversion-gives) "
+        f"{slower[0]:.1f} times as long as softmax attention in inference and {slower[1]:.1f} times in training; in a "
+        f"decoder {slower_causal[0]:.1f} and {slower_causal[1]:.1f} times. That is {faster[0]:.0f} and {faster[1]:.0f} "
+        f"times as fast as plain PyTorch, in a decoder {faster_causal[0]:.0f} and {faster_causal[1]:.0f} times. Since "
+        "its time grows with the length and softmax's with the square of the length, an encoder should be faster from "
+        f"about {even:,} tokens on, and a decoder from about {even_causal:,}; these two numbers are reckoned from the "
+        "times at 4,096 tokens, and not measured.\n\n"
+        "`--mix scales`, with two learned factors in the place of the evidence, costs less in an encoder: its linear "
+        f"part alone, with as many channels, takes {directed['evidence-directions']:.2f} ms where softmax takes "
+        f"{directed['cudnn']:.2f}. A MiniLM that was converted so keeps a rank correlation of {agreement:.2f} (its "
+        f"blocks alone: {blocks:.2f}).\n"
+    )
 
 
 def pitch() -> str:
@@ -155,18 +187,17 @@ def pitch() -> str:
     faster = {at: f"{softmax / ours:.1f}" for at, (softmax, ours) in times.items()}
     assert faster[32, 512] == "1.0"
     softmax, ours = read_times("compiled", 16, 32768)
-    agreement, blocks, _ = read_agreement()
-    slower = read_slowdown()
-    even = int(round(4096 * slower, -3))  # one time grows with the square of the length, the other with the length
+    agreement, blocks, asked = read_agreement()
+    (slower, _), _, even = compare_mix("evidence-mix")
     return (
         f"On an NVIDIA H200, a RoBERTa-base with it reads a text of 16,384 tokens **{faster[1, 16384]} times** as fast "
         f"as with torch's softmax attention, and eight texts of 2,048 tokens {faster[8, 2048]} times as fast; with 32 "
         "texts of 512 tokens the two are equally fast. A Llama writes the token after 32,768 others "
         f"{softmax / ours:.1f} times as fast. These models use the paper's formula, for which there are GPU kernels. A "
-        "model that was trained with softmax needs another formula to keep what it knows. A converted MiniLM ranks "
-        f"pairs of passages almost as before (rank correlation **{agreement:.2f}**; its softmax blocks alone: "
-        f"{blocks:.2f}), but the attention that `lln convert` gives it by default takes {slower:.1f} times as long as "
-        f"softmax attention at 4,096 tokens there, and is faster only beyond about {even:,} tokens.\n"
+        "model that was trained with softmax needs another formula to keep what it knows. A MiniLM converted with "
+        f"`lln convert {asked}` ranks pairs of passages almost as before (rank correlation **{agreement:.2f}**; its "
+        f"softmax blocks alone: {blocks:.2f}), but the attention that it gives by default takes {slower:.1f} times as "
+        f"long as softmax attention at 4,096 tokens there, and is faster only beyond about {even:,} tokens, by reckoning.\n"
     )
 
 
@@ -307,7 +338,7 @@ QUOTES: dict[Path, dict[str, Callable[[], str]]] = {
     DOCS / "hardening.md": {"campaigns": campaigns},
     DOCS / "found.md": {"found": found_page.markdown},
     DOCS / "paper.md": {"index": index},
-    DOCS / "limits.md": {"line": line, "lognormal": lognormal},
+    DOCS / "limits.md": {"converted": converted, "line": line, "lognormal": lognormal},
     DOCS / "distributed.md": {"traffic": traffic, "plan": plan},
 }
 
