@@ -197,7 +197,7 @@ def pitch() -> str:
         "model that was trained with softmax needs another formula to keep what it knows. A MiniLM converted with "
         f"`lln convert {asked}` ranks pairs of passages almost as before (rank correlation **{agreement:.2f}**; its "
         f"softmax blocks alone: {blocks:.2f}), but the attention that it gives by default takes {slower:.1f} times as "
-        f"long as softmax attention at 4,096 tokens there, and is faster only beyond about {even:,} tokens, by reckoning.\n"
+        f"long as softmax attention at 4,096 tokens there, and by reckoning is faster only from {even:,} on.\n"
     )
 
 
