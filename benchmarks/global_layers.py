@@ -202,6 +202,8 @@ def table(result: dict[str, Any]) -> str:
         clock += "in bfloat16."
     steps = how["short_steps"] + how["long_steps"]
     brief = "So brief a training shows that nothing broke, not which is better in the end. " if steps < 500 else ""
+    if "windows" not in result["rows"]:
+        brief += "What windows alone would give in the global layers was not measured. "
     about = (
         f"ModernBERT of {LAYERS} layers, {len(GLOBAL)} of them global, {how['width']} channels, heads of 64, "
         f"random weights, seed {how['seed']}; {how['short_steps']} steps of {how['length']:,} bytes in passages of "
