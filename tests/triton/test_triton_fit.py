@@ -240,6 +240,7 @@ def test_a_mix_by_the_evidence_whose_backward_does_not_fit_never_begins(
     assert all(bool(g.isfinite().all()) for g in torch.autograd.grad(out.sum(), (q, k, v)))
 
 
+@pretended
 def test_a_machine_is_asked_what_runs_where(on_card: Callable[[Look], None]) -> None:
     def look(kernel: Any, args: Sequence[Any], settings: Settings) -> Needs:
         wide = read_value(kernel, args, "WIDE") and read_value(kernel, args, "D") == 128
