@@ -6,7 +6,8 @@
 Ranks are emulated: what each would do is done one after another, by the code that real ranks run, and what they would
 send is handed over. So the time is that of all ranks' work, without a network, and its excess over one pass is the
 cost of cutting. Errors are against float64 in plain PyTorch, of the output and of every gradient; sharded may have
-twice that of one pass, or of plain PyTorch in the same dtype.
+twice that of one pass, or, where it is not causal, of plain PyTorch in the same dtype. A kind that --out holds
+already, measured alike, is not measured again.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lln.checks import check_call, check_inputs
 from lln.distributed import split_evenly
 from lln.distributed.across import Shared, attend, find_ratio
-from lln.files import write_json
+from lln.files import read_json, write_json
 from lln.functional import attend_here
 from lln.lab.bench.cluster import count_sent
+from lln.lab.core.progress import track
 from lln.lab.core.provenance import provenance
 from lln.lab.core.tables import print_wide, show_timing, terminal_table
 from lln.lab.core.timing import Work, time_calls
@@ -96,6 +99,54 @@ def list_errors(results: list[list[Tensor]], reference: list[list[Tensor]]) -> d
     return {name: float((a.double() - b).norm() / b.norm()) for name, a, b in pairs}
 
 
+def attend_causally(
+    rows: list[Tensor], start: tuple[Tensor, Tensor], largest: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Eq. (8) of some tokens after others, by its sums: (output, and both sums over keys of what was and is)."""
+    query, key, value = rows
+    alpha, beta = list_factors(options)
+    read = ((alpha or 1.0) * query + largest).softmax(-1)  # any factor of a row cancels
+    written = (beta * key - largest).exp()
+    seen = (read @ written.transpose(-1, -2)).tril()
+    own = torch.cat([value, torch.ones_like(value[..., :1])], -1)
+    sums = seen @ own + read @ torch.cat([start[0], start[1][..., None]], -1)
+    out = sums[..., :-1] / sums[..., -1:]
+    if (block := options.get("block_size")) is not None:
+        parts = [t.reshape(*t.shape[:2], -1, block, t.shape[3]) for t in rows]
+        scores = parts[0] @ parts[1].transpose(-1, -2) * query.shape[-1] ** -0.5
+        later = torch.ones(block, block, dtype=torch.bool, device=query.device).triu(1)
+        near = (scores.masked_fill(later, -torch.inf).softmax(-1) @ parts[2]).flatten(2, 3)
+        out = (out + near) / 2
+    return out, start[0] + written.transpose(-1, -2) @ value, start[1] + written.sum(2)
+
+
+def run_densely(parts: list[Rows], options: dict[str, Any], *, chunk: int = 2048) -> list[Tensor]:
+    """Causal attention in plain PyTorch, some thousand tokens at a time, which the eager back end takes by dozens: of
+    a million it would be busy for minutes."""
+    query, key, value = parts[0]
+    largest = (list_factors(options)[1] * key).amax(2, keepdim=True).detach()
+    sums = key.new_zeros(*key.shape[:2], key.shape[3], value.shape[3]), key.new_zeros(*key.shape[:2], key.shape[3])
+    outs = []
+    for rows in zip(*(torch.split(t, chunk, 2) for t in (query, key, value)), strict=True):
+        out, *sums_after = checkpoint(attend_causally, list(rows), sums, largest, options, use_reentrant=False)
+        sums = (sums_after[0], sums_after[1])
+        outs.append(out)
+    return [torch.cat(outs, 2)]
+
+
+def find_reference(wide: Rows, weights: Tensor, options: dict[str, Any]) -> list[list[Tensor]]:
+    """The output and the gradients, in plain PyTorch; head by head, since all at once would not fit."""
+    way = run_densely if options.get("is_causal") else functools.partial(run_whole, backend="eager")
+
+    def run(parts: list[Rows]) -> list[Tensor]:
+        return way(parts, options)
+
+    heads = [
+        go_back(run, [[t[:, h : h + 1] for t in wide]], [weights[:, h : h + 1]])[0] for h in range(wide[0].shape[1])
+    ]
+    return [[torch.cat(each, 1) for each in zip(*heads, strict=True)]]
+
+
 def measure_kind(name: str, options: dict[str, Any], settings: argparse.Namespace) -> dict[str, Any]:
     device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
     lengths = split_evenly(settings.length, settings.shards, BLOCK)
@@ -111,14 +162,13 @@ def measure_kind(name: str, options: dict[str, Any], settings: argparse.Namespac
     def run_plainly(parts: list[Rows]) -> list[Tensor]:
         return run_whole(parts, options, "eager")
 
-    wide = [[t.double() for t in tensors]]
-    reference = go_back(run_plainly, wide, [weights])
-    del wide
-    plain = list_errors(go_back(run_plainly, one, [weights]), reference)
+    reference = find_reference([t.double() for t in tensors], weights.double(), options)
     errors = {kind: list_errors(go_back(*way), reference) for kind, way in ways.items()}
+    if not options.get("is_causal"):
+        errors["plain"] = list_errors(go_back(run_plainly, one, [weights]), reference)
     del reference
     for what, error in errors["sharded"].items():
-        allowed = 2.0 * max(plain[what], errors["one pass"][what])
+        allowed = 2.0 * max(each[what] for kind, each in errors.items() if kind != "sharded")
         if not error <= allowed:
             raise RuntimeError(f"{name}: {what} of shards is off by {error:.1e}, and {allowed:.1e} is allowed.")
     forward: dict[str, Work] = {kind: functools.partial(run, parts) for kind, (run, parts, _) in ways.items()}
@@ -134,7 +184,7 @@ def measure_kind(name: str, options: dict[str, Any], settings: argparse.Namespac
     }
     sizes |= {key: options.get(key, usual) for key, usual in (("is_causal", False), ("block_size", None))}
     found = {
-        "errors": errors | {"plain": plain},
+        "errors": errors,
         "forward": {kind: dataclasses.asdict(timing) for kind, timing in times.items()},
         "training": {kind: dataclasses.asdict(timing) for kind, timing in trained.items()},
         "cost": [each["sharded"].median / each["one pass"].median - 1 for each in (times, trained)],
@@ -145,12 +195,21 @@ def measure_kind(name: str, options: dict[str, Any], settings: argparse.Namespac
 
 
 def measure(settings: argparse.Namespace) -> dict[str, Any]:
-    return {
+    asked = {k: v for k, v in vars(settings).items() if k not in ("out", "kinds")}
+    held = read_json(settings.out, dict) if settings.out is not None else None
+    found = {} if held is None or held["settings"] != asked else held["kinds"]
+    result: dict[str, Any] = {
         "what": "ms of one pass and of the same in shards, one after another on one device, and errors against float64",
-        "settings": {k: v for k, v in vars(settings).items() if k != "out"},
+        "settings": asked,
         "provenance": provenance(settings.seed, torch.device(settings.device)),
-        "kinds": {name: measure_kind(name, KINDS[name], settings) for name in settings.kinds},
+        "kinds": found,
     }
+    left = [kind for kind in settings.kinds if kind not in found]
+    for name in track(left, len(left), "Measuring"):
+        found[name] = measure_kind(name, KINDS[name], settings)
+        if settings.out is not None:
+            write_json(settings.out, result)
+    return result
 
 
 def show(result: dict[str, Any]) -> None:
@@ -187,7 +246,4 @@ if __name__ == "__main__":
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
-    made = measure(asked := parser.parse_args())
-    show(made)
-    if asked.out is not None:
-        write_json(asked.out, made)
+    show(measure(parser.parse_args()))

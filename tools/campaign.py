@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
+import math
+import multiprocessing
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +27,15 @@ from lln.lab.core.provenance import provenance
 ROOT = Path(__file__).parent.parent
 STORED = ROOT / "results" / "hardening"
 SAVED_EVERY = 20.0  # seconds
+HANDED = 32  # numbers that each of several processes is given at a time
+
+
+class Tried(NamedTuple):
+    """What came of one number."""
+
+    word: str  # for what it was, to be counted
+    fault: str | None = None
+    seen: tuple[str, ...] = ()  # names of what is to be counted once, however often it is seen
 
 
 def hash_code(root: Path = ROOT) -> str:
@@ -58,27 +70,45 @@ class Campaign:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         about = provenance(options.seed, device)
         self.done, self.seconds, self.faults = 0, 0.0, dict[str, str]()
-        self.counts, self.started = dict[str, int](), about
+        self.counts, self.started, self.seen = dict[str, int](), about, set[str]()
         held = read_json(self.file, dict)
         self.code = hash_code()
         if held is not None and held.get("code") == self.code and held["request"] == self.request:
             self.done, self.seconds, self.faults = held["done"], held["seconds"], held["faults"]
             self.counts, self.started = held["counts"], held["provenance"]
+            self.seen = set(held.get("seen", ()))
         self.facts: dict[str, Any] = {}
 
-    def run(self, try_one: Callable[[int], tuple[str, str | None]], until: float) -> None:
-        """try_one: of a number (a word for what it was, what was wrong or None). until: `time.monotonic` to stop at."""
+    def run(
+        self, try_one: Callable[[int], Tried], until: float, *, at_once: int = 1,
+        prepare: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        """until: `time.monotonic` to stop at. at_once: processes, each of which calls `prepare` first; both functions
+        must then be known by name."""
         if self.options.only is not None:
             for number in self.options.only:
-                print(f"{self.name} {number}: {try_one(number)[1] or 'nothing is wrong'}")
+                print(f"{self.name} {number}: {try_one(number).fault or 'nothing is wrong'}")
             return
+        if at_once == 1:
+            self.collect(map(try_one, itertools.count(self.done)), until)
+            return
+        with multiprocessing.get_context("spawn").Pool(at_once, prepare) as pool:
+            while self.done < self.options.cases and time.monotonic() < until:
+                end = min(self.done + HANDED * at_once, self.options.cases)
+                self.collect(pool.imap(try_one, range(self.done, end)), math.inf)
+
+    def collect(self, tries: Iterator[Tried], until: float) -> None:
+        """Count what came of the next numbers."""
         start, saved, before = time.monotonic(), time.monotonic(), self.seconds
         while self.done < self.options.cases and time.monotonic() < until:
-            word, fault = try_one(self.done)
-            self.counts[word] = self.counts.get(word, 0) + 1
-            if fault is not None:
-                self.faults[str(self.done)] = fault
-                print(f"{self.name} {self.done}: {fault}", file=sys.stderr, flush=True)
+            tried = next(tries, None)
+            if tried is None:
+                break
+            self.counts[tried.word] = self.counts.get(tried.word, 0) + 1
+            self.seen.update(hashlib.sha256(name.encode()).hexdigest()[:12] for name in tried.seen)
+            if tried.fault is not None:
+                self.faults[str(self.done)] = tried.fault
+                print(f"{self.name} {self.done}: {tried.fault}", file=sys.stderr, flush=True)
             self.done += 1
             self.seconds = before + time.monotonic() - start
             if time.monotonic() - saved > SAVED_EVERY:
@@ -89,7 +119,8 @@ class Campaign:
     def save(self) -> None:
         write_json(self.file, {
             "name": self.name, "request": self.request, "asked": self.options.cases, "done": self.done,
-            "seconds": round(self.seconds, 1), "counts": self.counts, "faults": self.faults, **self.facts,
+            "seconds": round(self.seconds, 1), "counts": self.counts, "faults": self.faults,
+            **self.facts, **({"variants": len(self.seen), "seen": sorted(self.seen)} if self.seen else {}),
             "code": self.code, "provenance": self.started,
         })  # fmt: skip
 

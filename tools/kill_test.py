@@ -29,7 +29,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from campaign import Campaign, finish, make_parser
+from campaign import Campaign, Tried, finish, make_parser
 from helpers.runs import SMALLEST, write_options
 
 ROOT = Path(__file__).parent.parent
@@ -127,8 +127,8 @@ def prepare(name: str, place: Path) -> Whole:
     return read_end(place / "whole"), taken, code
 
 
-def kill(name: str, place: Path, rng: random.Random, whole: Whole) -> tuple[str, str | None]:
-    """(how many kills it took, what is wrong): a command that is killed up to three times and then left alone."""
+def kill(name: str, place: Path, rng: random.Random, whole: Whole) -> Tried:
+    """A command that is killed up to three times and then left alone."""
     wanted, taken, wanted_code = whole
     out, kills = place / "killed", 0
     for path in place.glob("killed*"):
@@ -141,10 +141,12 @@ def kill(name: str, place: Path, rng: random.Random, whole: Whole) -> tuple[str,
     code = run(command, place)
     word = f"{kills} kills"
     if code != wanted_code:
-        return word, f"after {word} it ends with {code}: {' '.join((place / 'said.txt').read_text()[-300:].split())}"
+        return Tried(
+            word, f"after {word} it ends with {code}: {' '.join((place / 'said.txt').read_text()[-300:].split())}"
+        )
     left = [p.name for p in place.glob("killed*") if p != out]
     fault = find_difference(wanted, read_end(out)) or (f"{left[0]} is left over" if left else None)
-    return word, None if fault is None else f"after {word}: {fault}"
+    return Tried(word, fault and f"after {word}: {fault}")
 
 
 COMMANDS = ("train", "convert", "reproduce")
@@ -163,7 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
             make_model(place / "model")
             whole = prepare(name, place)
 
-            def try_one(at: int, name: str = name, place: Path = place, whole: Any = whole) -> tuple[str, str | None]:
+            def try_one(at: int, name: str = name, place: Path = place, whole: Any = whole) -> Tried:
                 return kill(name, place, random.Random(f"{name} {options.seed} {at}"), whole)
 
             until = max(until, time.monotonic()) + options.seconds / len(options.commands)

@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from campaign import Campaign, finish, make_parser
+from campaign import Campaign, Tried, finish, make_parser
 from lln.files import read_json
 
 ROOT = Path(__file__).parent.parent
@@ -217,13 +217,13 @@ def main(arguments: list[str] | None = None) -> None:
         sources = Path(folder)
         shutil.copytree(ROOT / "src" / "lln", sources / "lln", ignore=shutil.ignore_patterns("__pycache__"))
 
-        def try_one(number: int) -> tuple[str, str | None]:
+        def try_one(number: int) -> Tried:
             mutant = mutants[number]
             if mutant.key in reasons:
-                return "equivalent", None
+                return Tried("equivalent")
             by = notice(mutant, sources, choose_tests(mutant.file) or [])
             print(f"{number}: {mutant}: {by or 'SURVIVES'}", file=sys.stderr, flush=True)
-            return ("killed", None) if by else ("survived", str(mutant))
+            return Tried("killed") if by else Tried("survived", str(mutant))
 
         campaign.run(try_one, time.monotonic() + options.seconds)
     finish([campaign])

@@ -24,7 +24,7 @@ import transformers  # noqa: F401  imported here for all
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from campaign import Campaign, finish, make_parser
+from campaign import Campaign, Tried, finish, make_parser
 from helpers.bad_inputs import Bad, judge, lay_out, list_bad_inputs, take_stock
 from lln.lab.cli.app import main as run_lln
 from lln.lab.train import run  # noqa: F401
@@ -82,11 +82,11 @@ def main(arguments: list[str] | None = None) -> None:
     campaign = Campaign("bad-inputs", options, rows=len(table))
     with tempfile.TemporaryDirectory() as cache:
 
-        def try_one(number: int) -> tuple[str, str | None]:
+        def try_one(number: int) -> Tried:
             bad = table[number]
             fault = refuse(bad, Path(cache))
             shown = " ".join(bad.arguments).encode("utf-8", "backslashreplace").decode()
-            return bad.arguments[0], fault and f"lln {shown}: {fault}"
+            return Tried(bad.arguments[0], fault and f"lln {shown}: {fault}")
 
         campaign.run(try_one, time.monotonic() + options.seconds)
     finish([campaign])

@@ -7,12 +7,14 @@ the kernels run in Triton's interpreter, slowly: few heads and short sequences t
 import dataclasses
 import os
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from helpers.call_options import draw_coefficient, draw_mix, draw_state, make_offsets, mask_keys
 from helpers.tensors import State, normal, relative_error
@@ -38,6 +40,7 @@ MODES: dict[str, dict[str, Any]] = {
     "causal blocks": {"is_causal": True, "block_size": 48},
 }
 STATE = ("log_sum", "mean_value", "block_key", "block_value")
+MOST = 0.1  # error that is never allowed, however plain PyTorch rounds: more is another function
 Tensors = dict[str, Tensor]
 
 
@@ -209,15 +212,56 @@ def find_tolerance(name: str, dtype: torch.dtype, eager: float, least: float) ->
     return max(2 * eager, least if dtype == torch.float32 or narrow else 1e-2)
 
 
-def check(case: Case, tolerance: float = 2e-5, **how: Any) -> None:
-    """Float32 is right to `tolerance`; a narrower type to twice what the eager back end makes of it."""
+def check(case: Case, tolerance: float = 2e-5, *, as_plain: bool = False, **how: Any) -> None:
+    """Float32 is right to `tolerance`; a narrower type to twice what the eager back end makes of it, which computes in
+    float32. as_plain: or to twice what plain PyTorch makes of it, in any type (`evaluate_plainly`)."""
     expected = evaluate(case, "eager", wide=True, **how)
     found = errors(evaluate(case, **how), expected)
     limits = dict.fromkeys(found, tolerance)
     if case.dtype != torch.float32:
         eager = errors(evaluate(case, "eager", **how), expected)
         limits = {n: find_tolerance(n, case.dtype, e, tolerance) for n, e in eager.items()}
+    if as_plain and any(e > limits[n] for n, e in found.items()):
+        for result in evaluate_plainly(case, **how):
+            limits = {n: max(limits[n], min(2 * e, MOST)) for n, e in errors(result, expected).items()}
     assert all(e <= limits[n] for n, e in found.items()), {n: (e, limits[n]) for n, e in found.items()}
+
+
+PRODUCTS = {getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm")}
+
+
+class RoundProducts(TorchDispatchMode):
+    """Matrix products have factors and results of a type, and sum more precisely: what tensor cores do, and
+    torch.autocast. noise: each number is first moved at random by as much as half of what rounding may do to it, so
+    that a sum whose errors happen to cancel is no standard."""
+
+    def __init__(self, dtype: torch.dtype, noise: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.dtype, self.noise = dtype, noise
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in PRODUCTS:
+            return func(*args, **(kwargs or {}))
+        return tree_map(self.round, func(*tree_map(self.round, args), **(kwargs or {})))
+
+    def round(self, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if self.noise is not None:
+            moved = torch.rand(x.shape, generator=self.noise, dtype=x.dtype) - 0.5
+            x = x * (1 + moved * torch.finfo(self.dtype).eps / 2)
+        return x.to(self.dtype).to(x.dtype)
+
+
+def evaluate_plainly(case: Case, **how: Any) -> Iterator[Tensors]:
+    """What plain PyTorch makes of it, several times where rounding decides: float32 as it is, and a narrower type with
+    products of that type."""
+    if case.dtype == torch.float32:
+        yield evaluate(case, "eager", **how)
+        return
+    for noise in (None, *(torch.Generator().manual_seed(seed) for seed in range(4))):
+        with RoundProducts(case.dtype, noise):
+            yield evaluate(case, "eager", wide=True, **how)
 
 
 def passes(

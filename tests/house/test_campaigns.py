@@ -83,9 +83,9 @@ def test_a_stopped_campaign_goes_on_and_with_other_sources_begins_anew(tmp_path:
     options = campaigns.make_parser(None, 10).parse_args(asked)
     tried: list[int] = []
 
-    def try_one(number: int) -> tuple[str, str | None]:
+    def try_one(number: int) -> campaigns.Tried:
         tried.append(number)
-        return "tried", "it is odd" if number % 2 else None
+        return campaigns.Tried("tried", "it is odd" if number % 2 else None, (f"kind {number % 3}",))
 
     one = campaigns.Campaign("odd", options)
     one.run(try_one, until=float("inf"))
@@ -97,6 +97,7 @@ def test_a_stopped_campaign_goes_on_and_with_other_sources_begins_anew(tmp_path:
     held = json.loads((tmp_path / "odd.json").read_text())
     assert (held["done"], held["faults"]) == (7, {str(n): "it is odd" for n in (1, 3, 5)})
     assert held["counts"] == {"tried": 7}
+    assert held["variants"] == 3  # each counted once, also by one that goes on
     assert {"commit", "command", "date", "seed", "device"} <= held["provenance"].keys()
     assert two.tell().startswith("odd: 7 in")
     with pytest.raises(SystemExit) as end:
