@@ -81,7 +81,7 @@ class Campaign:
 
     def run(
         self, try_one: Callable[[int], Tried], until: float, *, at_once: int = 1,
-        prepare: Callable[[], object] = lambda: None,
+        prepare: Callable[[], object] | None = None,
     ) -> None:  # fmt: skip
         """until: `time.monotonic` to stop at. at_once: processes, each of which calls `prepare` first; both functions
         must then be known by name."""

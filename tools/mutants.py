@@ -16,8 +16,10 @@ import argparse
 import ast
 import copy
 import dataclasses
+import functools
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +33,7 @@ from lln.files import read_json
 
 ROOT = Path(__file__).parent.parent
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.json")
+NEAREST = 4  # test files that are tried before the rooms they are in
 LONGEST = 900  # seconds of the tests of a mutant; one that takes longer goes round in circles, and is noticed
 # Which tests look at which sources, by the first prefix that fits: those most likely to notice come first.
 TESTS = {
@@ -68,6 +71,7 @@ class Mutant:
     after: str
     start: int  # characters of the source that are replaced
     end: int
+    shown: str  # its whole line, before and after
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line} {self.operator}: {self.before} -> {self.after}"
@@ -75,7 +79,7 @@ class Mutant:
     @property
     def key(self) -> str:
         """What it is wherever its line has gone."""
-        return f"{self.file} {self.operator}: {self.before} -> {self.after}"
+        return f"{self.file}: {self.shown}"
 
 
 def mutate(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
@@ -153,8 +157,11 @@ def list_mutants(file: str, source: str) -> list[Mutant]:
             after = f"({after})" if isinstance(made, (ast.BinOp, ast.BoolOp, ast.Compare)) else after
             before = source[start:end]
             if " ".join(before.split()) != after:
-                shown = " ".join(before.split())
-                found.append(Mutant(file, node.lineno, operator, shown, after, start, end))
+                first, last = starts[node.lineno - 1], source.index("\n", end)
+                lines = source[first:last], source[first:start] + after + source[end:last]
+                shown = " -> ".join(" ".join(line.split()) for line in lines)
+                about = " ".join(before.split())
+                found.append(Mutant(file, node.lineno, operator, about, after, start, end, shown))
     return found
 
 
@@ -162,6 +169,23 @@ def choose_tests(file: str) -> list[str] | None:
     return next((tests for prefix, tests in TESTS.items() if file.startswith(prefix)), None)
 
 
+def find_nearest(file: str, rooms: list[str]) -> list[str]:
+    """The test files that by their names, or by what they import, are about a file: they notice soonest."""
+    stem = Path(file).stem
+    parts = [part for part in stem.split("_") if len(part) > 3]
+    named = re.compile(rf"\b{re.escape(Path(file).parent.name)}(\.{stem}\b| import .*\b{stem}\b)")
+    found = []
+    for path in sorted({p for room in rooms for p in list_test_files(ROOT / "tests" / room)}):
+        score = 2 * any(part in path.stem for part in parts) + bool(named.search(path.read_text(encoding="utf-8")))
+        found += [(-score, path.relative_to(ROOT / "tests").as_posix())] if score else []
+    return [name for _, name in sorted(found)[:NEAREST]]
+
+
+def list_test_files(place: Path) -> list[Path]:
+    return sorted(place.rglob("test_*.py")) if place.is_dir() else [place]
+
+
+@functools.cache
 def draw(seed: int) -> list[Mutant]:
     """All mutants, in an order that follows from the seed."""
     base, found = ROOT / "src" / "lln", []
@@ -186,9 +210,10 @@ def notice(mutant: Mutant, sources: Path, tests: list[str]) -> str | None:
     environment = os.environ | {"PYTHONPATH": str(sources), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     environment.pop("PYTEST_ADDOPTS", None)  # which may hide what is read below
     try:
-        for one in dict.fromkeys(tests):
+        nearest = find_nearest(mutant.file, tests)
+        for group in ([nearest] if nearest else []) + [[one] for one in dict.fromkeys(tests)]:
             command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider",
-                       "-p", "no:randomly", str(ROOT / "tests" / one)]  # fmt: skip
+                       "-p", "no:randomly", *(str(ROOT / "tests" / one) for one in group)]  # fmt: skip
             done = subprocess.run(
                 command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=LONGEST, check=False
             )
@@ -204,8 +229,26 @@ def notice(mutant: Mutant, sources: Path, tests: list[str]) -> str | None:
     return None
 
 
+def copy_sources(folder: Path) -> Path:
+    """What this process changes: each has a copy of its own."""
+    sources = folder / str(os.getpid())
+    if not sources.exists():
+        shutil.copytree(ROOT / "src" / "lln", sources / "lln", ignore=shutil.ignore_patterns("__pycache__"))
+    return sources
+
+
+def try_one(seed: int, folder: Path, number: int) -> Tried:
+    mutant = draw(seed)[number]
+    if mutant.key in (read_json(EQUIVALENT, dict) or {}):
+        return Tried("equivalent")
+    by = notice(mutant, copy_sources(folder), choose_tests(mutant.file) or [])
+    print(f"{number}: {mutant}: {by or 'SURVIVES'}", file=sys.stderr, flush=True)
+    return Tried("killed") if by else Tried("survived", str(mutant))
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = make_parser(__doc__, 100)
+    parser.add_argument("--at-once", type=int, default=1, help="processes (default: 1)")
     parser.add_argument("--list", type=int, help="tell of so many, and run nothing")
     options: argparse.Namespace = parser.parse_args(arguments)
     mutants, reasons = draw(options.seed), read_json(EQUIVALENT, dict) or {}
@@ -213,19 +256,16 @@ def main(arguments: list[str] | None = None) -> None:
         print("\n".join(f"{number}: {one}" for number, one in enumerate(mutants[: options.list])))
         return
     campaign = Campaign("mutants", options, places=len(mutants))
+    for number in [number for number in campaign.faults if mutants[int(number)].key in reasons]:
+        del campaign.faults[number]  # why it cannot be noticed was found out later
+        campaign.counts["survived"] -= 1
+        campaign.counts["equivalent"] = campaign.counts.get("equivalent", 0) + 1
     with tempfile.TemporaryDirectory() as folder:
-        sources = Path(folder)
-        shutil.copytree(ROOT / "src" / "lln", sources / "lln", ignore=shutil.ignore_patterns("__pycache__"))
-
-        def try_one(number: int) -> Tried:
-            mutant = mutants[number]
-            if mutant.key in reasons:
-                return Tried("equivalent")
-            by = notice(mutant, sources, choose_tests(mutant.file) or [])
-            print(f"{number}: {mutant}: {by or 'SURVIVES'}", file=sys.stderr, flush=True)
-            return Tried("killed") if by else Tried("survived", str(mutant))
-
-        campaign.run(try_one, time.monotonic() + options.seconds)
+        campaign.run(
+            functools.partial(try_one, options.seed, Path(folder)),
+            time.monotonic() + options.seconds,
+            at_once=options.at_once,
+        )
     finish([campaign])
 
 
