@@ -123,7 +123,8 @@ def test_the_command_extends_what_is_stored_and_reads_a_result_by_its_name(tmp_p
 def list_changes(stored: dict[str, Any]) -> dict[str, str]:
     words = shlex.split(stored["provenance"]["command"])
     found = dict(words[i + 1].split("=", 1) for i, word in enumerate(words) if word == "--set")
-    found.pop("lengths", None)  # says which runs there are, not how they are set
+    for name in ("lengths", "rates"):  # these say which runs there are, not how they are set
+        found.pop(name, None)
     if stored.get("table") == "table5" and stored["scale"] == "mini":  # the recipe named this set itself
         found["lra.retrieval.data.name"] = "corpus/aan-like"
     return found
@@ -143,8 +144,9 @@ def test_every_stored_result_can_be_extended(path: Path, tmp_path: Path) -> None
     names = stored.get("attentions") or [row["attention"] for row in stored["rows"] if "attention" in row]
     names = names or [run["attention"] for run in stored["runs"] if ":alpha=" not in run["attention"]]
     what = make_asked(
-        tmp_path, scale=stored["scale"], attentions=tuple(dict.fromkeys(names)), tasks=("image", "mlm"), changes=changes
-    )
+        tmp_path, scale=stored["scale"], attentions=tuple(dict.fromkeys(names)), tasks=("image", "mlm"), changes=changes,
+        rates=tuple(sorted({row["rate"] / 1e-3 for row in stored["rows"] if "rate" in row})),
+    )  # fmt: skip
     result = assemble(name, what, tmp_path, stored)
     assert result["rows"] == stored["rows"]
     assert len(result["runs"]) == len(stored["runs"])
