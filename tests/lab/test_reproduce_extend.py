@@ -144,9 +144,13 @@ def test_every_stored_result_can_be_extended(path: Path, tmp_path: Path) -> None
     names = stored.get("attentions") or [row["attention"] for row in stored["rows"] if "attention" in row]
     names = names or [run["attention"] for run in stored["runs"] if ":alpha=" not in run["attention"]]
     what = make_asked(
-        tmp_path, scale=stored["scale"], attentions=tuple(dict.fromkeys(names)), tasks=("image", "mlm"), changes=changes,
+        tmp_path,
+        scale=stored["scale"],
+        attentions=tuple(dict.fromkeys(names)),
+        tasks=("image", "mlm"),
+        changes=changes,
         rates=tuple(sorted({row["rate"] / 1e-3 for row in stored["rows"] if "rate" in row})),
-    )  # fmt: skip
+    )
     result = assemble(name, what, tmp_path, stored)
     assert result["rows"] == stored["rows"]
     assert len(result["runs"]) == len(stored["runs"])
