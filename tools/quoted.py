@@ -13,7 +13,7 @@ from cards_table import cards
 from lln.files import put_between
 from lln.lab.core.tables import markdown_table, show_number
 from paper_page import index
-from spread_tables import plan, traffic
+from spread_tables import cutting, plan, traffic
 
 ROOT = Path(__file__).parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "results" / "paper"
@@ -339,7 +339,7 @@ QUOTES: dict[Path, dict[str, Callable[[], str]]] = {
     DOCS / "found.md": {"found": found_page.markdown},
     DOCS / "paper.md": {"index": index},
     DOCS / "limits.md": {"converted": converted, "line": line, "lognormal": lognormal},
-    DOCS / "distributed.md": {"traffic": traffic, "plan": plan},
+    DOCS / "distributed.md": {"traffic": traffic, "plan": plan, "cutting": cutting},
 }
 
 
