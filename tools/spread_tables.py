@@ -60,8 +60,8 @@ def cutting() -> str:
     said = (
         f"{settings['length']:,} tokens in {settings['shards']} shards, {settings['heads']} heads of "
         f"{settings['dim']}, bfloat16, medians of {settings['repeats']}; errors of the output and all gradients "
-        f"against float64. {made['device']}, `benchmarks/distributed.py`, commit {made['commit']}. The ranks are emulated, one "
-        f"after another, so each costs {min(extra):.1f} to {max(extra):.1f} ms forward beside its share of one pass: "
+        f"against float64. {made['device']}, `benchmarks/distributed.py`, commit {made['commit']}. The ranks are "
+        f"emulated, one after another, so each costs {min(extra):.1f} to {max(extra):.1f} ms forward beside its share of one pass: "
         "launches, Python, and the merge of all states. That does not depend on the length, and is more than the "
         "kernels take for so few tokens of one layer. Cards that work at the same time pay it once, and a layer whose "
         "other parts keep a card busy for longer hides it; without such parts, shards this short gain little."
