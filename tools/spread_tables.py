@@ -46,28 +46,19 @@ def cutting() -> str:
             row += [f"{one:.2f}", f"{cut:.2f}", f"{cost:+.0%}"]
             extra += [(cut - one) / settings["shards"]] if what == "forward" else []
         rows.append([*row, *(f"{max(each['errors'][way].values()):.1e}" for way in ("one pass", "sharded"))])
-    head = [
-        "",
-        "forward, ms",
-        "in shards",
-        "cost",
-        "with backward, ms",
-        "in shards",
-        "cost",
-        "largest error",
-        "in shards",
-    ]
+    head = ["", "forward, ms", "in shards", "cost", "with backward, ms", "in shards", "cost", "largest error"]
     said = (
         f"{settings['length']:,} tokens in {settings['shards']} shards, {settings['heads']} heads of "
         f"{settings['dim']}, bfloat16, medians of {settings['repeats']}; errors of the output and all gradients "
         f"against float64. {made['device']}, `benchmarks/distributed.py`, commit {made['commit']}. The ranks are "
-        f"emulated, one after another, so each costs {min(extra):.1f} to {max(extra):.1f} ms forward beside its share of one pass: "
-        "launches, Python, and the merge of all states. That does not depend on the length, and is more than the "
-        "kernels take for so few tokens of one layer. Cards that work at the same time pay it once, and a layer whose "
-        "other parts keep a card busy for longer hides it; without such parts, shards this short gain little."
+        f"emulated, one after another, so each costs {min(extra):.1f} to {max(extra):.1f} ms forward beside its share "
+        "of one pass: launches, Python, and the merge of all states. That does not depend on the length, and is more "
+        "than the kernels take for so few tokens of one layer. Cards that work at the same time pay it once, and a "
+        "layer whose other parts keep a card busy for longer hides it; without such parts, shards this short gain "
+        "little."
     )
     assert min(cost for each in found["kinds"].values() for cost in each["cost"]) > 0.5  # as the last sentence has it
-    return "\n".join([*markdown_table(head, rows, "lrrrrrrrr"), "", said, ""])
+    return "\n".join([*markdown_table([*head, "in shards"], rows, "lrrrrrrrr"), "", said, ""])
 
 
 def plan() -> str:
