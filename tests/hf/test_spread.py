@@ -113,3 +113,10 @@ def test_models_that_would_see_one_rank_alone_are_refused(processes: Processes) 
         assert found.keys() == words.keys()
         for name, message in found.items():
             assert words[name] in message
+
+
+def test_a_model_that_stays_whole_gets_no_hook() -> None:
+    model = lln.hf.convert(transformers.AutoModel.from_config(make_config("bert")), "lln")
+    before = [len(part._forward_pre_hooks) for part in model.modules()]
+    assert lln.hf.spread(model, None) is model
+    assert [len(part._forward_pre_hooks) for part in model.modules()] == before
