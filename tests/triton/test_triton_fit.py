@@ -63,6 +63,7 @@ def test_programs_are_those_that_a_multiprocessor_has_room_for() -> None:
     [
         (Needs(0), 4, 12),  # threads
         (Needs(20 * KIB), 4, 4),  # shared memory, of which each program takes one KiB more
+        (Needs(24 * KIB), 4, 4),  # to the last byte
         (Needs(0, 250), 4, 2),  # registers, handed out by eights
         (Needs(0, 255), 8, 1),
         (Needs(99 * KIB), 4, 1),
