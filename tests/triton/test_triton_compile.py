@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.tensors import normal, relative_error
 from helpers.triton_cases import DEVICE, GPU, MARKS, MODES, attend, extras, gradients, only_triton, tensors
@@ -115,6 +116,30 @@ def test_the_registered_op_keeps_the_rules_of_custom_ops(free: int, monkeypatch:
         for factors in (plain, mixed):
             call = Call(**(none | rows | settings | factors))
             torch.library.opcheck(torch.ops.lln.attend.default, call.arguments())
+
+
+@only_triton
+def test_an_output_that_nobody_used_has_a_gradient_of_its_own_shape() -> None:
+    """Kernels read it by its strides: one that is narrower would be read beyond its end, where zeros may lie, too."""
+    shapes: list[list[int]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.lln.attend_backward.default:
+                shapes.append(list(args[0].shape))
+            return func(*args, **(kwargs or {}))
+
+    none: dict[str, Any] = dict.fromkeys(FIELDS[:TENSORS])
+    rows = {
+        name: torch.randn(1, 2, 20, width, device=DEVICE).requires_grad_()
+        for name, width in (("query", 16), ("key", 16), ("value", 24))
+    }
+    factors = {name: torch.ones(1, 1, 1, device=DEVICE) for name in ("alpha", "beta")}
+    call = Call(**(none | rows | factors), is_causal=False, scale=0.25, dropout_p=0.0, block_size=None)
+    _, log_sum, _ = torch.ops.lln.attend(*call.arguments())
+    with Watch():
+        torch.autograd.grad(log_sum.sum(), rows["key"])
+    assert shapes == [[1, 2, 20, 24]]
 
 
 @only_triton
