@@ -27,8 +27,8 @@ medians, with quartiles in brackets.
 
 !!! note "Which LLN attention"
     `LLN` and `LLN+Diag` are attention with the paper's formula. They run in Triton kernels on a GPU. Models that
-    `lln convert` made use the [evidence read](conversion.md#the-evidence-read), by default with `mix="evidence"`. They
-    are slower: [What a conversion gives](#what-a-conversion-gives) and the part after it have their times.
+    `lln convert` made use the [evidence read](conversion.md#the-evidence-read). They are slower, decoders most of all:
+    see [The evidence read](#the-evidence-read) and the parts after it.
 
 """
 
@@ -109,13 +109,13 @@ PARTS = {
     ),
     "evidence-causal": ("The evidence read, causal", "As above, where no token sees a later one."),
     "evidence-mix": (
-        "What a conversion gives",
-        "LLN+Diag as `lln convert` makes it by default: 256 directions, and each query weighs its block against what "
-        'the evidence says of the rest (`mix="evidence"`). `-eager` is plain PyTorch.',
+        "What each query weighs",
+        "LLN+Diag with 256 directions, where each query weighs its block against what the evidence says of the rest "
+        '(`mix="evidence"`): what `lln convert --mix evidence` gives an encoder. `-eager` is plain PyTorch.',
     ),
     "evidence-mix-causal": (
-        "What a conversion gives, causal",
-        "As above, for decoders: with windows that overlap.",
+        "What each query weighs, causal",
+        "As above, with windows that overlap: what `lln convert` gives a causal language model.",
     ),
 }
 

@@ -134,11 +134,11 @@ def use() -> list[str]:
         f"{scratch['lln_diag']:.2f} to {scratch['lln_diag:value_convolution=5']:.2f}; softmax ends at "
         f"{scratch['softmax']:.2f} without it and at {scratch['softmax:value_convolution=5']:.2f} with it (one seed "
         "each).",
-        "- **Convert a pretrained model with `lln convert`, never by name alone.** A converted MiniLM (with `--mix "
-        "scales`) keeps the order of its similarities with a rank correlation of "
+        "- **Convert a pretrained model with `lln convert`, never by name alone.** A converted MiniLM keeps the order "
+        "of its similarities with a rank correlation of "
         f"{kept['distilled']['spearman']:.2f}. Switched by name it keeps {kept['paper']['spearman']:.2f}, less than "
-        f"its blocks without LLN ({kept['blocks']['spearman']:.2f}). On a GPU, what the command makes by default "
-        "is [slower than softmax](limits.md#converted-models-on-a-gpu) at a few thousand tokens.",
+        f"its blocks without LLN ({kept['blocks']['spearman']:.2f}). On a GPU, the attention that it gives a "
+        "causal language model is [slower than softmax](limits.md#converted-models-on-a-gpu) at a few thousand tokens.",
         "- **Do not take it for softmax attention.** It finds needles that blocks alone cannot find, but what lies "
         "outside a block is seen through a matrix of low rank, and nothing was trained at the paper's scale yet.", "",
     ]  # fmt: skip

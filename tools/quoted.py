@@ -71,7 +71,7 @@ def choice() -> str:
             if {d["a"], d["b"]} in [{n, f"{n}:matching=entropy"} for n in ("lln", "lln_diag")]:
                 assert not d["beyond"]
     kept = json.loads((BENCHMARKS / "conversion.json").read_text())["sets"]["wikipedia-2014"]["rows"]
-    agreement, blocks, asked = read_agreement()
+    agreement, blocks = read_agreement()
     advice = [
         [
             "a new model, or a call of your own", '`matching="entropy"`',
@@ -81,8 +81,8 @@ def choice() -> str:
         ],
         [
             "a model that was trained with softmax attention", "[`lln convert`](conversion.md), and no matching",
-            f"It finds everything on your text. MiniLM keeps a rank correlation of {agreement:.3f} in this way"
-            f"{f' (with `{asked}`)' if asked else ''}. With the paper's matching alone it keeps "
+            f"It finds everything on your text. MiniLM keeps a rank correlation of {agreement:.3f} in this way. "
+            f"With the paper's matching alone it keeps "
             f"{kept['paper']['spearman']:.3f}, which is worse than its softmax blocks without LLN ({blocks:.3f}).",
         ],
         ["the paper's experiments to repeat", '`matching="paper"`, the default', "It is eq. (10) of the paper."],
@@ -131,13 +131,10 @@ def read_times(part: str, batch: int, length: int) -> tuple[float, float]:
     return softmax, ours
 
 
-def read_agreement() -> tuple[float, float, str]:
-    """Of MiniLM after the best conversion with what it was, and of its blocks of softmax attention alone; and how `lln
-    convert` is asked for that conversion."""
+def read_agreement() -> tuple[float, float]:
+    """Of MiniLM after `lln convert` with what it was, and of its blocks of softmax attention alone."""
     kept = json.loads((BENCHMARKS / "conversion.json").read_text())["sets"]["wikipedia-2014"]["rows"]
-    asked = {"distilled": "--mix scales", "weighed_distilled": ""}
-    best = max((name for name in asked if name in kept), key=lambda name: kept[name]["spearman"])
-    return kept[best]["spearman"], kept["blocks"]["spearman"], asked[best]
+    return kept["distilled"]["spearman"], kept["blocks"]["spearman"]
 
 
 def read_attention(part: str, kind: str) -> dict[str, float]:
@@ -149,7 +146,7 @@ def read_attention(part: str, kind: str) -> dict[str, float]:
 
 
 def compare_mix(part: str) -> tuple[list[float], list[float], int]:
-    """What a conversion makes by default, forward and in training: how many times as long as softmax attention it
+    """What `mix="evidence"` takes, forward and in training: how many times as long as softmax attention it
     takes, how many times as fast as plain PyTorch it is, and the length from which on it is faster than softmax."""
     times = [read_attention(part, kind) for kind in ("forward", "training")]
     slower = [t["evidence-mix"] / t["cudnn"] for t in times]
@@ -164,20 +161,22 @@ def converted() -> str:
         compare_mix, ("evidence-mix", "evidence-mix-causal")
     )
     directed = read_attention("evidence", "forward")
-    agreement, blocks, asked = read_agreement()
-    assert asked == "--mix scales"
+    agreement, blocks = read_agreement()
     return (
-        "On an H200, with 16 texts of 4,096 tokens, its attention [takes](benchmarks.md#what-a-conversion-gives) "
-        f"{slower[0]:.1f} times as long as softmax attention in inference and {slower[1]:.1f} times in training; in a "
-        f"decoder {slower_causal[0]:.1f} and {slower_causal[1]:.1f} times. That is {faster[0]:.0f} and {faster[1]:.0f} "
-        f"times as fast as plain PyTorch, in a decoder {faster_causal[0]:.0f} and {faster_causal[1]:.0f} times. Since "
-        "its time grows with the length and softmax's with the square of the length, an encoder should be faster from "
-        f"about {even:,} tokens on, and a decoder from about {even_causal:,}; these two numbers are reckoned from the "
-        "times at 4,096 tokens, and not measured.\n\n"
-        "`--mix scales`, with two learned factors in the place of the evidence, costs less in an encoder: its linear "
-        f"part alone, with as many channels, takes {directed['evidence-directions']:.2f} ms where softmax takes "
-        f"{directed['cudnn']:.2f}. A MiniLM that was converted so keeps a rank correlation of {agreement:.2f} (its "
-        f"blocks alone: {blocks:.2f}).\n"
+        '**Encoders** mix the linear part and the blocks by two learned factors a channel (`mix="scales"`). On an '
+        "H200, with 16 texts of 4,096 tokens, the linear part with all its channels takes "
+        f"{directed['evidence-directions']:.2f} ms in inference where softmax attention takes {directed['cudnn']:.2f}. "
+        f"A MiniLM that was converted so keeps a rank correlation of {agreement:.2f} (its blocks alone: "
+        f"{blocks:.2f}).\n\n"
+        "**Causal language models** need more, and each query weighs its block against everything outside it "
+        '(`mix="evidence"`). There the attention [takes](benchmarks.md#what-each-query-weighs) '
+        f"{slower_causal[0]:.1f} times as long as softmax attention in inference and {slower_causal[1]:.1f} times in "
+        f"training, which is {faster_causal[0]:.0f} and {faster_causal[1]:.0f} times as fast as plain PyTorch. Since "
+        "its time grows with the length and softmax's with the square of the length, it should be faster from about "
+        f"{even_causal:,} tokens on. In an encoder, where `--mix evidence` keeps a little more of a model, it takes "
+        f"{slower[0]:.1f} and {slower[1]:.1f} times as long as softmax attention ({faster[0]:.0f} and {faster[1]:.0f} "
+        f"times as fast as plain PyTorch), and should be faster from about {even:,} tokens on. Both lengths are "
+        "reckoned from the times at 4,096 tokens, and not measured.\n"
     )
 
 
@@ -187,23 +186,24 @@ def pitch() -> str:
     faster = {at: f"{softmax / ours:.1f}" for at, (softmax, ours) in times.items()}
     assert faster[32, 512] == "1.0"
     softmax, ours = read_times("compiled", 16, 32768)
-    agreement, blocks, asked = read_agreement()
-    (slower, _), _, even = compare_mix("evidence-mix")
+    agreement, blocks = read_agreement()
+    directed = read_attention("evidence", "forward")
     return (
         f"On an NVIDIA H200, a RoBERTa-base with it reads a text of 16,384 tokens **{faster[1, 16384]} times** as fast "
         f"as with torch's softmax attention, and eight texts of 2,048 tokens {faster[8, 2048]} times as fast; with 32 "
         "texts of 512 tokens the two are equally fast. A Llama writes the token after 32,768 others "
-        f"{softmax / ours:.1f} times as fast. These models use the paper's formula, for which there are GPU kernels. A "
-        "model that was trained with softmax needs another formula to keep what it knows. A MiniLM converted with "
-        f"`lln convert {asked}` ranks pairs of passages almost as before (rank correlation **{agreement:.2f}**; its "
-        f"softmax blocks alone: {blocks:.2f}), but the attention that it gives by default takes {slower:.1f} times as "
-        f"long as softmax attention at 4,096 tokens there, and by reckoning is faster only from {even:,} on.\n"
+        f"{softmax / ours:.1f} times as fast. These models use the paper's formula. A model that was trained with "
+        "softmax needs another one to keep what it knows. A MiniLM converted with `lln convert` ranks pairs of "
+        f"passages almost as before (rank correlation **{agreement:.2f}**; its softmax blocks alone: {blocks:.2f}). "
+        "For 16 texts of 4,096 tokens the linear part of such attention takes "
+        f"{directed['evidence-directions']:.2f} ms there, and "
+        f"softmax attention {directed['cudnn']:.2f}.\n"
     )
 
 
 def numbers() -> str:
     """What the README says of speed and quality: where LLN+Diag wins, and where it does not."""
-    agreement, blocks, asked = read_agreement()
+    agreement, blocks = read_agreement()
     table = load_stored("mini/table1")
     loss = {row["attention"]: row["cells"]["MLM loss"]["mean"] for row in table["rows"]}
     (near,) = (
@@ -224,7 +224,7 @@ def numbers() -> str:
         )
     rows += [
         [
-            f"MiniLM, converted{f' (`{asked}`)' if asked else ''}: rank correlation", "1", f"{agreement:.3f}",
+            "MiniLM, converted: rank correlation", "1", f"{agreement:.3f}",
             f"softmax blocks alone: {blocks:.3f}",
         ],
         [

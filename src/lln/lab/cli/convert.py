@@ -67,9 +67,9 @@ def convert(
         match_only: Only match alpha and beta of the paper's read. Nothing is fitted or distilled.
         matching: Matching for the paper's read: data, entropy, variance or paper.
         learn: What is distilled for the paper's read: alpha and beta of each head, or of each channel.
-        mix: How lln_diag mixes blocks and linear part: evidence (each query decides), ratio
-            (one number a head), or scales (two factors a channel; without output_attentions). [default: evidence for
-            texts, scales for pictures and for the paper's read]
+        mix: How lln_diag mixes blocks and linear part: evidence (each query decides; slower on a GPU), ratio
+            (one number a head), or scales (two factors a channel; without output_attentions). [default: scales;
+            evidence for causal language models with the evidence read]
         overlap: Windows that overlap instead of blocks: yes, no, or auto (in causal models with --mix evidence).
         feature_map: linear gives each head a map of queries and keys, which is distilled; none leaves it out.
         length: Tokens in a passage. A model with fewer positions is given more. [default: what texts and model have,

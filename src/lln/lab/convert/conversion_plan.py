@@ -26,7 +26,7 @@ class ConversionPlan:
     coefficients: str = (
         "channel"  # what distillation learns of the paper's alpha and beta: one each a head or a channel
     )
-    mix: str | None = None  # None: "evidence" of texts with that read, else "scales", what distillation learns of it
+    mix: str | None = None  # None: "evidence" of causal models with that read, else "scales", which costs less
     overlap: bool | None = None  # windows that overlap in place of blocks; None: of causal models with that mix
     feature_map: str | None = "linear"
     length: int | None = None  # tokens of a passage at most; None: what texts and model have
@@ -88,17 +88,17 @@ class ConversionPlan:
                 f"layers must be full_attention, indices such as 0,2,5 or a slice such as 4:; got {self.layers!r}."
             ) from None
 
-    def choose_mix(self, tiled: bool) -> str:
-        return self.mix or ("evidence" if self.read == "evidence" and not self.match_only and not tiled else "scales")
+    def choose_mix(self, causal: bool) -> str:
+        return self.mix or ("evidence" if causal and self.read == "evidence" and not self.match_only else "scales")
 
     def lay_blocks(self, size: dict[str, int], causal: bool) -> dict[str, Any]:
         """How softmax attention is laid out, for `lln.hf.convert`. size: of the blocks, block_size or tile."""
         overlap = self.overlap
         if overlap is None:  # without it the first token of a block sees nothing but itself nearby
-            overlap = causal and self.choose_mix("tile" in size) == "evidence"
+            overlap = causal and self.choose_mix(causal) == "evidence"
         return {**size, "overlap": True} if overlap else dict(size)
 
-    def options(self, head_dim: int, size: dict[str, Any]) -> dict[str, Any]:
+    def options(self, head_dim: int, size: dict[str, Any], causal: bool) -> dict[str, Any]:
         """Of `lln.hf.convert`. size: as `lay_blocks` gives it."""
         found: dict[str, Any] = {"implementation": self.attention, **self.name_layers()}
         blocks = self.attention == "lln_diag"
@@ -108,7 +108,7 @@ class ConversionPlan:
             if self.matching != "data":
                 found["statistics"] = {"encoder": "sample", "decoder": "running"}
             return found
-        found |= {"mix": self.choose_mix("tile" in size)} if blocks else {}
+        found |= {"mix": self.choose_mix(causal)} if blocks else {}
         found |= {"feature_map": self.feature_map} if self.distill and self.feature_map is not None else {}
         if self.read == "evidence":
             return found | {"read": "evidence", "directions": self.directions or 4 * head_dim}

@@ -162,7 +162,7 @@ class Conversion:
     def match(self, batches: Sequence[Batch]) -> None:
         """Give the model the attention that was asked for; the paper's read with alpha and beta that are matched."""
         dim = min(read_sizes(module)["head_dim"] for _, module in attention_modules(self.model))
-        options = self.plan.options(dim, self.size)
+        options = self.plan.options(dim, self.size, predicts(self.model))
         if "matching" not in options:
             convert(self.model, **options)
             return
