@@ -8,6 +8,7 @@ import torch
 
 from lln import lln_attention
 from lln.kernels import causal, fold
+from lln.kernels.common import fit_size
 from lln.naive import naive_lln
 
 SHAPE = 3, 4, 200, 16
@@ -78,3 +79,8 @@ def test_no_bit_depends_on_later_tokens(later: float, block_size: int | None) ->
         t[:, :, 75:] *= -later
     second = lln_attention(q, k, v, 1.5, 1.5, is_causal=True, block_size=block_size)[:, :, :75]
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (31, 32), (32, 32), (33, 64), (64, 64), (100, 64)])
+def test_chunks_are_no_longer_than_what_is_there(count: int, size: int) -> None:
+    assert fit_size(64, count) == size
