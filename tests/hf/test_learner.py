@@ -52,3 +52,7 @@ def test_a_learner_that_goes_on_takes_the_same_steps() -> None:
     again.load(held, begun.done)
     go(rest, again, 30)
     assert torch.equal(rest, whole)
+    untouched, third = make()
+    third.load(held, begun.done)  # what was loaded belongs to nobody, and begins another one alike
+    go(untouched, third, 30)
+    assert torch.equal(untouched, whole)
