@@ -167,17 +167,20 @@ def converted() -> str:
     agreement, blocks, asked = read_agreement()
     assert asked == "--mix scales"
     return (
-        "On an H200, with 16 texts of 4,096 tokens, its attention [takes](benchmarks.md#what-a-conversion-gives) "
-        f"{slower[0]:.1f} times as long as softmax attention in inference and {slower[1]:.1f} times in training; in a "
-        f"decoder {slower_causal[0]:.1f} and {slower_causal[1]:.1f} times. That is {faster[0]:.0f} and {faster[1]:.0f} "
-        f"times as fast as plain PyTorch, in a decoder {faster_causal[0]:.0f} and {faster_causal[1]:.0f} times. Since "
-        "its time grows with the length and softmax's with the square of the length, an encoder should be faster from "
-        f"about {even:,} tokens on, and a decoder from about {even_causal:,}; these two numbers are reckoned from the "
-        "times at 4,096 tokens, and not measured.\n\n"
-        "`--mix scales`, with two learned factors in the place of the evidence, costs less in an encoder: its linear "
-        f"part alone, with as many channels, takes {directed['evidence-directions']:.2f} ms where softmax takes "
-        f"{directed['cudnn']:.2f}. A MiniLM that was converted so keeps a rank correlation of {agreement:.2f} (its "
-        f"blocks alone: {blocks:.2f}).\n"
+        "These are the times of its attention on an H200, with 16 texts of 4,096 tokens "
+        "([Benchmarks](benchmarks.md#what-a-conversion-gives)):\n\n"
+        f"- In an encoder, it takes {slower[0]:.1f} times as long as softmax attention in inference, and "
+        f"{slower[1]:.1f} times as long in training. The kernels are {faster[0]:.0f} and {faster[1]:.0f} times as fast "
+        "as plain PyTorch.\n"
+        f"- In a decoder, it takes {slower_causal[0]:.1f} and {slower_causal[1]:.1f} times as long. The kernels are "
+        f"{faster_causal[0]:.0f} and {faster_causal[1]:.0f} times as fast as plain PyTorch.\n"
+        "- The time of LLN attention grows with the length, and that of softmax attention with its square. An encoder "
+        f"should therefore be faster from about {even:,} tokens on, and a decoder from about {even_causal:,}. These two "
+        "numbers are calculated from the times at 4,096 tokens, and not measured.\n\n"
+        "`--mix scales` uses two learned factors instead of the evidence, and costs less in an encoder: its linear "
+        f"part alone, with the same number of channels, takes {directed['evidence-directions']:.2f} ms, and softmax "
+        f"attention {directed['cudnn']:.2f} ms. A MiniLM that was converted in this way keeps a rank correlation of "
+        f"{agreement:.2f} (with its softmax blocks alone: {blocks:.2f}).\n"
     )
 
 
