@@ -126,7 +126,7 @@ class LLNState:
         if mix not in (None, "evidence"):
             raise ValueError(f"LLNState.empty: mix must be 'evidence', or left out for all others; got {mix!r}.")
         if (mix is not None and (read != "evidence" or block_size is None)) or (overlap and mix is None):
-            raise ValueError("LLNState.empty: overlap needs mix='evidence', and that read='evidence' and block_size.")
+            raise ValueError("LLNState.empty: overlap needs mix='evidence', read='evidence' and block_size.")
         shape, wide = (batch, heads, head_dim if channels is None else channels), compute_dtype(dtype)
         log_sum = torch.full(shape, -torch.inf, dtype=wide_dtype(device), device=device)
         mean = torch.zeros(*shape, value_dim, dtype=wide, device=device)

@@ -97,8 +97,8 @@ def make_layer(implementation: str = "lln_diag", **options: Any) -> type[Any]:
     check_plug(implementation, options)
     if asked := needs_patches(options):
         raise ValueError(
-            f"{asked}: a layer by itself does not know how the patches lie; build the model, and then use "
-            f"lln.timm.convert(model, {implementation!r}, {asked}={options[asked]!r})."
+            f"{asked}: a single layer does not know how the patches lie in the image; build the model first, and then "
+            f"call lln.timm.convert(model, {implementation!r}, {asked}={options[asked]!r})."
         )
     return make_class(timm.layers.Attention, implementation, options)
 
@@ -157,7 +157,10 @@ def find_layers(model: nn.Module) -> list[tuple[str, Any]]:
                 "timm's own attention."
             )
     if not layers:
-        raise ValueError(f"model: no attention of {type(model).__name__} is timm's, so there is nothing to convert.")
+        raise ValueError(
+            f"model: {type(model).__name__} has no attention of timm's own classes, so nothing can be converted; use "
+            "it as it is."
+        )
     return layers
 
 

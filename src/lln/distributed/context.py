@@ -95,7 +95,7 @@ def context_parallel(
         came = f"got {len(dims)} for {len(buffers)}"
         raise ValueError(f"buffer_seq_dims must name one dimension for each buffer; {came}.")
     if any(all(own is not b for b in buffers) for own in dropped):
-        raise ValueError("no_restore_buffers must be some of buffers.")
+        raise ValueError("no_restore_buffers must hold only tensors that are also in buffers.")
     ranks = make_ranks(mesh, lengths)
     if buffers:
         counts = ranks.lengths or split_evenly(buffers[0].shape[dims[0]], ranks.size)
@@ -126,8 +126,8 @@ def refuse_order(load_balancer: Any) -> None:
     """ValueError for rows that do not lie one after another."""
     if load_balancer is not None:
         raise ValueError(
-            "load_balancer: rows must lie one after another, the first rank's first, since every rank has the same "
-            f"work; leave it out, got {type(load_balancer).__name__}."
+            "load_balancer must be None: rows must lie one after another, the first rank's first, and every rank has "
+            f"the same work then; got {type(load_balancer).__name__}."
         )
 
 
@@ -258,7 +258,10 @@ def split_heads(model: Any, mesh: DeviceMesh) -> Any:
     ranks = make_ranks(mesh)
     found = [part for part in model.modules() if hasattr(part, "check_split")]
     if not found:
-        raise ValueError(f"split_heads: {type(model).__name__} has no LLN attention; lln.hf.convert(model, 'lln').")
+        raise ValueError(
+            f"split_heads: {type(model).__name__} has no LLN attention; convert it first with lln.hf.convert(model, "
+            "'lln')."
+        )
     for part in found:  # before anything changes
         part.check_split(ranks.size)
     for part in found:

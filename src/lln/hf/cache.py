@@ -63,9 +63,9 @@ class StateLayer(CacheLayerMixin):
         """The new keys and values, unchanged, and on the keys this layer."""
         if self.waits:
             raise RuntimeError(
-                "LLNCache: the attention did not take the state that the cache handed it; LLNCache goes with "
-                "attn_implementation='lln' or 'lln_diag', and with models that hand a cache's keys on as they are; "
-                "use past_key_values=DynamicCache()."
+                "past_key_values: the attention did not get the state that LLNCache handed to the model. LLNCache "
+                "works with attn_implementation='lln' or 'lln_diag', and with models that pass a cache's keys to "
+                "attention unchanged; use past_key_values=DynamicCache() instead."
             )
         self.waits = True
         setattr(key_states, TAG, self)

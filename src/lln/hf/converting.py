@@ -151,7 +151,10 @@ def convert(
     plan.kept |= {name for name, module in attention_modules(body) if id(module) not in able}
     data = matching == "data" and beta is None
     if batches is not None and not data and not any("running" in map(o.statistics_of, KINDS) for o in chosen):
-        raise ValueError("batches: there is nothing to measure; it goes with statistics='running' or matching='data'.")
+        raise ValueError(
+            "batches are measured only for statistics='running' or matching='data'; give one of these, or leave "
+            "batches out."
+        )
     modules = [name for name, _ in attention_modules(body) if name not in plan.kept]
     for what, given in (("alpha", alpha), ("beta", beta)):
         if isinstance(given, Mapping) and (unknown := sorted(set(given) - set(modules))):
@@ -185,7 +188,7 @@ def complete(
         if implementation == "lln" and changes.get(name, usual) != usual:
             raise ValueError(f"{name} goes with implementation='lln_diag'; got {changes[name]!r}.")
     if "block_size" in changes and changes.setdefault("tile") is not None:
-        raise ValueError(f"tile={changes['tile']!r} stands in the place of block_size; leave one of them out.")
+        raise ValueError(f"tile={changes['tile']!r} takes the place of block_size; give only one of them.")
     evidence = changes.get("read", held.read) == "evidence"
     if evidence:
         check_no_alpha(given[0])
@@ -242,8 +245,8 @@ class Seen:
         if self.data:
             if isinstance(learned, ModelAttention) and learned.has_moved():
                 raise ValueError(
-                    "matching='data': the model's convolution or feature map has learned something, and data matching "
-                    "would set alpha and beta as if it had not; leave out matching and batches."
+                    "matching='data': the model's convolution or feature map is trained already, and data matching "
+                    "would ignore that; leave out matching and batches."
                 )
             found = match_data(query, key, **call.where, scale=call.scale, rows=ROWS)
             self.logs = tuple(before + new.log().sum(0) for before, new in zip(self.logs, found, strict=True))
@@ -253,7 +256,8 @@ class Seen:
         """Put it where the module keeps it."""
         if isinstance(self.moments, float):
             raise ValueError(
-                "batches: an attention module of the model was never reached; give it inputs for all of it."
+                "batches: the model did not call one of its attention modules on these inputs; give inputs that reach "
+                "all parts of the model."
             )
         if attention.statistics == "running":
             attention.pending.copy_(self.moments)

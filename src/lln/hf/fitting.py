@@ -73,8 +73,8 @@ def fit(
     fits = {name: Fit(attention, seed) for name, attention in find_running(body).items() if is_open(attention)}
     if not fits:
         raise ValueError(
-            "fit: the model's attention keeps nothing that could be found; use lln.hf.convert(model, read='evidence', "
-            "directions=..., mix='scales'), or matching='data', or learnable='head'."
+            "fit: the model's attention has no values that fit could find; first call lln.hf.convert(model, "
+            "read='evidence', directions=..., mix='scales'), or convert with matching='data' or learnable='head'."
         )
     directed = any(one.directed for one in fits.values())
     total, done = len(batches) * (1 + directed), 0
@@ -114,8 +114,8 @@ class Fit:
         self.sums: Tensor | float = 0.0
         if attention.has_moved():
             raise ValueError(
-                "fit: the model's convolution or feature map has learned something, and what is found would be as if "
-                "it had not; fit before lln.hf.distill."
+                "fit: the model's convolution or feature map is trained already, and fit would ignore that; call fit "
+                "before lln.hf.distill."
             )
 
     def gather(self, call: SoftmaxCall) -> None:
@@ -200,7 +200,10 @@ class Fit:
         if look is Fit.gather:
             self.keep_directions(name)
         elif isinstance(self.sums, float):
-            raise ValueError(f"batches: {name} was never reached; give the model inputs for all of it.")
+            raise ValueError(
+                f"batches: the model did not call {name} on these inputs; give inputs that reach all parts of the "
+                "model."
+            )
         else:
             self.keep_best(self.sums)
 
@@ -214,8 +217,8 @@ class Fit:
         self.queries.clear()
         if rows.shape[1] < count:
             raise ValueError(
-                f"batches: {name} saw {rows.shape[1]} queries a key head, and {count} directions are to be found among "
-                "them; give more or longer batches."
+                f"batches: {name} saw {rows.shape[1]} queries for each key head, which is too few to find {count} "
+                "directions; give more or longer batches."
             )
         generator = torch.Generator().manual_seed(self.seed)
         some = torch.randperm(rows.shape[1], generator=generator)[:ROWS].to(rows.device)

@@ -165,7 +165,7 @@ def choose(layers: Wanted, modules: list[tuple[str, Any]]) -> Choice:
         said: dict[int, bool] = {}
         for index, (_, module) in zip(indices, modules, strict=True):
             if said.setdefault(index, bool(layers(index, module))) != bool(layers(index, module)):
-                raise ValueError(f"layers must say the same of all attention modules of layer {index}.")
+                raise ValueError(f"layers must give all attention modules of layer {index} the same implementation.")
         return Choice([index for index in known if said[index]])
     if not isinstance(layers, Iterable):
         raise TypeError(

@@ -73,16 +73,17 @@ def check_spread(model: PreTrainedModel, found: dict[str, Any]) -> None:
     name = type(model).__name__
     other = [path for path, _ in attention_modules(model) if not isinstance(found.get(path), ModelAttention)]
     if other or not found:
-        what = f"{other[0]} of {name} does not run LLN attention" if other else f"{name} has none of LLN"
+        what = f"{other[0]} of {name} does not run LLN attention" if other else f"{name} has no LLN attention"
         raise ValueError(
-            f"spread: {what}, and other attention sees one rank's rows alone; lln.hf.convert(model, 'lln')."
+            f"spread: {what}, and attention of other kinds would see the tokens of one rank alone; convert the model "
+            "with lln.hf.convert(model, 'lln')."
         )
     for part in list_attending(model):
         names = list_arguments(type(part))
         if "position_ids" not in names:
             raise ValueError(
-                f"spread: {type(part).__name__} takes no position_ids, so that every rank's rows would be the first "
-                "ones; use a model that does."
+                f"spread: {type(part).__name__} takes no position_ids, so the tokens of every rank would get the first "
+                "positions; use a model that takes position_ids."
             )
 
 
@@ -120,7 +121,7 @@ def number(ranks: Ranks, part: nn.Module, tokens: Tensor | None, embedded: Tenso
     counts = ranks.measure(length)
     if 0 in counts:  # known to all of them, so that all stop here
         raise ValueError(
-            f"spread: ranks hold {list(counts)} tokens, and {type(part).__name__} cannot run on none; give each one."
+            f"spread: every rank must hold at least one token for {type(part).__name__}; the ranks hold {list(counts)}."
         )
     start = find_start(part)
     if tokens is not None and start:  # RoBERTa and its kin: padding has no place, and the rest is counted without it

@@ -74,7 +74,7 @@ def entropy(
     if samples is None and width is None:
         return p.collect([mean_of_rows(heads, map(heads.entropies, heads.chunks())) for heads in p.groups()])
     if samples is not None and width is not None:
-        raise ValueError(f"samples and width are two ways to say one thing; got samples={samples} and width={width}.")
+        raise ValueError(f"give samples or width, and not both; got samples={samples} and width={width}.")
     if samples is not None:
         check_count("samples", samples, 2)
     else:

@@ -133,7 +133,10 @@ class AttentionMap:
 
         Raises ValueError for a map that has no such form: softmax, LLN+Diag, dense, and every causal one."""
         if not self.factored:
-            raise ValueError(f"factors: only bidirectional LLN and kernel maps are products of two; got {self!r}.")
+            raise ValueError(
+                f"factors: only bidirectional LLN and kernel maps are products of two matrices; got {self!r}, use "
+                "dense() for it."
+            )
         pairs = [pair for group in self.groups() if (pair := group.factors()) is not None]
         a, b = (torch.cat(sides).unflatten(0, (self.batch, self.heads)) for sides in zip(*pairs, strict=True))
         return a, b
@@ -398,7 +401,9 @@ def check_tiles(tiles: Tensor | None, q: Tensor, block_size: int | None, ordered
     if not isinstance(tiles, Tensor) or tiles.is_floating_point() or tuple(tiles.shape) != (q.shape[2],):
         raise ValueError(f"tiles must be an int tensor of shape [{q.shape[2]}], the length; got {describe(tiles)}.")
     if block_size is None or ordered:
-        raise ValueError("tiles go with block_size, and without is_causal and overlap, which count tokens in order.")
+        raise ValueError(
+            "tiles need block_size, and go neither with is_causal nor with overlap, which count tokens in order."
+        )
 
 
 def check_stochastic(p: Tensor, live: Tensor) -> None:

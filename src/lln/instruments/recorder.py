@@ -110,7 +110,9 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         if self._stack is not None:
-            raise RuntimeError("record: this recorder is recording already.")
+            raise RuntimeError(
+                "record: this recorder is already active; leave its with block first, or make another recorder."
+            )
         with contextlib.ExitStack() as stack:
             for remove in self._watch():
                 stack.callback(remove)
@@ -124,7 +126,9 @@ class Recorder:
 
     def _watch(self) -> list[Remove]:
         if any(map(is_compiled, self.model.modules())):
-            raise ValueError("record: the model is compiled, and a compiled graph shows nothing; record it as it was.")
+            raise ValueError(
+                "record: a compiled model cannot be observed; give the model that torch.compile was called on."
+            )
         look = Look(self._is_active, self._see, self.samples)
         removes = [*watch_lln(self.model, look), *watch_multihead(self.model, look)]
         skip: set[nn.Module] = {m for m in self.model.modules() if isinstance(m, nn.MultiheadAttention)}

@@ -175,8 +175,11 @@ def check_shapes(query: Any, key: Any, value: Any, block_size: int | None, is_ca
     if is_causal and query[2] != key[2]:
         raise ValueError(f"{WRONG}is_causal needs query and key of equal length; {came}")
     if block_size is not None and query[2] != key[2]:
-        raise ValueError(f"{WRONG}block_size: cross attention has no blocks; use block_size=None; {came}")
+        raise ValueError(f"{WRONG}block_size must be None in cross attention; {came}")
     if block_size is not None and block_size < 1:
         raise ValueError(f"{WRONG}block_size must be a positive int; got {block_size}.")
     if block_size is not None and with_state:
-        raise ValueError(f"{WRONG}a state goes without block_size here; PyTorch and JAX have both.")
+        raise ValueError(
+            f"{WRONG}state and block_size cannot be combined in MindSpore; leave one of them out, or use PyTorch or "
+            "JAX."
+        )

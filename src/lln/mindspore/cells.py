@@ -113,7 +113,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> None:  # fmt: skip
         for name, given in (("dropout", dropout), ("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
             if given:
-                raise ValueError(f"{name} is there in PyTorch alone (lln.MultiheadAttention); got {name}={given}.")
+                raise ValueError(
+                    f"{name} is supported only in PyTorch (lln.MultiheadAttention); leave it out, got {name}={given}."
+                )
         super().__init__(
             embed_dim, num_heads, has_bias=has_bias, kdim=kdim, vdim=vdim, batch_first=batch_first, dtype=dtype
         )

@@ -136,7 +136,7 @@ def run(
 def check_blocks(entry: Mechanism, block_size: int | None, mix: Mix) -> int | None:
     """The block size to use."""
     if not entry.mixes and not (isinstance(mix, float) and mix == 0.5):
-        raise ValueError(f"mix weighs a kernel against blocks, and {entry.name} has not both; got {describe(mix)}.")
+        raise ValueError(f"mix needs a kernel mechanism and block_size; got mix={describe(mix)} with {entry.name}.")
     if block_size is not None and entry.kind != "kernel":
         kernels = ", ".join(m.name for m in REGISTRY.values() if m.kind == "kernel")
         raise ValueError(f"block_size goes with kernel mechanisms ({kernels}); got {block_size!r} with {entry.name}.")

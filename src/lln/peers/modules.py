@@ -41,8 +41,8 @@ class PeerModule(nn.Module):
 
     def check_split(self, size: int) -> None:
         raise ValueError(
-            f"split_heads: {self.name} keeps what is of all heads; of all mechanisms LLN attention alone can have its "
-            "heads on several ranks."
+            f"split_heads: {self.name} cannot have its heads on several ranks; of all mechanisms only LLN attention "
+            "can."
         )
 
     def attend(self, call: Call) -> Tensor:

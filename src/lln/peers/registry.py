@@ -73,7 +73,7 @@ class Mechanism:
     def __post_init__(self) -> None:
         unknown = [feature for feature in self.refuses if feature not in FEATURES]
         if unknown:
-            raise ValueError(f"refuses must be of {', '.join(FEATURES)}; got {unknown[0]!r}.")
+            raise ValueError(f"refuses may name only {', '.join(FEATURES)}; got {unknown[0]!r}.")
         if self.function is None and self.module is None:
             raise ValueError(f"{self.name} must have a function or a module; got neither.")
         for name, value in (
