@@ -66,22 +66,22 @@ def make_class(kind: type) -> type[Processor]:
 
 
 def convert(model: Any, implementation: str = "lln_diag", **options: Any) -> Any:
-    """Let the self attention and joint attention of a diffusers model be LLN attention.
+    """Replace the self attention and joint attention of a diffusers model by LLN attention.
 
-    Masks that the model makes are padding, the same for all queries; others are refused when they come.
+    Masks must be padding, the same for all queries; the converted model refuses others in its forward.
 
     Args:
-        model: a transformer or UNet of diffusers (of a pipeline: `pipe.transformer`, `pipe.unet`), changed in place.
+        model: a transformer or UNet of diffusers, such as `pipe.transformer` or `pipe.unet`; changed in place.
         implementation: "lln" or "lln_diag", whose blocks are tokens in the model's order: rows of the image, and of the
             text where the two attend jointly.
-        options: of `lln.LLNAttention`: block_size (64 for "lln_diag"), mix, overlap, matching, statistics, learnable,
-            alpha, beta and so on.
+        options: options of `lln.LLNAttention`: block_size (64 for "lln_diag"), mix, overlap, matching, statistics,
+            learnable, alpha, beta and so on.
 
     Returns:
         The model.
 
     Raises:
-        ValueError or TypeError for models without such attention, and for options; the model is as it was then.
+        ValueError or TypeError: for a model without such attention, or a wrong option; the model is unchanged then.
 
     Example:
         >>> import diffusers, torch, lln.diffusers

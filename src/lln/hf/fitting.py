@@ -40,21 +40,21 @@ def fit(
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Model:
-    """Find what `lln.hf.distill` would learn as far as that goes without gradients: the directions of the evidence
-    read, the size of alpha and beta, the mix of LLN and blocks, so that each layer's outputs come near to softmax's.
+    """Bring each layer of a converted model near to its softmax attention without gradients: find the directions of the
+    evidence read, the size of alpha and beta, and the mix of LLN and blocks. `lln.hf.distill` can train them further.
 
     Args:
-        model: runs "lln" or "lln_diag", as `lln.hf.convert` made and took it. What is found is what it keeps among its
-            weights: learned directions, alpha and beta that are kept or learned, a learned mix.
-        batches: inputs of the model, each a dict of arguments; padding does not count. A few passages do.
-        seed: of where the search for centres starts.
-        progress: called with the number of batches looked at and of all.
+        model: a model that runs "lln" or "lln_diag", from `lln.hf.convert`; changed in place. The values that it keeps
+            among its weights are found: learned directions, alpha and beta that are kept or learned, a learned mix.
+        batches: inputs of the model, each a dict of arguments; padding does not count. A few passages are enough.
+        seed: seed of the search for centres.
+        progress: a function that is called with the number of batches done and of all batches.
 
     Returns:
-        The model. Nothing but what its attention's `.lln` keeps has changed.
+        The model. Only what its attention keeps in `.lln` has changed.
 
     Raises:
-        ValueError or TypeError: it names the argument.
+        ValueError or TypeError: the message names the argument.
 
     Example:
         >>> import torch, transformers, lln.hf

@@ -233,7 +233,8 @@ def check_runs(caller: str, model: PreTrainedModel, implementations: Collection[
 
 
 def make_cache(config: Any) -> LLNCache:
-    """States in the layers that run LLN attention, and keys and values, of a window where there is one, in others.
+    """Make the cache of a model in which only some layers run LLN attention: these layers keep states, and the others
+    keys and values (those of their window, if they have one).
 
     Example:
         >>> import transformers, lln.hf
