@@ -71,8 +71,8 @@ def extend_positions(
         The model, unchanged if it has that many positions already.
 
     Raises:
-        ValueError or TypeError: it names the argument, and the model is as it was. Among others for a length below the
-        one that the model has, and for models without a limit or with one that cannot be extended.
+        ValueError or TypeError: the message names the argument, and the model is unchanged. Among others for a length
+        below the model's own, and for models without a limit or with one that cannot be extended.
 
     Example:
         >>> import torch, transformers, lln.hf

@@ -54,7 +54,7 @@ def record(
         instruments: what to measure, default all: some of sigma_q, sigma_k (standard deviations of the elements of
             queries and keys), temperature, entropy (bits; with max_entropy, that of rows which spread evenly),
             spectral_gap, log_variance (of log P) and lognormality (Kolmogorov-Smirnov distance of log P from a
-            Gaussian) to measure.
+            Gaussian).
 
     Returns:
         A Recorder, to be used as a context manager.

@@ -28,8 +28,8 @@ def lln_attention(
     return_state: bool = False,
     scale: float | None = None,
 ) -> Any:
-    """Linear Log-Normal attention in MindSpore, in time and memory linear in the length: the numbers of
-    `lln.lln_attention`.
+    """Compute Linear Log-Normal attention in MindSpore, in time and memory linear in the length. It gives the numbers
+    of `lln.lln_attention`.
 
     Args:
         query: [batch, heads, length, dim], float32, float64 or float16; computed in float32 (float64 for float64).
@@ -37,7 +37,7 @@ def lln_attention(
         value: [batch, key heads, key length, value dim].
         alpha: factor of the queries: a positive number, or a tensor [heads], [batch, heads, 1] or [batch, heads, dim].
             In a graph MindSpore keeps numbers in float32; what must be exact in float64 is given as a tensor.
-        beta: factor of the keys, likewise with key heads.
+        beta: factor of the keys, with the same shapes, of key heads.
         block_size: LLN+Diag: adds softmax attention inside consecutive blocks of so many tokens, counted from each
             sequence's first valid token. None: LLN alone.
         mix: out = mix * lln + (1 - mix) * diag; a pair (r, p) gives r * lln + p * diag. Numbers, or tensors as alpha.
