@@ -95,7 +95,8 @@ def convert(
         layers: which layers are converted: their indices, a slice, "full_attention" (those without a sliding window),
             a function of (index, attention module), {index: implementation}, or "all". The other layers keep their
             softmax attention and windows, and give the same bits as before. Indices count in the encoder and in the
-            decoder separately. Changes of single scores (a cap, attention sinks) are left out in converted layers.
+            decoder separately, so index 0 is the first layer of each. What softmax does with single scores (a cap,
+            attention sinks) is left out in the layers that are named here.
         batches: inputs of the model, each a dict of arguments. The model runs on them with softmax attention, without
             gradients, and what "running" statistics and "data" matching need is measured.
         options: options of another mechanism than LLN, see `lln.mechanisms()[implementation].options`.

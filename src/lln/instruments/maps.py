@@ -239,7 +239,7 @@ def softmax_map(
         query_mask: [batch, length] bool, rows that count; default key_mask where the lengths are equal.
 
     Raises:
-        ValueError or TypeError: it names the argument.
+        ValueError or TypeError: the message names the argument.
 
     Example:
         >>> p = softmax_map(torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), is_causal=True)
@@ -287,7 +287,7 @@ def lln_map(
         scale: factor of the scores in the blocks and in the evidence read, default 1 / sqrt(dim).
 
     Raises:
-        ValueError or TypeError: it names the argument.
+        ValueError or TypeError: the message names the argument.
 
     Example:
         >>> import lln
@@ -344,7 +344,8 @@ def kernel_map(
         is_causal, key_mask, query_mask: as for softmax_map.
 
     Raises:
-        ValueError or TypeError: it names the argument; for values that make no weights, when the map is measured.
+        ValueError or TypeError: the message names the argument; for values that make no weights, when the map is
+        measured.
 
     Example:
         >>> p = kernel_map(torch.rand(1, 2, 8, 3), torch.rand(1, 2, 8, 3))
@@ -368,7 +369,7 @@ def dense_map(
     is_causal promises that p is lower triangular; the masks are as for softmax_map.
 
     Raises:
-        ValueError or TypeError: it names the argument.
+        ValueError or TypeError: the message names the argument.
 
     Example:
         >>> dense_map(torch.eye(3))

@@ -60,9 +60,9 @@ def record(
         A Recorder, to be used as a context manager.
 
     Raises:
-        ValueError or TypeError: it names the argument; on entering, ValueError for a model in which nothing can be
-            observed; in a recorded step, ValueError for a layer that attends in a way that the instruments do not
-            know.
+        ValueError or TypeError: the message names the argument; on entering, ValueError for a model in which nothing
+            can be observed; in a recorded step, ValueError for a layer that attends in a way that the instruments do
+            not know.
 
     Example:
         >>> attention, x = nn.MultiheadAttention(16, 2, batch_first=True), torch.zeros(1, 8, 16)

@@ -193,7 +193,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             column. P is exact and differentiable, and always the undropped one: dropout acts on its factors.
 
         Raises:
-            ValueError or TypeError: it names the argument, what came, and what is allowed.
+            ValueError or TypeError: the message names the argument, what came, and what is allowed.
         """
         if isinstance(query, Tensor) and query.is_nested:
             return self._forward_nested(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
