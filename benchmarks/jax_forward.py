@@ -113,11 +113,11 @@ def table(result: dict[str, Any]) -> str:
         rows.append((name, show_timing(t), f"{ms['softmax']['median'] / t['median']:.3g}", *held))
     lengths = [f"MiB at {length:,}" for length in result["lengths"]]
     lines = [
-        *markdown_table(["forward, float32", "ms (quartiles)", "softmax / it", *lengths], rows, "l"),
+        *markdown_table(["forward, float32", "ms (quartiles)", "times as fast as softmax", *lengths], rows, "l"),
         "",
         f"Batch {shape['batch']}, {shape['heads']} heads of {shape['dim']}, times at {shape['length']:,} tokens; "
-        f"softmax is `jax.nn.dot_product_attention`. {made['device']}, {made['threads']} threads, jax {made['jax']}, "
-        f"{made['date'][:10]}, commit {made['commit']}.",
+        f"softmax is `jax.nn.dot_product_attention`. Measured on {made['device']}, "
+        f"{made['threads']} threads, jax {made['jax']}, {made['date'][:10]}, commit {made['commit']}.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -29,7 +29,7 @@ def campaigns(folder: Path = STORED) -> str:
     """What each found, of those that are stored; and what of the figures that are asked for is not there yet."""
     stored = {name: json.loads((folder / f"{name}.json").read_text()) for name in CAMPAIGNS if exists(folder, name)}
     rows = [describe(name, held) for name, held in stored.items()]
-    header = ["tried", "how many", "wrong", "in", "seed", "commit", "machine"]
+    header = ["tried", "how many", "wrong", "time", "seed", "commit", "machine"]
     lines = [*markdown_table(header, rows, "l"), ""] if rows else []
     wanting = [
         f"{name} ({stored[name]['done'] if name in stored else 0:,} of {asked:,})"
@@ -37,11 +37,11 @@ def campaigns(folder: Path = STORED) -> str:
         if asked is not None and (name not in stored or stored[name]["done"] < asked)
     ]
     if any(held["faults"] for name, held in stored.items() if name != "mutants"):
-        lines += ["What was wrong is told in `results/README.md`.", ""]
+        lines += ["`results/README.md` says what was wrong.", ""]
     kills = sum(count_kills(held) for name, held in stored.items() if name.startswith("kill-"))
     wanting += [f"kills ({kills} of 200)"] if kills < 200 else []
     if wanting:
-        lines += [f"Still to be run to their ends: {', '.join(wanting)}.", ""]
+        lines += [f"These campaigns have not reached their planned number of cases yet: {', '.join(wanting)}.", ""]
     return "\n".join(lines)
 
 

@@ -165,18 +165,20 @@ def converted() -> str:
     return (
         '**Encoders** mix the linear part and the blocks by two learned factors a channel (`mix="scales"`). On an '
         "H200, with 16 texts of 4,096 tokens, the linear part with all its channels takes "
-        f"{directed['evidence-directions']:.2f} ms in inference where softmax attention takes {directed['cudnn']:.2f}. "
-        f"A MiniLM that was converted so keeps a rank correlation of {agreement:.2f} (its blocks alone: "
-        f"{blocks:.2f}).\n\n"
-        "**Causal language models** need more, and each query weighs its block against everything outside it "
-        '(`mix="evidence"`). There the attention [takes](benchmarks.md#what-each-query-weighs) '
-        f"{slower_causal[0]:.1f} times as long as softmax attention in inference and {slower_causal[1]:.1f} times in "
-        f"training, which is {faster_causal[0]:.0f} and {faster_causal[1]:.0f} times as fast as plain PyTorch. Since "
-        "its time grows with the length and softmax's with the square of the length, it should be faster from about "
-        f"{even_causal:,} tokens on. In an encoder, where `--mix evidence` keeps a little more of a model, it takes "
-        f"{slower[0]:.1f} and {slower[1]:.1f} times as long as softmax attention ({faster[0]:.0f} and {faster[1]:.0f} "
-        f"times as fast as plain PyTorch), and should be faster from about {even:,} tokens on. Both lengths are "
-        "reckoned from the times at 4,096 tokens, and not measured.\n"
+        f"{directed['evidence-directions']:.2f} ms in inference, and softmax attention {directed['cudnn']:.2f} ms. A "
+        f"MiniLM that was converted in this way keeps a rank correlation of {agreement:.2f} (with its softmax blocks "
+        f"alone: {blocks:.2f}).\n\n"
+        "**Causal language models** need more to keep what they know: each query weighs its block against everything "
+        'outside it (`mix="evidence"`). Their attention takes '
+        f"{slower_causal[0]:.1f} times as long as softmax attention in inference, and {slower_causal[1]:.1f} times as "
+        f"long in training. The kernels are {faster_causal[0]:.0f} and {faster_causal[1]:.0f} times as fast as plain "
+        "PyTorch. Encoders can have the same with `--mix evidence`, which keeps a little more of a model. There it "
+        f"takes {slower[0]:.1f} and {slower[1]:.1f} times as long as softmax attention "
+        "([Benchmarks](benchmarks.md#what-each-query-weighs)).\n\n"
+        "The time of LLN attention grows with the length, and that of softmax attention with its square. A causal "
+        f"language model should therefore be faster from about {even_causal:,} tokens on, and an encoder with "
+        f"`--mix evidence` from about {even:,}. These two numbers are calculated from the times at 4,096 tokens, and not "
+        "measured.\n"
     )
 
 

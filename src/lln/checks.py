@@ -146,7 +146,7 @@ def check_read(read: Any, alpha: Any, beta: Any, directions: Any) -> None:
     check_choice("read", read, *READS)
     if beta is None or (alpha is None and read == "paper"):
         name = "beta" if beta is None else "alpha"
-        raise TypeError(f"{name} is missing; give a positive number or a tensor, as of lln.match_moments.")
+        raise TypeError(f"{name} is missing; give a positive number or a tensor, for example from lln.match_moments.")
     if read == "evidence":
         check_no_alpha(alpha)
     if read == "paper" and directions is not None:
@@ -165,8 +165,8 @@ def check_joint(mix: Any, read: str, block_size: int | None, overlap: bool, offs
         raise ValueError(f"mix must be a number, a tensor, a pair of them, or 'evidence'; got {show(mix)}.")
     if block_size is None or read != "evidence":
         raise ValueError(
-            "mix='evidence' weighs blocks against what the evidence read says of all else, and needs block_size and "
-            f"read='evidence'; got block_size={block_size!r} and read={read!r}."
+            "mix='evidence' needs block_size and read='evidence', because it weighs each block against what the "
+            f"evidence read finds outside the block; got block_size={block_size!r} and read={read!r}."
         )
     if overlap and block_size % 4:
         raise ValueError(f"overlap needs a block_size that is a multiple of 4; got {block_size}.")
@@ -183,7 +183,7 @@ def joint_offset(offset: Any, shape: tuple[int, int], dtype: torch.dtype, device
 def check_no_alpha(alpha: Any) -> None:
     """Of the evidence read."""
     if alpha is not None:
-        raise ValueError("alpha: the evidence read has none, its temperature is scale; leave alpha out.")
+        raise ValueError("alpha must be left out with read='evidence', where scale sets the temperature.")
 
 
 def check_directions(directions: Any, key: Tensor) -> Tensor | str | None:
@@ -336,8 +336,8 @@ def check_block_size(block_size: int | None, is_causal: bool, cross: bool, with_
         raise ValueError(f"block_size must be a positive int, or None for LLN alone; got {describe(block_size)}.")
     if cross:
         raise ValueError(
-            "block_size: blocks along the diagonal need query and key of one sequence, so cross attention has none; "
-            "use block_size=None."
+            "block_size must be None in cross attention, because blocks along the diagonal need query and key of one "
+            "sequence."
         )
     if with_state and not is_causal:
         raise ValueError(
@@ -399,7 +399,7 @@ def mix_weights(
         return None, None
     if isinstance(mix, (tuple, list)):
         if len(mix) != 2:
-            raise ValueError(f"mix must be a number, a tensor, or a pair (r, p); got {len(mix)} of them.")
+            raise ValueError(f"mix must be a number, a tensor, or a pair (r, p); got {len(mix)} values.")
         r, p = (coefficient("mix", m, shape, dtype, device, positive=False) for m in mix)
         return r, p
     if not isinstance(mix, Tensor):

@@ -66,22 +66,22 @@ def make_class(kind: type) -> type[Processor]:
 
 
 def convert(model: Any, implementation: str = "lln_diag", **options: Any) -> Any:
-    """Let the self attention and joint attention of a diffusers model be LLN attention.
+    """Replace the self attention and joint attention of a diffusers model by LLN attention.
 
-    Masks that the model makes are padding, the same for all queries; others are refused when they come.
+    Masks must be padding, the same for all queries; the converted model refuses others in its forward.
 
     Args:
-        model: a transformer or UNet of diffusers (of a pipeline: `pipe.transformer`, `pipe.unet`), changed in place.
+        model: a transformer or UNet of diffusers, such as `pipe.transformer` or `pipe.unet`; changed in place.
         implementation: "lln" or "lln_diag", whose blocks are tokens in the model's order: rows of the image, and of the
             text where the two attend jointly.
-        options: of `lln.LLNAttention`: block_size (64 for "lln_diag"), mix, overlap, matching, statistics, learnable,
-            alpha, beta and so on.
+        options: options of `lln.LLNAttention`: block_size (64 for "lln_diag"), mix, overlap, matching, statistics,
+            learnable, alpha, beta and so on.
 
     Returns:
         The model.
 
     Raises:
-        ValueError or TypeError for models without such attention, and for options; the model is as it was then.
+        ValueError or TypeError: for a model without such attention, or a wrong option; the model is unchanged then.
 
     Example:
         >>> import diffusers, torch, lln.diffusers
@@ -96,17 +96,21 @@ def convert(model: Any, implementation: str = "lln_diag", **options: Any) -> Any
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"model must be a model of diffusers, of a pipeline say pipe.transformer or pipe.unet; got "
+            f"model must be a model of diffusers, such as pipe.transformer or pipe.unet of a pipeline; got "
             f"{type(model).__name__}."
         )
     check_plug(implementation, options)
     if asked := needs_patches(options):
         raise ValueError(
-            f"{asked}: how the patches lie among the tokens of a diffusers model is not known; {REMEDIES[asked]}."
+            f"{asked} is not supported in models of diffusers, because it is not known how their patches lie among the "
+            f"tokens; {REMEDIES[asked]}."
         )
     layers = [(name, module) for name, module in find_attention(model) if not is_cross(name, module)]
     if not layers:
-        raise ValueError(f"model: {type(model).__name__} has no self attention or joint attention of diffusers.")
+        raise ValueError(
+            f"model: {type(model).__name__} has no self attention or joint attention of diffusers, so nothing can be "
+            "converted; use it as it is."
+        )
     made = []
     for name, module in layers:
         check_layer(name, module)
@@ -136,14 +140,17 @@ def check_layer(name: str, module: Any) -> None:
     """ValueError where LLN attention cannot have a place."""
     who = f"model: {type(module).__name__} ({name})"
     if not isinstance(getattr(module, "heads", None), int) or not isinstance(getattr(module, "inner_dim", None), int):
-        raise ValueError(f"{who} does not say how many heads of which size it has; use this model as it was.")
+        raise ValueError(f"{who} does not say how many heads it has and of which size; leave this model unconverted.")
     if getattr(module, "add_k_proj", None) is not None and getattr(module, "add_q_proj", None) is None:
         raise ValueError(
-            f"{who} reads keys of its own and of a text with queries of the image alone, which LLN attention does not "
-            "serve; use this model as it was."
+            f"{who} attends from queries of the image alone to keys of the image and of a text, which LLN attention "
+            "does not support; leave this model unconverted."
         )
     held = getattr(module, "lln", None)
     if held is not None and held.state_dict():
-        raise ValueError(f"{who} would lose what its LLN attention has learned; build the model anew.")
+        raise ValueError(f"model: what LLN attention has learned in {who} would be lost; build the model anew.")
     if isinstance(module, Attention) and not module.scale_qk:
-        raise ValueError(f"{who} has scores that are not divided by the root of the head size; use it as it was.")
+        raise ValueError(
+            f"{who} does not divide its scores by the root of the head size, which is not supported; leave this model "
+            "unconverted."
+        )

@@ -78,11 +78,11 @@ def lln_attention(
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, LLNState]:
-    """Linear Log-Normal attention, eq. (8) of the paper, in time and memory linear in the length.
+    """Compute Linear Log-Normal attention, eq. (8) of the paper, in time and memory linear in the length.
 
         P_ij = sum_c exp(alpha q_ic + beta k_jc) / sum_l sum_c exp(alpha q_ic + beta k_lc)         out = P v
 
-    computed exactly as two softmaxes, one over the keys and one over the channels, that cannot overflow.
+    It is computed exactly, as two softmaxes that cannot overflow: one over the keys and one over the channels.
 
     Args:
         query: [batch, heads, length, dim], as in torch.nn.functional.scaled_dot_product_attention. float32, float64,
@@ -91,52 +91,58 @@ def lln_attention(
         value: [batch, key heads, key length, value dim].
         alpha: factor of the queries: a positive number, or a tensor [heads], [batch, heads], [heads, dim] or
             [batch, heads, dim]. Tensors may require grad. Larger means more concentrated attention.
-        beta: factor of the keys, likewise with key heads.
-        read: how queries read what the channels hold. "paper": by alpha q, eq. (8). "evidence": by the centres of the
-            keys in each channel, for weights that were trained with softmax attention; it is ours, not the paper's.
+        beta: factor of the keys, with the same shapes, of key heads.
+        read: how queries read what the channels hold. "paper" (default): by alpha q, eq. (8). "evidence": by the
+            centres of the keys in each channel, for weights that were trained with softmax attention. The latter is an
+            addition of this package to the paper.
 
                 K_c = sum_j B_jc k_j     H_c = entropy of B_c     out_i = sum_c softmax_c(scale q_i . K_c + H_c) S_c
 
-            with B_jc = softmax_j(beta k_jc) and S_c = sum_j B_jc v_j as before. alpha is left out then.
-        directions: of the evidence read's channels. None: the keys' own coordinates. "signed": these and their
-            negatives, twice the channels. A tensor [key heads, channels, dim] or [channels, dim]: the exponents are
-            beta times the keys' products with it; beta per channel then has `channels` for dim. May require grad.
-        block_size: LLN+Diag: adds softmax attention inside consecutive blocks of so many tokens, counted from each
-            sequence's first valid token. None: LLN alone.
-        mix: out = mix * lln + (1 - mix) * diag; a pair (r, p) gives r * lln + p * diag. Numbers, or tensors as alpha
-            (with value dim for dim). Needs block_size. "evidence", with the evidence read: each query weighs its block
-            against all keys outside it by softmax's normaliser, which is known of the block and bounded from below
-            for the rest:
+            with B_jc = softmax_j(beta k_jc) and S_c = sum_j B_jc v_j. alpha is left out then.
+        directions: the directions of the evidence read's channels. None (default): the keys' own coordinates. "signed":
+            the coordinates and their negatives, which are twice as many channels. A tensor [key heads, channels, dim]
+            or [channels, dim]: the exponents are beta times the keys' products with it, and a beta for each channel has
+            `channels` in place of dim. It may require grad.
+        block_size: for LLN+Diag: adds softmax attention inside consecutive blocks of this many tokens, counted from
+            each sequence's first valid token. None (default): LLN alone.
+        mix: how LLN and the blocks are weighed, with block_size: out = mix * lln + (1 - mix) * diag, and a pair (r, p)
+            gives r * lln + p * diag. Numbers (default 0.5), or tensors as alpha (with value dim in place of dim). With
+            the evidence read also "evidence": each query weighs its block against all keys outside it by softmax's
+            normaliser, which is known for the block and bounded from below for the rest:
 
                 z_i = sum_c A_ic (scale q_i . K_c + H_c)      out_i = w_i far_i + (1 - w_i) near_i
                 A_i = softmax over c of what z_i averages     w_i = sigmoid(z_i + evidence_offset - ln Z_i)
 
-            with far_i and its K, H and S of the keys outside the block, Z_i = sum of exp(scale q_i . k_j) inside it.
-        overlap: with mix="evidence": in place of blocks, windows of block_size keys around every block_size / 2
-            queries, a quarter of it further on both sides; causal: half of it before them.
-        evidence_offset: with mix="evidence": a number, or a tensor [heads] or [batch, heads].
-        is_causal: a query attends its own and earlier positions. Needs query and key of equal length.
+            with far_i and its K, H and S from the keys outside the block, and Z_i the sum of exp(scale q_i . k_j)
+            inside it.
+        overlap: with mix="evidence": uses windows instead of blocks. Each group of block_size / 2 queries sees
+            block_size keys: its own, and block_size / 4 more on either side (causal: block_size / 2 before them).
+        evidence_offset: the offset in w_i, with mix="evidence": a number (default 0), or a tensor [heads] or
+            [batch, heads].
+        is_causal: a query attends to its own and earlier positions. Needs query and key of equal length.
         key_mask: [batch, key length] bool, True = attend. It hides keys; it never touches query rows. A row that has
             nothing to attend to gives zeros. What is hidden must still be finite: 0 times NaN is NaN.
-        dropout_p: dropout on the softmax over channels and on the blocks' P. Applied whenever it is not 0, as in
-            scaled_dot_product_attention: pass 0.0 in eval.
+        dropout_p: probability of dropout, on the softmax over channels and on the P of the blocks. It is applied
+            whenever it is not 0, as in scaled_dot_product_attention: pass 0.0 in eval.
         cu_seqlens: int32 offsets [sequences + 1] of sequences packed along the length with batch 1, as in
             flash-attention; a pair (queries, keys) for cross attention. "batch" of alpha, beta, mix and state is then
             the number of sequences.
-        state: what came before, an LLNState: earlier tokens when causal, more keys and values when not.
-        return_state: also return the LLNState after these keys and values (including `state`). A query of length 0
-            just folds the keys; keys of length 0 just read the state.
-        scale: of the softmax in the blocks and of the evidence read, default 1 / sqrt(dim). The paper's read has alpha
-            and beta instead.
-        backend: "eager" (any device), "triton", or "auto" for the fastest that can run the call.
+        state: an LLNState of what came before: of earlier tokens when causal, of more keys and values when not.
+        return_state: also return the LLNState after these keys and values (`state` included). With a query of length 0
+            the call only computes the state; with keys of length 0 it only reads it.
+        scale: factor of the scores in the blocks and in the evidence read, default 1 / sqrt(dim). The paper's read has
+            alpha and beta instead.
+        backend: "eager" (plain PyTorch, any device), "triton" (GPU kernels), or "auto" (default): kernels where they
+            can run the call.
 
     Returns:
         [batch, heads, length, value dim] in the dtype of query; with return_state also the state.
 
     Raises:
-        ValueError or TypeError: it names the argument, what came, and what is allowed.
+        ValueError or TypeError: the message names the argument, what came, and what is allowed.
 
-    Who sees whom. 1: query i attends key j; s: it also attends all that `state` holds; 0: it does not.
+    These tables show which keys a query sees. 1: query i attends to key j. 0: it does not. s: it also attends to
+    everything that `state` holds.
 
         not causal, 3 queries, 5 keys      is_causal, 4 tokens      is_causal after a state of any length
 
@@ -147,9 +153,9 @@ def lln_attention(
         q 2   1 1 1 1 1                    q 2   1 1 1 0           q 2     s    1 1 1 0
                                            q 3   1 1 1 1           q 3     s    1 1 1 1
 
-    So causal queries and keys are the same tokens, and both count from the end of the state: there is no choice of a
-    corner. A hidden key (key_mask) is a column of zeros. Packed sequences each have a table of their own. Blocks
-    (block_size) count tokens from a sequence's first valid one, those in the state included.
+    Causal queries and keys are therefore the same tokens, and both count from the end of the state. A hidden key
+    (key_mask) is a column of zeros. Each packed sequence has a table of its own. Blocks (block_size) count tokens from
+    a sequence's first valid one, and include those in the state.
 
     Examples:
         >>> import torch

@@ -56,8 +56,8 @@ class Ranks:
             return tuple(told for (told,) in self.tell(length))
         if self.lengths[self.rank] != length:
             raise ValueError(
-                f"context_parallel: this rank was to hold {self.lengths[self.rank]} tokens, by its lengths or buffers, "
-                f"and here are {length}; leave lengths out where calls differ."
+                f"context_parallel: this rank should hold {self.lengths[self.rank]} tokens according to lengths or "
+                f"buffers, and got {length}; leave lengths out if calls differ in length."
             )
         return self.lengths
 

@@ -32,9 +32,10 @@ from lln.values import check_choice, check_count, check_flag, describe, show
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LLNState:
-    """The state of B sequences with H key heads of dimension D and values of dimension E.
+    """Everything that LLN attention needs to know of the keys and values it has seen: for B sequences with H key heads
+    of dimension D and values of dimension E. Its size does not depend on the length.
 
-    Made by `lln_attention(..., return_state=True)` or `LLNState.empty`; taken by `lln_attention(..., state=...)`.
+    `lln_attention(..., return_state=True)` and `LLNState.empty` make it, and `lln_attention(..., state=...)` takes it.
 
     Examples:
         >>> import torch
@@ -100,9 +101,9 @@ class LLNState:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> LLNState:
-        """The state of no keys at all. `heads` are key heads; `dtype` is that of the keys and values to come;
-        `channels` are those of the evidence read where there are more than head_dim; mix="evidence", overlap and
-        value_convolution are for calls that have them.
+        """Make the state of a sequence that has no tokens yet. `heads` counts key heads, and `dtype` is that of the
+        keys and values to come. `channels` is the number of channels of the evidence read if it is not head_dim. Give
+        block_size, mix="evidence", overlap and value_convolution if the calls have them.
 
         >>> LLNState.empty(1, 2, 8, block_size=4)
         LLNState(batch=1, heads=2, head_dim=8, value_dim=8, block_size=4, dtype=torch.float32, device=cpu)
@@ -126,7 +127,7 @@ class LLNState:
         if mix not in (None, "evidence"):
             raise ValueError(f"LLNState.empty: mix must be 'evidence', or left out for all others; got {mix!r}.")
         if (mix is not None and (read != "evidence" or block_size is None)) or (overlap and mix is None):
-            raise ValueError("LLNState.empty: overlap needs mix='evidence', and that read='evidence' and block_size.")
+            raise ValueError("LLNState.empty: overlap needs mix='evidence', read='evidence' and block_size.")
         shape, wide = (batch, heads, head_dim if channels is None else channels), compute_dtype(dtype)
         log_sum = torch.full(shape, -torch.inf, dtype=wide_dtype(device), device=device)
         mean = torch.zeros(*shape, value_dim, dtype=wide, device=device)
@@ -157,7 +158,7 @@ class LLNState:
 
     @property
     def block_size(self) -> int | None:
-        """Of LLN+Diag; None for LLN alone."""
+        """The block size of LLN+Diag; None for LLN alone."""
         return None if self.block_key is None else self.block_key.shape[-2]
 
     @property
@@ -171,7 +172,7 @@ class LLNState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors. The same after one token and after a million.
+        """The number of bytes of all tensors, which is the same after one token and after a million.
 
         >>> LLNState.empty(1, 2, 8).nbytes  # 2 heads of 8 numbers in float64, 64 in float32
         640
@@ -179,8 +180,9 @@ class LLNState:
         return sum(t.nbytes for t in list_tensors(self))
 
     def merge(self, other: LLNState) -> LLNState:
-        """The state of the keys of both. Raises ValueError where the two cannot be one: other sizes, dtype or device,
-        another beta (tensors on a GPU are not compared: that would wait for the device), an open block.
+        """Return the state of the keys of both states. Raises ValueError if they cannot be merged: if they differ in
+        size, dtype, device or beta (beta tensors on a GPU are not compared, because that would wait for the device), or
+        if they have blocks.
 
         >>> from lln import lln_attention
         >>> q, k, v = torch.randn(3, 1, 2, 10, 8, generator=torch.Generator().manual_seed(0))
@@ -233,7 +235,7 @@ class LLNState:
         return LLNState(log_sum, mean_value, beta, mean_key=mean_key, entropy=entropy)
 
     def with_last(self, last_value: Tensor | None) -> LLNState:
-        """The same state with other last values, of a module that convolves them.
+        """Return the same state with other last values, for a module that convolves values.
 
         >>> LLNState.empty(1, 2, 8).with_last(torch.zeros(1, 2, 4, 8)).last_value.shape
         torch.Size([1, 2, 4, 8])
@@ -253,8 +255,8 @@ class LLNState:
         *,
         non_blocking: bool = False,
     ) -> LLNState:
-        """Moved to a device, or for keys and values of another dtype, as Tensor.to: `state.to("cuda")`,
-        `state.to(torch.bfloat16)`. log_sum stays float64, and mean_value at least float32.
+        """Return the state on another device, or for keys and values of another dtype, as Tensor.to does:
+        `state.to("cuda")`, `state.to(torch.bfloat16)`. log_sum stays float64, and mean_value at least float32.
 
         >>> LLNState.empty(1, 2, 8, dtype=torch.float64).to(torch.bfloat16).mean_value.dtype
         torch.float32
@@ -274,7 +276,7 @@ class LLNState:
         return dataclasses.replace(moved, **cast)
 
     def detach(self) -> LLNState:
-        """The same numbers, cut off from the graph that made them (truncated backpropagation through time).
+        """Return the same numbers without gradients to what made them (for truncated backpropagation through time).
 
         >>> LLNState.empty(1, 2, 8).detach().mean_value.requires_grad
         False
@@ -282,7 +284,7 @@ class LLNState:
         return self._map(Tensor.detach)
 
     def clone(self) -> LLNState:
-        """A copy that shares no memory with it.
+        """Return a copy that shares no memory with this state.
 
         >>> state = LLNState.empty(1, 2, 8)
         >>> state.clone().mean_value.data_ptr() == state.mean_value.data_ptr()
@@ -291,7 +293,7 @@ class LLNState:
         return self._map(Tensor.clone)
 
     def index_select(self, index: Tensor) -> LLNState:
-        """The states of the sequences in `index` (int64 [n]), as beam search reorders them.
+        """Return the states of the sequences in `index` (int64 [n]), as beam search reorders them.
 
         >>> LLNState.empty(2, 2, 8).index_select(torch.tensor([1, 1, 0])).log_sum.shape
         torch.Size([3, 2, 8])

@@ -245,24 +245,26 @@ def check_mechanism(
     device: torch.device | str = "cpu",
     **options: Any,
 ) -> list[str]:
-    """Checks attention that was registered by `lln.register`, or any other mechanism, as those of this package are:
-    padding, batch mates and the future are invisible, gradients are right, what has nothing to attend to gives zeros,
-    narrow types stay near float64, and so on. What it refuses is not checked.
+    """Check your own attention, registered by `lln.register`, or any other mechanism, as this package checks its own.
+
+    Among others, the checks are: padding, other samples of the batch and later tokens have no influence, gradients are
+    right, a query with nothing to attend to gives zeros, and narrow types stay near float64. What the mechanism refuses
+    is not checked.
 
     Args:
-        name: one of `lln.mechanisms()` on query, key and value.
-        only: some of `lln.testing.CHECKS`; default: all.
-        num_heads: of the query; even.
-        head_dim: of query, key and value.
-        length: of the sequences.
-        device: where they are.
-        options: of the mechanism.
+        name: one of `lln.mechanisms()` that works on query, key and value.
+        only: names of some of `lln.testing.CHECKS`; default: all.
+        num_heads: number of query heads, an even number. Default 4.
+        head_dim: dimension of query, key and value. Default 16.
+        length: length of the sequences. Default 37.
+        device: device of the tensors. Default "cpu".
+        options: options of the mechanism.
 
     Returns:
-        The names of the checks that it passed.
+        The names of the checks that passed.
 
     Raises:
-        AssertionError: the first check that it does not pass, in one sentence with the figure.
+        AssertionError: for the first check that fails, with one sentence that gives the number.
 
     Examples:
         >>> import lln, torch

@@ -72,20 +72,20 @@ def restore(kind: type[nn.Module], implementation: str, options: dict[str, Any])
 
 
 def make_layer(implementation: str = "lln_diag", **options: Any) -> type[Any]:
-    """A class for `attn_layer=` of timm's vision transformers.
+    """Make an attention class with LLN attention for the argument `attn_layer=` of timm's vision transformers.
 
-    Masks that its forward is given are padding, [batch, 1, 1, tokens]; others are refused.
+    Masks that its forward gets must be padding, [batch, 1, 1, tokens]; others are refused.
 
     Args:
         implementation: "lln" or "lln_diag".
-        options: of `lln.LLNAttention`: block_size (64 for "lln_diag"), mix, overlap, matching, statistics, learnable,
-            alpha, beta and so on. For `tile` and rows and columns of a value_convolution see `convert`.
+        options: options of `lln.LLNAttention`: block_size (64 for "lln_diag"), mix, overlap, matching, statistics,
+            learnable, alpha, beta and so on. For `tile` and rows and columns of a value_convolution see `convert`.
 
     Returns:
         A subclass of `timm.layers.Attention` with the same constructor and parameters.
 
     Raises:
-        ValueError or TypeError: it names the option.
+        ValueError or TypeError: the message names the option.
 
     Example:
         >>> import timm, torch, lln.timm
@@ -97,27 +97,28 @@ def make_layer(implementation: str = "lln_diag", **options: Any) -> type[Any]:
     check_plug(implementation, options)
     if asked := needs_patches(options):
         raise ValueError(
-            f"{asked}: a layer by itself does not know how the patches lie; build the model, and then use "
-            f"lln.timm.convert(model, {implementation!r}, {asked}={options[asked]!r})."
+            f"{asked}: a single layer does not know how the patches lie in the image; build the model first, and then "
+            f"call lln.timm.convert(model, {implementation!r}, {asked}={options[asked]!r})."
         )
     return make_class(timm.layers.Attention, implementation, options)
 
 
 def convert(model: Any, implementation: str = "lln_diag", **options: Any) -> Any:
-    """Let a timm model that exists, with its weights, run LLN attention.
+    """Let an existing timm model run LLN attention with the weights that it has.
 
     Args:
-        model: made by timm, changed in place: every `timm.layers.Attention`, `AttentionRope` and `EvaAttention` in it.
-            Pooling heads, whose few queries read the tokens once, stay as they are.
+        model: a model of timm, changed in place: every `timm.layers.Attention`, `AttentionRope` and `EvaAttention` in
+            it. Pooling heads, whose few queries read the tokens once, stay as they are.
         implementation: "lln" or "lln_diag".
-        options: as of `make_layer`; and `tile`: blocks are tiles of at most so many patches a side, which class and
-            register tokens share, for images of any size; and value_convolution="3x3": rows and columns of patches.
+        options: those of `make_layer`, and two more. tile: blocks are square tiles with at most this many patches a
+            side, which share class and register tokens, for images of any size. value_convolution="3x3": a convolution
+            over rows and columns of patches.
 
     Returns:
         The model.
 
     Raises:
-        ValueError or TypeError for other kinds of attention and wrong options. The model is as it was then.
+        ValueError or TypeError: for other kinds of attention and wrong options. The model is unchanged then.
 
     Example:
         >>> import timm, torch, lln.timm
@@ -157,7 +158,10 @@ def find_layers(model: nn.Module) -> list[tuple[str, Any]]:
                 "timm's own attention."
             )
     if not layers:
-        raise ValueError(f"model: no attention of {type(model).__name__} is timm's, so there is nothing to convert.")
+        raise ValueError(
+            f"model: {type(model).__name__} has no attention of timm's own classes, so nothing can be converted; use "
+            "it as it is."
+        )
     return layers
 
 

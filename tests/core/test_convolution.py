@@ -234,7 +234,7 @@ def test_batches_measure_the_convolved_and_data_matching_refuses_them() -> None:
     model.eval()
     assert torch.allclose(first.running_variance_q, measured[0], rtol=1e-4)
     assert torch.allclose(first.running_variance_k, measured[1], rtol=1e-4)
-    with pytest.raises(ValueError, match="matching='data': the model's convolution or feature map has learned"):
+    with pytest.raises(ValueError, match="matching='data': the model's convolution or feature map is trained already"):
         lln.hf.convert(model, matching="data", batches=[batch])
 
 
@@ -333,7 +333,7 @@ def test_a_decoder_writes_without_a_cache_and_refuses_one() -> None:
     assert written.shape[1] > 9
     with pytest.raises(ValueError, match="convolution: a state does not keep"):
         model.generate(ids, **options)
-    with pytest.raises(ValueError, match="the convolution reaches back to queries that no cache keeps"):
+    with pytest.raises(ValueError, match="the convolution needs earlier tokens that no cache keeps"):
         model.generate(ids, cache_implementation="dynamic", **options)
 
 
@@ -440,7 +440,7 @@ def test_gains_do_not_decay_and_weights_do(tmp_path: Path, cache: Path) -> None:
         ("lln:block_size=8", "attention.options: block_size goes with lln_diag; got it with lln"),
         ("lln:convolution=4", "convolution must be an odd int of 3 or more"),
         ("softmax:convolution=4", "convolution must be an odd int of 3 or more"),
-        ("softmax:overlap=true", "attention.options: softmax takes value_convolution, .* alone; got overlap"),
+        ("softmax:overlap=true", "attention.options: softmax takes only value_convolution, .*; got overlap"),
     ],
 )
 def test_wrong_training_options_are_refused(attention: str, message: str, tmp_path: Path, cache: Path) -> None:

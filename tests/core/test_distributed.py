@@ -187,16 +187,16 @@ def test_what_cannot_be_spread_is_refused_in_a_sentence(processes: Processes) ->
         "DTensor": "query is a DTensor; context_parallel takes this rank's own rows, query.to_local()",
         "state": "state: inside lln.distributed.context_parallel a sequence begins with the first rank's rows",
         "offsets": "cu_seqlens must be offsets in all rows of all ranks",
-        "cross": "a pair of cu_seqlens: packed sequences are spread over ranks in self attention",
-        "mix": "mix='evidence' folds the keys outside each query's block, which is not spread",
+        "cross": "a pair of cu_seqlens: packed sequences can be spread over ranks only in self attention",
+        "mix": "mix='evidence' is not supported inside lln.distributed.context_parallel",
         "overlap": "overlap inside lln.distributed.context_parallel: windows that overlap are not spread over ranks",
         "weights": "need_weights inside lln.distributed.context_parallel: P has a column for the keys of every rank",
         "peer": "performer inside lln.distributed.context_parallel: of all mechanisms LLN attention alone",
         "sample": "statistics='sample' looks at all tokens",
         "torch": "LLN attention inside torch's own context_parallel, which deals tokens out from both ends",
-        "order": "load_balancer: rows must lie one after another",
+        "order": "load_balancer must be None: rows must lie one after another",
         "lengths": "lengths must have one number for each of the 2 ranks; got [1]",
-        "told": "this rank was to hold 7 tokens, by its lengths or buffers, and here are 8",
+        "told": "this rank should hold 7 tokens according to lengths or buffers, and got 8",
     }
     for found in processes.run(2, attempt):
         assert found.keys() == words.keys()

@@ -69,12 +69,12 @@ REFUSED: dict[str, tuple[type[Exception], dict[str, Any], str]] = {
     "blocks across": (
         ValueError,
         tensors(block_size=4, query=torch.randn(B, HQ, 3, D)),
-        "block_size.*cross attention has none; use block_size=None",
+        "block_size must be None in cross attention",
     ),
     "mix without blocks": (ValueError, tensors(mix=0.3), "mix.*needs block_size; got 0.3"),
     "tensor mix without blocks": (ValueError, tensors(mix=torch.tensor(0.5)), "mix.*needs block_size"),
     "mix above 1": (ValueError, tensors(block_size=4, mix=1.5), r"mix must lie between 0 and 1; got 1.5.*\(r, p\)"),
-    "three mixes": (ValueError, tensors(block_size=4, mix=(1, 1, 1)), "mix must be a number.*got 3 of them"),
+    "three mixes": (ValueError, tensors(block_size=4, mix=(1, 1, 1)), "mix must be a number.*got 3 values"),
     "NaN in a pair": (ValueError, tensors(block_size=4, mix=(1.0, math.nan)), "mix must be finite; got nan"),
     "mix shape": (ValueError, tensors(block_size=4, mix=torch.ones(3)), r"mix must be a number or .*got \[3\]"),
     # flags and numbers

@@ -259,7 +259,7 @@ def test_second_derivatives_are_those_of_the_definition() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"alpha": 2.0, "beta": 2.0, "read": "evidence"}, "alpha: the evidence read has none"),
+        ({"alpha": 2.0, "beta": 2.0, "read": "evidence"}, "alpha must be left out with read='evidence'"),
         ({"alpha": 2.0, "beta": 2.0, "read": "centre"}, "read must be 'paper' or 'evidence'"),
         ({"beta": 2.0}, "alpha is missing"),
         ({"read": "evidence"}, "beta is missing"),
@@ -340,7 +340,7 @@ def test_multihead_attention_has_the_read_and_its_weights() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"alpha": 1.0, "statistics": "fixed"}, "alpha: the evidence read has none"),
+        ({"alpha": 1.0, "statistics": "fixed"}, "alpha must be left out with read='evidence'"),
         ({"directions": 20}, "learned directions hold beta"),
         ({"directions": 20, "statistics": "fixed", "learnable": "head"}, "learned directions hold beta"),
         ({"directions": 0, "statistics": "fixed"}, "directions must be a positive int"),

@@ -58,11 +58,11 @@ def test_heads_of_every_rank_drop_out_by_numbers_of_their_own(processes: Process
 
 def test_heads_that_cannot_be_split_are_refused_in_a_sentence(processes: Processes) -> None:
     words = {
-        "odd": "3 heads cannot lie on 2 ranks in equal parts",
-        "keys": "1 key heads cannot lie on 2 ranks",
+        "odd": "the number of heads, 3, must be divisible by the 2 ranks",
+        "keys": "the number of key heads, 1, must be divisible by the 2 ranks",
         "twice": "the heads of this model are split already",
         "none": "Linear has no LLN attention",
-        "peer": "of all mechanisms LLN attention alone",
+        "peer": "of all mechanisms only LLN attention can",
         "joined": "MultiheadAttention projects all heads at once",
         "whole": "must have 2 and 2 heads of 8, of heads that lie on 2 ranks; got query [1, 4, 6, 8]",
         "few": "lln.distributed.split_heads(model, mesh)",

@@ -182,7 +182,7 @@ def test_one_thread_keeps_the_averages_it_always_had() -> None:
 def test_running_statistics_refuse_to_be_lost() -> None:
     layer = untyped.LLNAttention(2, 8, statistics="running")
     replica = nn.Module._replicate_for_data_parallel(layer)
-    with pytest.raises(RuntimeError, match=r"is lost in torch.nn.DataParallel, "):
+    with pytest.raises(RuntimeError, match=r"does not work in torch.nn.DataParallel, "):
         replica(Q, Q, Q, is_causal=True)
     replica.training = False
     replica(Q, Q, Q, is_causal=True)

@@ -69,7 +69,7 @@ def expect_guess() -> Iterator[None]:
 @contextlib.contextmanager
 def expect_harm() -> Iterator[None]:
     """A softmax checkpoint that is given LLN attention by its name is harmed, and that is said; here it is expected."""
-    with pytest.warns(UserWarning, match="loaded from a softmax checkpoint, which harms it"):
+    with pytest.warns(UserWarning, match="loaded from a softmax checkpoint, which makes the model worse"):
         yield
 
 

@@ -169,8 +169,8 @@ def test_what_cannot_be_fitted_is_refused_in_one_sentence() -> None:
         (softmax("bert"), given, ValueError, "the model runs 'sdpa'; first lln.hf.convert"),
         (model, iter(given), TypeError, "batches must be a list"),
         (model, [], ValueError, "batches must hold at least one batch"),
-        (lln.hf.convert(softmax("bert"), "lln"), given, ValueError, "keeps nothing that could be found"),
-        (model, few, ValueError, "saw 9 queries a key head, and 32 directions are to be found"),
+        (lln.hf.convert(softmax("bert"), "lln"), given, ValueError, "has no values that fit could find"),
+        (model, few, ValueError, "saw 9 queries for each key head, which is too few to find 32 directions"),
         (moved, given, ValueError, "fit before lln.hf.distill"),
     ]
     for asked, inputs, kind, message in cases:

@@ -30,8 +30,8 @@ from lln.hf.watch import WATCHERS
         ({"statistics": "running", "batches": [torch.ones(3)]}, "batches must be dicts"),
         ({"matching": "worst"}, "matching must be 'paper', 'variance', 'entropy' or 'data'"),
         ({"implementation": "lln", "mix": "ratio"}, "mix goes with implementation='lln_diag'"),
-        ({"batches": [{"input_ids": tokens(0)}]}, "batches: there is nothing to measure"),
-        ({"alpha": 1.0, "beta": 1.0, "batches": [{"input_ids": tokens(0)}]}, "batches: there is nothing to measure"),
+        ({"batches": [{"input_ids": tokens(0)}]}, "batches are measured only for"),
+        ({"alpha": 1.0, "beta": 1.0, "batches": [{"input_ids": tokens(0)}]}, "batches are measured only for"),
         ({"alpha": "x", "beta": 1.0}, "alpha must be a number or a tensor; got 'x'"),
         ({"alpha": {"nowhere": 1.0}, "beta": 1.0}, "alpha: 'nowhere' is no attention module"),
         (
@@ -40,7 +40,7 @@ from lln.hf.watch import WATCHERS
         ),
         (
             {"statistics": "running", "batches": [{"input_ids": tokens(0, 1), "cu_seq_lens_q": torch.tensor([0, 23])}]},
-            "batches: softmax here does not keep packed sequences apart",
+            "batches: softmax attention does not keep packed sequences apart here",
         ),
         (
             {"statistics": "running", "batches": [{"input_ids": tokens(0), "attention_mask": torch.ones(3, 1, 1, 23)}]},

@@ -340,7 +340,7 @@ def test_what_a_state_cannot_know_is_refused_in_one_sentence() -> None:
     softmax, elu = build_model("llama", "sdpa"), build_model("llama", "elu")
     wrong = lln.hf.LLNCache()
     output(softmax, input_ids=x[:, :7], past_key_values=wrong)
-    assert_refused("did not take the state", lambda: softmax(input_ids=x[:, 7:], past_key_values=wrong))
+    assert_refused("did not get the state", lambda: softmax(input_ids=x[:, 7:], past_key_values=wrong))
     assert_refused("LlamaAttention runs 'elu'", lambda: elu(input_ids=x, past_key_values=lln.hf.LLNCache()))
     both = build_model("llama", "lln", is_causal=False)
     assert_refused("is not causal here", lambda: both(input_ids=x, past_key_values=lln.hf.LLNCache()))

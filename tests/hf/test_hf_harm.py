@@ -42,7 +42,7 @@ HARMFUL: dict[str, Callable[[Path, str], Any]] = {
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("way", HARMFUL)
 def test_a_name_on_a_softmax_checkpoint_warns_and_names_the_remedies(way: str, name: str, trained: Path) -> None:
-    with pytest.warns(UserWarning, match="harms it") as seen:
+    with pytest.warns(UserWarning, match="makes the model worse") as seen:
         assert len([HARMFUL[way](trained, name) for _ in range(2)]) == 2
     (said,) = [str(warning.message) for warning in seen]
     assert all(remedy in said for remedy in ("`lln convert ", "lln.hf.convert(", "lln.hf.distill("))
@@ -57,7 +57,7 @@ with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
     model.set_attn_implementation("lln")
     other.set_attn_implementation("lln_diag")
-print(*("harms it" in str(warning.message) for warning in seen))
+print(*("makes the model worse" in str(warning.message) for warning in seen))
 """
     assert run_fresh(code).split() == ["True"]
 

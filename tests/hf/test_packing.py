@@ -152,7 +152,7 @@ def test_positions_of_padding_begin_nothing() -> None:
 def test_softmax_that_would_be_learned_from_may_not_leak_either() -> None:
     model = make("bert")
     _, batch = pack("bert")
-    with pytest.raises(ValueError, match="softmax here does not keep packed sequences apart") as problem:
+    with pytest.raises(ValueError, match="softmax attention does not keep packed sequences apart here") as problem:
         lln.hf.convert(model, statistics="running", batches=[batch])
     sentence(problem)
 

@@ -101,13 +101,13 @@ def test_a_model_that_transformers_cuts_by_its_plan_is_that_of_one_process(
 
 def test_models_that_would_see_one_rank_alone_are_refused(processes: Processes) -> None:
     words = {
-        "positions": "takes no position_ids, so that every rank's rows would be the first ones",
-        "mixed": "does not run LLN attention, and other attention sees one rank's rows alone",
+        "positions": "takes no position_ids, so the tokens of every rank would get the first positions",
+        "mixed": "does not run LLN attention, and attention of other kinds would see the tokens of one rank",
         "softmax": "of BertModel does not run LLN attention",
         "labels": "give shift_labels, cut from labels[:, 1:] of the whole sequence",
         "packed": "pass cu_seq_lens_q, offsets in the rows of all ranks",
         "heads": "query and key must have 4 and 2 heads of 8",
-        "none": "ranks hold [8, 0] tokens, and LlamaForCausalLM cannot run on none",
+        "none": "every rank must hold at least one token for LlamaForCausalLM; the ranks hold [8, 0]",
     }
     for found in processes.run(2, attempt_models):
         assert found.keys() == words.keys()

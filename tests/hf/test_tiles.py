@@ -378,7 +378,7 @@ def test_what_has_no_tiles_is_refused_and_left_as_it_was() -> None:
         (tf.YolosModel(tf.YolosConfig(**{**VISION, "image_size": [20, 20]})), {"tile": 3}, "detection_tokens"),
         (build("vit", None), {"tile": 0}, "lln: tile must be a positive int; got 0"),
         (build("vit", None), {"tile": 3, "overlap": True}, "two ways to lay out blocks"),
-        (build("vit", None), {"tile": 3, "block_size": 9}, "in the place of block_size"),
+        (build("vit", None), {"tile": 3, "block_size": 9}, "takes the place of block_size"),
         (build("vit", None), {"implementation": "lln", "tile": 3}, "goes with implementation='lln_diag'"),
         (build("vit", None), {"implementation": "elu", "tile": 3}, "goes with 'lln' and 'lln_diag'"),
     ]
@@ -399,13 +399,13 @@ def test_calls_that_are_no_image_are_refused() -> None:
     attention = next(m for m in model.modules() if isinstance(m, ModelAttention))
     q, k, v = (t.detach() for t in make_tensors(26, key_heads=4, dim=8))
     v = k
-    with pytest.raises(ValueError, match=r"26 tokens of ViTModel are not 1 and the .* \(none so far\)") as found:
+    with pytest.raises(ValueError, match=r"26 tokens of ViTModel are not 1 special .* \(none so far\)") as found:
         attention(q, k, v)
     sentence(found)
     model(pixel_values=picture())
     assert attention(q, k, v).shape == q.shape
     assert attention.settings is None  # a GPU that played an earlier call's kernels again would leave the tiles out
-    with pytest.raises(ValueError, match=r"25 tokens of ViTModel are not 1 and .* \(5 x 5\)"):
+    with pytest.raises(ValueError, match=r"25 tokens of ViTModel are not 1 special tokens and .* \(5 x 5\)"):
         attention(*(t[:, :, 1:] for t in (q, k, v)))
     offsets = torch.tensor([0, 20, 26], dtype=torch.int32)
     one = [t[:1] for t in (q, k, v)]

@@ -220,7 +220,7 @@ def test_wrong_options_are_refused() -> None:
     ):
         check_attention(configure("mlm", "tiny", attention, 0, {}))
     both = configure("mlm", "tiny", "softmax:value_convolution=5:convolution=5", 0, {})
-    with pytest.raises(ValueError, match="softmax takes value_convolution, or the deprecated convolution, alone"):
+    with pytest.raises(ValueError, match="softmax takes only value_convolution, or the deprecated convolution"):
         check_attention(both)
 
 

@@ -481,12 +481,12 @@ def test_what_cannot_be_read_is_refused_in_one_sentence() -> None:
     layer = lln.LLNAttention(2, 8, statistics="fixed")
     q, k, v = torch.randn(3, 1, 2, 5, 8)
     _, state = layer(q, k, v, is_causal=True, return_state=True)
-    with record(layer), pytest.raises(ValueError, match="goes on from a state"):
+    with record(layer), pytest.raises(ValueError, match="continues from a state"):
         layer(q, k, v, is_causal=True, state=state)
     compiled: Any = torch.compile(layer, backend="eager")
-    with pytest.raises(ValueError, match="a compiled graph shows nothing"), record(compiled):
+    with pytest.raises(ValueError, match="a compiled model cannot be observed"), record(compiled):
         pass
-    with pytest.raises(RuntimeError, match="recording already"), record(layer) as rec, rec:
+    with pytest.raises(RuntimeError, match="already active"), record(layer) as rec, rec:
         pass
 
 

@@ -168,7 +168,7 @@ def watch_linear(linear: Any, seen: set[torch.dtype]) -> Any:
         (["table2", "--set", "tokens=many"], "got 'tokens=many'"),
         (["table2", "--set", "model.layers=2"], "of single steps these can be set"),
         (["table2", "--attentions", "lnn"], "table2 has softmax, torch, nystromformer, lln, lln_diag; got 'lnn'"),
-        (["table4", "--set", "tokens=4096"], "go with table2"),
+        (["table4", "--set", "tokens=4096"], "can be set for table2 only"),
         (["table2", "--tasks", "text"], "it goes with table1"),
         (["table2", "--from", "."], "holds no table2.json"),
         (["table2", "--from", ".", "--attentions", "lln"], "leave it out with --from"),

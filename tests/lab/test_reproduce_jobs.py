@@ -208,7 +208,7 @@ def test_options_of_attentions_are_pairs() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [("quantum", "is no mechanism"), ("lln:matching=guess", "matching must be"),
-     ("softmax_diag", "is no mechanism"), ("softmax:mix=.5", "softmax takes value_convolution"),
+     ("softmax_diag", "is no mechanism"), ("softmax:mix=.5", "softmax takes only value_convolution"),
      ("performer:wings=2", "wings")],
 )  # fmt: skip
 def test_attentions_that_cannot_be_run_have_a_reason(text: str, reason: str) -> None:

@@ -234,7 +234,7 @@ def mirror(root: Path, first: str = "train") -> Path:
         (["fig2", "--attentions", "lln"], "it goes with table1, table3"),
         (["fig8", "--from", "nowhere"], "nowhere is not a folder"),
         (["fig8", "--from", "."], "there are no runs in ., and no fig8.json"),
-        (["fig8", "--from", ".", "--at-once", "2"], "--from runs nothing, so nothing at once"),
+        (["fig8", "--from", ".", "--at-once", "2"], "has no effect with --from"),
         (["table3", "--scale", "mini", "--data-root", "."], "microsoft/cats_vs_dogs"),
         (["table3", "--device", "abacus"], "torch cannot use 'abacus'"),
     ],

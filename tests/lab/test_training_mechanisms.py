@@ -82,7 +82,7 @@ def test_blocks_are_asked_for_by_name() -> None:
         ("flash", {"chunk": "0"}, "attention.options: chunk must be"),
         ("linear", {}, "attention.name must be 'softmax', 'lln', 'lln_diag', .*; got 'linear'"),
         ("nystromformer_diag", {}, "got 'nystromformer_diag'"),
-        ("softmax", {"rank": "3"}, "attention.options: softmax takes value_convolution, .* alone; got rank"),
+        ("softmax", {"rank": "3"}, "attention.options: softmax takes only value_convolution, .*; got rank"),
         ("lln", {"rank": "3"}, "attention.options: lln has no option 'rank'"),
         ("linformer", {"rows": "3"}, "linformer has no option 'rows'"),
         ("lln", {"statistics": "some"}, "statistics must be one of"),

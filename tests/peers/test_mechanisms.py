@@ -363,7 +363,7 @@ def test_names_and_options_that_do_not_exist() -> None:
     with pytest.raises(ValueError, match="needs block_size"):
         attention("elu", q, k, v, mix=0.3)
     for name in ("block_diagonal", "softmax"):
-        with pytest.raises(ValueError, match=f"mix weighs a kernel against blocks, and {name} has not both"):
+        with pytest.raises(ValueError, match=f"mix needs a kernel mechanism and block_size; got mix=.* with {name}"):
             attention(name, q, k, v, mix=0.3)
     with pytest.raises(ValueError, match="query and key must agree"):
         attention("elu", q, k[..., :3], v)

@@ -184,11 +184,11 @@ def test_what_cannot_be_is_refused_and_left_as_it_was() -> None:
     scaled = Attention(16, heads=2, dim_head=8, scale_qk=False)
     across = Attention(16, heads=2, dim_head=8, cross_attention_dim=12)
     cases: list[tuple[Any, dict[str, Any], str]] = [
-        (nn.ModuleDict({"attn": both}), {}, "with queries of the image alone"),
-        (nn.ModuleDict({"attn": scaled}), {}, "not divided by the root of the head size"),
+        (nn.ModuleDict({"attn": both}), {}, "from queries of the image alone"),
+        (nn.ModuleDict({"attn": scaled}), {}, "does not divide its scores by the root of the head size"),
         (nn.ModuleDict({"attn": across}), {}, "no self attention or joint attention"),
         (nn.Linear(2, 2), {}, "Linear has no self attention or joint attention"),
-        (build("dit")[0], {"tile": 4}, "tile: how the patches lie"),
+        (build("dit")[0], {"tile": 4}, "tile is not supported in models of diffusers"),
         (build("dit")[0], {"implementation": "lln", "mix": 0.2}, "mix goes with implementation='lln_diag'"),
         (build("dit")[0], {"matching": "data"}, "matching must be"),
     ]
@@ -197,7 +197,7 @@ def test_what_cannot_be_is_refused_and_left_as_it_was() -> None:
             lln.diffusers.convert(model, **options)
         sentence(problem)
         assert not any(isinstance(module, lln.LLNAttention) for module in model.modules())
-    with pytest.raises(TypeError, match=r"of a pipeline say pipe\.transformer or pipe\.unet; got str"):
+    with pytest.raises(TypeError, match=r"such as pipe\.transformer or pipe\.unet of a pipeline; got str"):
         lln.diffusers.convert("pipe")
 
 
@@ -206,7 +206,7 @@ def test_what_was_learned_is_saved_with_the_model_and_not_lost() -> None:
     lln.diffusers.convert(model, "lln_diag", learnable="head", mix="ratio")
     held = [name for name in model.state_dict() if ".lln." in name]
     assert held[:2] == ["transformer_blocks.0.attn1.lln.log_alpha", "transformer_blocks.0.attn1.lln.log_beta"]
-    with pytest.raises(ValueError, match="would lose what its LLN attention has learned") as problem:
+    with pytest.raises(ValueError, match=r"what LLN attention has learned in .* would be lost") as problem:
         lln.diffusers.convert(model, "lln")
     sentence(problem)
     model, given = build("dit")

@@ -171,7 +171,7 @@ def test_models_of_other_attention_are_refused_and_left() -> None:
             lln.timm.convert(model, **options)
         sentence(problem)
         assert not any(isinstance(m, lln.timm.Linearised) for m in model.modules())
-    with pytest.raises(ValueError, match="build the model, and then use") as problem:
+    with pytest.raises(ValueError, match="build the model first, and then call") as problem:
         lln.timm.make_layer(tile=3)
     sentence(problem)
     with pytest.raises(TypeError, match="model must be a timm model"):

@@ -113,8 +113,8 @@ def test_matching_finds_what_pytorch_finds(mode: str, matching: str) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"dropout": 0.1}, "dropout is there in PyTorch alone"),
-    ({"add_zero_attn": True}, "add_zero_attn is there in PyTorch alone"),
+    ({"dropout": 0.1}, "dropout is supported only in PyTorch"),
+    ({"add_zero_attn": True}, "add_zero_attn is supported only in PyTorch"),
     ({"is_causal": True}, "statistics='sample' looks at all tokens"),
     ({"alpha": 1.0}, "alpha and beta go with statistics='fixed'"),
     ({"matching": "median"}, "matching must be 'paper', 'variance' or 'entropy'"),

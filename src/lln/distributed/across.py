@@ -78,12 +78,14 @@ def refuse(inputs: Inputs, state: LLNState | None, return_state: bool, options: 
         )
     if options.get("mix") == "evidence":
         raise ValueError(
-            "mix='evidence' folds the keys outside each query's block, which is not spread over ranks; use a number "
-            "for mix inside lln.distributed.context_parallel."
+            "mix='evidence' is not supported inside lln.distributed.context_parallel, because each block needs the "
+            "keys outside it; use a number for mix."
         )
     if inputs.cu_query is not None and (inputs.cross or return_state):
         what = "a pair of cu_seqlens" if inputs.cross else "return_state with cu_seqlens"
-        raise ValueError(f"{what}: packed sequences are spread over ranks in self attention without a state alone.")
+        raise ValueError(
+            f"{what}: packed sequences can be spread over ranks only in self attention without a state; leave it out."
+        )
 
 
 @contextlib.contextmanager

@@ -53,28 +53,29 @@ def context_parallel(
     lengths: Sequence[int] | None = None,
     load_balancer: None = None,
 ) -> Iterator[None]:
-    """Within it LLN attention goes over the rows of all ranks of `mesh`, of which each holds consecutive ones: rank 0
-    the first, and so on. `lln.lln_attention`, `lln.LLNAttention`, `lln.MultiheadAttention`,
-    `lln.scaled_dot_product_attention` and models of transformers with `attn_implementation="lln"` or "lln_diag" heed
-    it; what cannot be spread is refused. The arguments are those of torch's own
-    `torch.distributed.tensor.experimental.context_parallel`, and two more.
+    """Let LLN attention inside a `with` block attend over the tokens of all ranks of `mesh`, for sequences that are cut
+    over several cards. Each rank holds consecutive tokens: rank 0 the first ones, and so on.
+
+    It works for `lln.lln_attention`, `lln.LLNAttention`, `lln.MultiheadAttention`, `lln.scaled_dot_product_attention`
+    and models of transformers with `attn_implementation="lln"` or "lln_diag". Calls that cannot be spread over ranks
+    are refused. The arguments are those of `torch.distributed.tensor.experimental.context_parallel`, and lengths.
 
     Args:
         mesh: a DeviceMesh of one dimension.
-        buffers: tensors that every rank holds whole, and that are cut in their place: inputs, labels, positions. They
-            are whole again afterwards.
-        buffer_seq_dims: the dimension of the sequence in each of them.
-        no_restore_buffers: those of them that nobody needs afterwards.
-        lengths: how many rows each rank holds, where they are not as even as can be (of buffers), or known (else).
-            Where neither buffers nor lengths say, ranks tell each other in every call that needs it (LLN+Diag, packed
-            sequences), which waits for the device where there is no other way.
-        load_balancer: None. A state is the same work for every rank, also in causal attention, so there is nothing to
-            balance; another order of the rows (head-tail) is refused.
+        buffers: tensors that every rank holds whole, for example inputs, labels and positions. They are cut in place,
+            so that each rank has its own part, and restored afterwards. Default: none.
+        buffer_seq_dims: the dimension of the sequence in each buffer.
+        no_restore_buffers: buffers that need not be restored afterwards.
+        lengths: how many tokens each rank holds. Default: buffers are cut as evenly as possible. Without buffers and
+            lengths, the ranks exchange their lengths in every call that needs them (LLN+Diag, packed sequences), which
+            may wait for the device.
+        load_balancer: must be None. Every rank has the same work, also in causal attention, so there is nothing to
+            balance, and tokens in another order (head-tail) are refused.
 
-    Everything but attention goes by rows and needs no change; positions are to be given, as they begin at 0 on the
-    first rank alone. All ranks make the same calls, with gradients or without, and go backward likewise, within the
-    context where activations are computed again. Gradients of parameters are those of each rank's rows:
-    `lln.distributed.sum_gradients` adds them up, as DDP and FSDP average them.
+    Layers other than attention work on each token alone and need no change. Give a model its positions, because they
+    begin at 0 on the first rank only. All ranks must make the same forward and backward calls. With activation
+    checkpointing, the backward pass belongs inside the context. Each rank gets the gradients of its own tokens:
+    `lln.distributed.sum_gradients` adds them up, while DDP and FSDP average them.
 
     Examples:
         >>> import os, torch, lln
@@ -95,7 +96,7 @@ def context_parallel(
         came = f"got {len(dims)} for {len(buffers)}"
         raise ValueError(f"buffer_seq_dims must name one dimension for each buffer; {came}.")
     if any(all(own is not b for b in buffers) for own in dropped):
-        raise ValueError("no_restore_buffers must be some of buffers.")
+        raise ValueError("no_restore_buffers must hold only tensors that are also in buffers.")
     ranks = make_ranks(mesh, lengths)
     if buffers:
         counts = ranks.lengths or split_evenly(buffers[0].shape[dims[0]], ranks.size)
@@ -126,8 +127,8 @@ def refuse_order(load_balancer: Any) -> None:
     """ValueError for rows that do not lie one after another."""
     if load_balancer is not None:
         raise ValueError(
-            "load_balancer: rows must lie one after another, the first rank's first, since every rank has the same "
-            f"work; leave it out, got {type(load_balancer).__name__}."
+            "load_balancer must be None: rows must lie one after another, the first rank's first, and every rank has "
+            f"the same work then; got {type(load_balancer).__name__}."
         )
 
 
@@ -135,9 +136,17 @@ def attend_across(
     mesh: DeviceMesh, query: Tensor, key: Tensor, value: Tensor, alpha: Coefficient | None = None,
     beta: Coefficient | None = None, *, lengths: Sequence[int] | None = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """`lln.lln_attention` of queries, keys and values that lie one after another on the ranks of a mesh: what one call
-    inside `context_parallel` gives. cu_seqlens are offsets in the rows of all ranks; all other arguments are of the
-    rows here. return_state gives every rank the state after all rows.
+    """Attend over the tokens of all ranks of a mesh in one call: `lln.lln_attention` inside `context_parallel`.
+
+    Args:
+        mesh: a DeviceMesh of one dimension, whose ranks hold consecutive tokens, rank 0 the first.
+        query, key, value, alpha, beta: of this rank's tokens, as in `lln.lln_attention`.
+        lengths: how many tokens each rank holds; default: the ranks exchange them where a call needs them.
+        options: other arguments of `lln.lln_attention`, for this rank's tokens. cu_seqlens are offsets in the tokens of
+            all ranks, and return_state=True gives every rank the state after all tokens.
+
+    Returns:
+        The output of this rank's tokens; with return_state also the state.
 
     Examples:
         >>> import torch, lln
@@ -154,7 +163,8 @@ def attend_across(
 
 
 def split_evenly(total: int, ranks: int, multiple: int = 1) -> tuple[int, ...]:
-    """How many of so many rows each rank holds: as even as can be, in multiples but for the last that has any.
+    """How many of `total` rows each rank holds: as evenly as possible, and in multiples of `multiple` (but for the
+    last rank that has any rows).
 
     >>> split_evenly(10, 4), split_evenly(10, 4, multiple=2)
     ((3, 3, 2, 2), (4, 2, 2, 2))
@@ -170,7 +180,8 @@ def split_evenly(total: int, ranks: int, multiple: int = 1) -> tuple[int, ...]:
 
 
 def shard(tensor: Tensor, mesh: DeviceMesh, dim: int, *, lengths: Sequence[int] | None = None) -> Tensor:
-    """This rank's rows of a tensor that every rank holds whole.
+    """Cut a tensor that every rank holds whole, and return this rank's part along dimension `dim`. lengths: how many
+    rows each rank gets; default: as even as possible.
 
     >>> import torch
     >>> if not torch.distributed.is_initialized():
@@ -187,7 +198,7 @@ def shard(tensor: Tensor, mesh: DeviceMesh, dim: int, *, lengths: Sequence[int] 
 
 @torch.no_grad()
 def unshard(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """The rows of all ranks, on every rank, without gradients: for looking at outputs.
+    """Put the parts of all ranks together along dimension `dim`, on every rank, without gradients: to look at outputs.
 
     >>> import torch
     >>> if not torch.distributed.is_initialized():
@@ -207,9 +218,9 @@ def unshard(tensor: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
 
 @torch.no_grad()
 def sum_gradients(parameters: Iterable[Tensor], mesh: DeviceMesh) -> None:
-    """Add up the gradients of parameters over the ranks of a mesh, each of which has those of its own rows: afterwards
-    every rank has those of the sum of all ranks' losses. Of a DTensor that is cut over another mesh (its heads), the
-    part here is added up.
+    """Add up the gradients of parameters over the ranks of a mesh, in place. Each rank has the gradients of its own
+    tokens before; afterwards every rank has the gradients of the sum of all losses. Of a DTensor that is cut over
+    another mesh (by heads), the local part is added up.
 
     >>> import torch
     >>> if not torch.distributed.is_initialized():
@@ -233,17 +244,23 @@ def sum_gradients(parameters: Iterable[Tensor], mesh: DeviceMesh) -> None:
 
 
 def split_heads(model: Any, mesh: DeviceMesh) -> Any:
-    """Leave the LLN attention of a model the heads of this rank of a mesh: tensor parallelism, where the projections of
-    queries, keys and values give every rank some heads of all tokens. Call it when these have been cut, by
-    transformers' `tp_plan` or by torch's `parallelize_module` with ColwiseParallel, on every rank, and before
-    fully_shard and an optimiser. Heads must divide by the ranks, key heads too, and lie one after another.
+    """Give the LLN attention of a model only the heads of this rank, for tensor parallelism, where every rank has some
+    heads of all tokens.
 
-    What attention learns becomes DTensors, as the projections' weights are, and statistics are those of the heads here,
-    so that outputs and gradients are those of one process. A state_dict has the whole of both.
+    Call it on every rank after the projections of queries, keys and values were cut (by transformers' `tp_plan`, or by
+    torch's `parallelize_module` with ColwiseParallel), and before fully_shard and the optimiser. The numbers of heads
+    and of key heads must be divisible by the number of ranks, and each rank has consecutive heads.
+
+    Learned values become DTensors, as the projections' weights are, and statistics are those of this rank's heads, so
+    that outputs and gradients are those of one process. A state_dict holds all heads.
 
     Args:
-        model: anything that holds LLN attention: a transformers model, an `lln.LLNAttention`.
+        model: a module that holds LLN attention, such as a transformers model or an `lln.LLNAttention`; changed in
+            place.
         mesh: a DeviceMesh of one dimension.
+
+    Returns:
+        The model.
 
     Examples:
         >>> import torch, lln
@@ -258,7 +275,10 @@ def split_heads(model: Any, mesh: DeviceMesh) -> Any:
     ranks = make_ranks(mesh)
     found = [part for part in model.modules() if hasattr(part, "check_split")]
     if not found:
-        raise ValueError(f"split_heads: {type(model).__name__} has no LLN attention; lln.hf.convert(model, 'lln').")
+        raise ValueError(
+            f"split_heads: {type(model).__name__} has no LLN attention; convert it first with lln.hf.convert(model, "
+            "'lln')."
+        )
     for part in found:  # before anything changes
         part.check_split(ranks.size)
     for part in found:

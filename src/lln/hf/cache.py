@@ -63,9 +63,9 @@ class StateLayer(CacheLayerMixin):
         """The new keys and values, unchanged, and on the keys this layer."""
         if self.waits:
             raise RuntimeError(
-                "LLNCache: the attention did not take the state that the cache handed it; LLNCache goes with "
-                "attn_implementation='lln' or 'lln_diag', and with models that hand a cache's keys on as they are; "
-                "use past_key_values=DynamicCache()."
+                "past_key_values: the attention did not get the state that LLNCache handed to the model. LLNCache "
+                "works with attn_implementation='lln' or 'lln_diag', and with models that pass a cache's keys to "
+                "attention unchanged; use past_key_values=DynamicCache() instead."
             )
         self.waits = True
         setattr(key_states, TAG, self)
@@ -213,16 +213,16 @@ class StateLayer(CacheLayerMixin):
 
 
 class LLNCache(Cache):
-    """Of models that run "lln" or "lln_diag": a cache whose size does not depend on how many tokens it has seen.
+    """A cache for models that run "lln" or "lln_diag", whose size does not depend on how many tokens it has seen.
 
-    `model.generate(...)` makes one by itself. `past_key_values=lln.hf.LLNCache()` hands one in, to generate or to the
-    model's forward, that knows what it has seen when it is handed in again with what follows.
+    `model.generate(...)` makes one by itself. Pass `past_key_values=lln.hf.LLNCache()` to generate, or to the model's
+    forward, if you want to continue later: pass the same cache again with the following tokens.
 
     Args:
-        layers: how many layers the model's decoder has. Only needed with static=True for transformers to know before
-            the first step that it may compile; otherwise they are made as they come.
-        static: write every step into the same memory, for compiled decoding; `cache_implementation="static"` in
-            generate does it.
+        layers: the number of layers of the model's decoder. Only needed with static=True, so that transformers knows
+            before the first step that it may compile. Default: layers are added as the model reaches them.
+        static: write every step into the same memory, for compiled decoding, as `cache_implementation="static"` of
+            generate does. Default False.
 
     Example:
         >>> import torch, transformers, lln.hf
@@ -243,8 +243,8 @@ class LLNCache(Cache):
         self.layer_class_to_replicate = functools.partial(StateLayer, static)
 
     def activate_past_recording(self) -> None:
-        """Keep the states before every call until the next `crop`, which goes back to one: what assisted and
-        prompt-lookup decoding ask for, by themselves."""
+        """Keep the state from before every call until the next `crop`, which goes back to one of them. Assisted and
+        prompt-lookup decoding call this by themselves."""
         if self.static:
             raise ValueError(
                 "LLNCache(static=True) writes every state over the one before it, and assisted and prompt-lookup "
@@ -255,7 +255,7 @@ class LLNCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers. The same after one token and after a million."""
+        """The number of bytes of all layers, which is the same after one token and after a million."""
         return sum(count_bytes(layer) for layer in self.layers)
 
 

@@ -53,16 +53,16 @@ def convert(
     batches: Iterable[Mapping[str, Any]] | None = None,
     **options: Any,
 ) -> Model:
-    """Let `model` run LLN attention, or another mechanism, with these options. What is left out stays as it is, or has
-    its default.
+    """Let a transformers model run LLN attention, or another mechanism, with these options. An option that is left out
+    stays as it is, or has the default of `lln.hf.Options`.
 
-    The options go into `config.lln` (see `lln.hf.Options`); running statistics, given or learnable alpha and beta and a
-    learned mix become part of the model's weights. Both are saved and loaded with the model.
+    The options are stored in `config.lln`. Running statistics, given or learnable alpha and beta, and a learned mix
+    become part of the model's weights. Both are saved and loaded with the model.
 
     Args:
-        model: a transformers model, changed in place; or what holds one, as a SentenceTransformer or a PeftModel does.
-            Names of modules are those in the transformers model. Parts of it that cannot attend linearly stay as they
-            are, with a warning that names them (the text of PaliGemma).
+        model: a transformers model, or a module that holds one (a SentenceTransformer, a PeftModel); changed in place.
+            Names of modules are those in the transformers model. Parts that cannot use linear attention (the text part
+            of PaliGemma) stay as they are, with a warning that names them.
         implementation: "lln", "lln_diag" or another of `lln.hf.IMPLEMENTATIONS`; default: what runs already, else
             "lln_diag".
         matching: "paper", "entropy" (recommended for new models) or "variance"; "data": alpha and beta of each head are
@@ -70,40 +70,42 @@ def convert(
             (`lln.match_data`).
         statistics: "sample", "batch", "running", "fixed", "auto", or {"encoder": name, "decoder": name}. With "data"
             matching, and with given or learnable alpha and beta, it is "fixed".
-        block_size, mix: of "lln_diag". mix: a number, "ratio", "scales" or "evidence" (see `lln.LLNAttention`). Of
-            another kernel mechanism: adds blocks to it, as in `lln.attention` (mix: a number).
+        block_size, mix: for "lln_diag". block_size is the number of tokens in a block; mix is a number, "ratio",
+            "scales" or "evidence" (see `lln.LLNAttention`). With another kernel mechanism, they add blocks to it, as in
+            `lln.attention` (mix is a number then).
         learnable: "head" or "channel": alpha and beta become parameters.
         read: "paper", or "evidence": queries read channels by the keys they hold, for weights that were trained with
             softmax attention (see `lln.lln_attention`). There is no alpha then.
-        directions: of the evidence read: "signed", or the number of channels whose directions are learned (see
-            `lln.LLNAttention`), which `lln.hf.fit` finds without gradients and `lln.hf.distill` trains.
-        feature_map: "linear": each head learns a linear map of its queries and keys (see `lln.LLNAttention`), which
-            starts at the identity; what `lln.hf.distill` can train.
+        directions: the channels of the evidence read: "signed", or the number of channels whose directions are learned
+            (see `lln.LLNAttention`). `lln.hf.fit` finds them without gradients, and `lln.hf.distill` trains them.
+        feature_map: "linear": each head learns a linear map of its queries and keys (see `lln.LLNAttention`). It starts
+            at the identity, and `lln.hf.distill` can train it.
         value_convolution: an odd width: each value head learns a convolution over that many tokens, which starts at
-            zero and is added to attention's output (see `lln.LLNAttention`); "3x3" in image models: over rows and
-            columns of patches. Of every implementation. Cross attention has none.
+            zero and is added to attention's output (see `lln.LLNAttention`). In image models also "3x3", over rows and
+            columns of patches. It works with every implementation, but not in cross attention.
         convolution: deprecated, use value_convolution. An odd width: each head learns a convolution over the tokens of
             its queries, keys and values, which starts at zero. Not for cross attention, nor with a cache.
-        overlap: of "lln_diag": windows that overlap in place of blocks (see `lln.LLNAttention`).
+        overlap: for "lln_diag": overlapping windows instead of blocks (see `lln.LLNAttention`).
         alpha, beta: positive numbers or tensors [heads] or [heads, dim] for all attention modules with "fixed"
             statistics, or a dict from the name of a module (as in model.named_modules()) to them; the two go together.
-        length: number of keys that "entropy" matching assumes where it cannot count them.
-        momentum: weight of a new batch in "running" statistics.
-        tile: of "lln_diag" in image models: blocks are tiles of at most so many patches a side. A block_size takes
-            their place again.
+        length: the number of keys that "entropy" matching assumes where it cannot count them.
+        momentum: the weight of a new batch in "running" statistics.
+        tile: for "lln_diag" in image models: blocks are square tiles with at most this many patches a side. Passing
+            block_size later undoes it.
         layers: which layers are converted: their indices, a slice, "full_attention" (those without a sliding window),
-            a function of (index, attention module), {index: implementation}, or "all". The others stay as they are,
-            with softmax attention or windows, bit by bit. Indices count in each encoder and decoder alike. What
-            softmax does with single scores (a cap, attention sinks) is left out in layers that were named.
+            a function of (index, attention module), {index: implementation}, or "all". The other layers keep their
+            softmax attention and windows, and give the same bits as before. Indices count in the encoder and in the
+            decoder separately, so index 0 is the first layer of each. What softmax does with single scores (a cap,
+            attention sinks) is left out in the layers that are named here.
         batches: inputs of the model, each a dict of arguments. The model runs on them with softmax attention, without
             gradients, and what "running" statistics and "data" matching need is measured.
-        options: of another mechanism than LLN, its own: `lln.mechanisms()[implementation].options`.
+        options: options of another mechanism than LLN, see `lln.mechanisms()[implementation].options`.
 
     Returns:
         The model.
 
     Raises:
-        ValueError or TypeError: it names the argument. The model is as it was then.
+        ValueError or TypeError: the message names the argument. The model is unchanged then.
 
     Example:
         >>> import torch, transformers, lln.hf
@@ -151,7 +153,10 @@ def convert(
     plan.kept |= {name for name, module in attention_modules(body) if id(module) not in able}
     data = matching == "data" and beta is None
     if batches is not None and not data and not any("running" in map(o.statistics_of, KINDS) for o in chosen):
-        raise ValueError("batches: there is nothing to measure; it goes with statistics='running' or matching='data'.")
+        raise ValueError(
+            "batches are measured only for statistics='running' or matching='data'; give one of these, or leave "
+            "batches out."
+        )
     modules = [name for name, _ in attention_modules(body) if name not in plan.kept]
     for what, given in (("alpha", alpha), ("beta", beta)):
         if isinstance(given, Mapping) and (unknown := sorted(set(given) - set(modules))):
@@ -185,7 +190,7 @@ def complete(
         if implementation == "lln" and changes.get(name, usual) != usual:
             raise ValueError(f"{name} goes with implementation='lln_diag'; got {changes[name]!r}.")
     if "block_size" in changes and changes.setdefault("tile") is not None:
-        raise ValueError(f"tile={changes['tile']!r} stands in the place of block_size; leave one of them out.")
+        raise ValueError(f"tile={changes['tile']!r} takes the place of block_size; give only one of them.")
     evidence = changes.get("read", held.read) == "evidence"
     if evidence:
         check_no_alpha(given[0])
@@ -242,8 +247,8 @@ class Seen:
         if self.data:
             if isinstance(learned, ModelAttention) and learned.has_moved():
                 raise ValueError(
-                    "matching='data': the model's convolution or feature map has learned something, and data matching "
-                    "would set alpha and beta as if it had not; leave out matching and batches."
+                    "matching='data': the model's convolution or feature map is trained already, and data matching "
+                    "would ignore that; leave out matching and batches."
                 )
             found = match_data(query, key, **call.where, scale=call.scale, rows=ROWS)
             self.logs = tuple(before + new.log().sum(0) for before, new in zip(self.logs, found, strict=True))
@@ -253,7 +258,8 @@ class Seen:
         """Put it where the module keeps it."""
         if isinstance(self.moments, float):
             raise ValueError(
-                "batches: an attention module of the model was never reached; give it inputs for all of it."
+                "batches: the model did not call one of its attention modules on these inputs; give inputs that reach "
+                "all parts of the model."
             )
         if attention.statistics == "running":
             attention.pending.copy_(self.moments)

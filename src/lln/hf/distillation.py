@@ -128,26 +128,27 @@ def distill(
     learner: Learner | None = None,
     progress: Progress = lambda done, loss: None,
 ) -> Model:
-    """Train what `lln.hf.convert` made learnable in the model's attention so that each layer gives what its softmax
-    attention gives on the same inputs.
+    """Train the learnable values of a converted model's attention, so that each layer gives the outputs of its softmax
+    attention on the same inputs.
 
     Args:
-        model: runs "lln" or "lln_diag", with learnable alpha and beta, directions of the evidence read, a learned mix,
-            a feature map, or all of them; or another mechanism that learns something ("hedgehog").
-        batches: inputs of the model, each a dict of arguments; padding does not count. The sequences should be as long
-            as those that the model is for: how much lies outside a block depends on it.
-        steps: a batch each.
-        rate: of Adam at its highest.
-        seed: of the order of the batches.
-        learner: of `distillation(model, steps)`, to go on after the steps that it has done.
-        progress: called after every step with the number of steps done and the loss, a mean over layers.
+        model: a model that runs "lln" or "lln_diag" with learnable alpha and beta, learned directions of the evidence
+            read, a learned mix or a feature map; or another mechanism that learns something ("hedgehog").
+        batches: inputs of the model, each a dict of arguments; padding does not count. Use sequences as long as those
+            that the model is meant for, because the share of keys outside a block depends on the length.
+        steps: the number of training steps, each with one batch. Default 300.
+        rate: the highest learning rate of Adam. Default 0.03.
+        seed: seed of the order of the batches.
+        learner: the learner of `distillation(model, steps)`, to continue after the steps that it has done.
+        progress: a function that is called after every step with the number of steps done and the loss, a mean over
+            layers.
 
     Returns:
-        The model. Nothing but the parameters of its attention's `.lln` has changed.
+        The model. Only the parameters in its attention's `.lln` have changed.
 
     Raises:
-        ValueError or TypeError: it names the argument.
-        NotFinite: a loss that is NaN or infinite.
+        ValueError or TypeError: the message names the argument.
+        NotFinite: the loss is NaN or infinite.
 
     Example:
         >>> import torch, transformers, lln.hf
@@ -229,14 +230,18 @@ def fine_tune(
     learner: Learner | None = None,
     progress: Progress = lambda done, loss: None,
 ) -> Model:
-    """Train all weights of the model's body so that its last hidden states are the teacher's: those of each part where
-    it has several (CLIP), and its logits or whatever else it gives where it says nothing of hidden states.
+    """Train all weights of a converted model, so that its last hidden states become those of its softmax teacher.
+
+    A model with several parts (CLIP) learns the hidden states of each part. A model that gives no hidden states learns
+    its logits, or its other outputs.
 
     Args:
-        model: what learns; without dropout, whatever mode it is in.
-        teacher: the softmax model that it was made from, another object.
-        batches, steps, seed, learner, progress: as in `distill`; learner: of `fine_tuning(model, steps)`.
-        rate: of Adam at its highest, for weights; ten times that for LLN's own parameters.
+        model: the converted model, trained in place and without dropout, whatever mode it is in.
+        teacher: the softmax model that it was made from, which must be another object.
+        batches, steps, seed, progress: as in `distill`; the default of steps is 100.
+        learner: the learner of `fine_tuning(model, steps)`, to continue after the steps that it has done.
+        rate: the highest learning rate of Adam for the weights, default 0.0001; LLN's own parameters learn at ten times
+            this rate.
 
     Returns:
         The model.

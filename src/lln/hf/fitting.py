@@ -40,21 +40,21 @@ def fit(
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Model:
-    """Find what `lln.hf.distill` would learn as far as that goes without gradients: the directions of the evidence
-    read, the size of alpha and beta, the mix of LLN and blocks, so that each layer's outputs come near to softmax's.
+    """Bring each layer of a converted model near to its softmax attention without gradients: find the directions of the
+    evidence read, the size of alpha and beta, and the mix of LLN and blocks. `lln.hf.distill` can train them further.
 
     Args:
-        model: runs "lln" or "lln_diag", as `lln.hf.convert` made and took it. What is found is what it keeps among its
-            weights: learned directions, alpha and beta that are kept or learned, a learned mix.
-        batches: inputs of the model, each a dict of arguments; padding does not count. A few passages do.
-        seed: of where the search for centres starts.
-        progress: called with the number of batches looked at and of all.
+        model: a model that runs "lln" or "lln_diag", from `lln.hf.convert`; changed in place. The values that it keeps
+            among its weights are found: learned directions, alpha and beta that are kept or learned, a learned mix.
+        batches: inputs of the model, each a dict of arguments; padding does not count. A few passages are enough.
+        seed: seed of the search for centres.
+        progress: a function that is called with the number of batches done and of all batches.
 
     Returns:
-        The model. Nothing but what its attention's `.lln` keeps has changed.
+        The model. Only what its attention keeps in `.lln` has changed.
 
     Raises:
-        ValueError or TypeError: it names the argument.
+        ValueError or TypeError: the message names the argument.
 
     Example:
         >>> import torch, transformers, lln.hf
@@ -73,8 +73,8 @@ def fit(
     fits = {name: Fit(attention, seed) for name, attention in find_running(body).items() if is_open(attention)}
     if not fits:
         raise ValueError(
-            "fit: the model's attention keeps nothing that could be found; use lln.hf.convert(model, read='evidence', "
-            "directions=..., mix='scales'), or matching='data', or learnable='head'."
+            "fit: the model's attention has no values that fit could find; first call lln.hf.convert(model, "
+            "read='evidence', directions=..., mix='scales'), or convert with matching='data' or learnable='head'."
         )
     directed = any(one.directed for one in fits.values())
     total, done = len(batches) * (1 + directed), 0
@@ -114,8 +114,8 @@ class Fit:
         self.sums: Tensor | float = 0.0
         if attention.has_moved():
             raise ValueError(
-                "fit: the model's convolution or feature map has learned something, and what is found would be as if "
-                "it had not; fit before lln.hf.distill."
+                "fit: the model's convolution or feature map is trained already, and fit would ignore that; call fit "
+                "before lln.hf.distill."
             )
 
     def gather(self, call: SoftmaxCall) -> None:
@@ -200,7 +200,10 @@ class Fit:
         if look is Fit.gather:
             self.keep_directions(name)
         elif isinstance(self.sums, float):
-            raise ValueError(f"batches: {name} was never reached; give the model inputs for all of it.")
+            raise ValueError(
+                f"batches: the model did not call {name} on these inputs; give inputs that reach all parts of the "
+                "model."
+            )
         else:
             self.keep_best(self.sums)
 
@@ -214,8 +217,8 @@ class Fit:
         self.queries.clear()
         if rows.shape[1] < count:
             raise ValueError(
-                f"batches: {name} saw {rows.shape[1]} queries a key head, and {count} directions are to be found among "
-                "them; give more or longer batches."
+                f"batches: {name} saw {rows.shape[1]} queries for each key head, which is too few to find {count} "
+                "directions; give more or longer batches."
             )
         generator = torch.Generator().manual_seed(self.seed)
         some = torch.randperm(rows.shape[1], generator=generator)[:ROWS].to(rows.device)

@@ -82,7 +82,7 @@ def choose(original: Any, model: PreTrainedModel, attn_implementation: str | Non
     except ValueError as problem:
         if f'attn_implementation="{attn_implementation}"` is not supported' not in str(problem):
             raise
-        raise ValueError(f"{problem} Of lln: {', '.join(map(repr, IMPLEMENTATIONS))}.") from problem
+        raise ValueError(f"{problem} lln adds: {', '.join(map(repr, IMPLEMENTATIONS))}.") from problem
 
 
 def attach_after_init(original: Any, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -128,10 +128,10 @@ def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *arg
 @functools.cache  # once a process
 def warn_of_harm() -> None:
     warnings.warn(
-        "attn_implementation puts LLN attention into a model that was loaded from a softmax checkpoint, which harms "
-        "it. `lln convert MODEL OUT --calibration TEXTS` teaches the model LLN attention, and so do "
-        "lln.hf.convert(model, ...) and then lln.hf.distill(model, batches); the former alone says that the change is "
-        "meant.",
+        "attn_implementation puts LLN attention into a model that was loaded from a softmax checkpoint, which makes "
+        "the model worse. Convert the model instead, with `lln convert MODEL OUT --calibration TEXTS`, or with "
+        "lln.hf.convert(model, ...) and then lln.hf.distill(model, batches). If you mean the change as it is, call "
+        "lln.hf.convert(model, ...) alone: it does not warn.",
         stacklevel=2,
     )
 
@@ -199,8 +199,8 @@ def give_cache(original: Any, model: Any, generation_config: Any, model_kwargs: 
     encoded = bool(model.config.is_encoder_decoder)
     if isinstance(given, LLNCache) and makes_cross_cache(type(model)):
         raise ValueError(
-            f"past_key_values: {type(model).__name__} makes a cache of keys and values for what it reads of its "
-            "encoder, and none of states; leave it out."
+            f"past_key_values must be left out: {type(model).__name__} makes a cache of its own for the keys and "
+            "values of its encoder, and LLNCache cannot take its place."
         )
     if given is None and generation_config.use_cache is not False and how != "dynamic" and decodes_with_lln(model):
         if how not in (None, "static"):

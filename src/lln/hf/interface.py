@@ -144,7 +144,8 @@ def attend(
     if ranks is not None:  # see `spreading`
         if not isinstance(attention, ModelAttention):
             raise ValueError(
-                f"{type(module).__name__} runs {implementation!r}, which is not spread over ranks; use LLN."
+                f"{type(module).__name__} runs {implementation!r}, which cannot be spread over ranks; use 'lln' or "
+                "'lln_diag'."
             )
         p = dropout if module.training else 0.0
         with share(ranks):
@@ -301,7 +302,7 @@ def attend_after_cached(call: Request) -> Result:
     time linear in the length, as reading a cache is."""
     if isinstance(call.attention, ModelAttention) and call.attention.convolution is not None:
         raise ValueError(
-            "past_key_values: the convolution reaches back to queries that no cache keeps; use use_cache=False."
+            "past_key_values: the convolution needs earlier tokens that no cache keeps; pass use_cache=False."
         )
     past, key_mask = call.key.shape[2] - call.query.shape[2], call.where["key_mask"]
     counts = torch.arange(call.key.shape[2], device=call.key.device)[None] >= past
@@ -322,7 +323,10 @@ def refuse(module: Any, kwargs: dict[str, Any]) -> None:
                 f"forms the pairs; {remedy}."
             )
     if kwargs.get("cache") is not None:
-        raise ValueError("cache: continuous batching pages keys and values, which linear attention does not keep.")
+        raise ValueError(
+            "cache: continuous batching needs pages of keys and values, which linear attention does not keep; use "
+            "model.generate."
+        )
 
 
 @contextlib.contextmanager

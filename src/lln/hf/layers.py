@@ -165,7 +165,7 @@ def choose(layers: Wanted, modules: list[tuple[str, Any]]) -> Choice:
         said: dict[int, bool] = {}
         for index, (_, module) in zip(indices, modules, strict=True):
             if said.setdefault(index, bool(layers(index, module))) != bool(layers(index, module)):
-                raise ValueError(f"layers must say the same of all attention modules of layer {index}.")
+                raise ValueError(f"layers must give all attention modules of layer {index} the same implementation.")
         return Choice([index for index in known if said[index]])
     if not isinstance(layers, Iterable):
         raise TypeError(
@@ -233,7 +233,8 @@ def check_runs(caller: str, model: PreTrainedModel, implementations: Collection[
 
 
 def make_cache(config: Any) -> LLNCache:
-    """States in the layers that run LLN attention, and keys and values, of a window where there is one, in others.
+    """Make the cache of a model in which only some layers run LLN attention: these layers keep states, and the others
+    keys and values (those of their window, if they have one).
 
     Example:
         >>> import transformers, lln.hf

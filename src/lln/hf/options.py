@@ -49,7 +49,7 @@ def take_new_names() -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What `config.lln` holds. Attributes that it leaves out have these defaults.
+    """The options that `config.lln` of a converted model holds. Options that it does not hold have these defaults.
 
     Args:
         implementation: "lln", "lln_diag" or another of `lln.hf.IMPLEMENTATIONS`; a name of transformers' own (say
@@ -162,14 +162,14 @@ class Options:
             check_peer(name, options)
 
     def statistics_of(self, kind: str) -> str:
-        """Of an attention module of that kind, "encoder" or "decoder"."""
+        """The statistics of attention modules of this kind, "encoder" or "decoder"."""
         chosen = self.statistics[kind] if isinstance(self.statistics, dict) else self.statistics
         if chosen != "auto":
             return chosen
         return "sample" if kind == "encoder" else "fixed"
 
     def of_layer(self, index: int) -> Options | None:
-        """The options of one layer, with what it runs for the implementation; None where the layer is the model's own.
+        """The options of one layer, with its own implementation; None if the layer keeps the model's own attention.
 
         Example:
             >>> options = Options("lln", layers=[0, 2])

@@ -35,45 +35,44 @@ def extend_positions(
     image_size: int | Sequence[int] | None = None,
     method: str | None = None,
 ) -> Model:
-    """Let `model` take texts of `length` tokens, or pictures of `image_size` pixels, more than it was pretrained for.
+    """Let a transformers model take longer texts, or larger pictures, than it was pretrained for.
 
-    What limits a model is found and changed in place: weights, buffers and config. dtype, device, requires_grad and
-    tied weights stay as they are, and a saved model is loaded with its new length. Tell the tokenizer (its
-    model_max_length) or the image processor (its size) yourself, and make optimisers afterwards: parameters are new
-    ones.
+    Everything that limits the model is changed in place: weights, buffers and config. dtype, device, requires_grad and
+    tied weights stay as they are, and a saved model is loaded with its new length. Set the model_max_length of the
+    tokenizer, or the size of the image processor, yourself. Make optimisers afterwards, because parameters are new.
 
-    Learned positions (BERT, RoBERTa, GPT-2, OPT, BART, ...). method="repeat", the default, lays the pretrained rows end
-    to end, as Longformer began. Neighbours stay as far apart as heads have learned, but for one pair a block, and
-    inputs as short as before give the same output to the last bit. "interpolate" spreads the rows evenly over the new
-    length: order is told all the way, but neighbours lie nearer together than they were ever trained, so it wants
-    training.
+    Learned positions (BERT, RoBERTa, GPT-2, OPT, BART, ...): method="repeat", the default, repeats the pretrained rows
+    one after another, as Longformer's conversion does. Neighbours stay as far apart as heads have learned, except where
+    a repetition begins, and inputs of the old length give the same output to the last bit. "interpolate" spreads the
+    rows evenly over the new length. Every position is then different, but neighbours are nearer together than in
+    training, so the model needs training.
 
-    Rotary positions (Llama, Mistral, Qwen, ModernBERT, ...). method="yarn", the default, slows down those frequencies
-    that did not turn round once in the old length, leaves the quick ones, which tell neighbours apart, as they are, and
-    goes from one to the other in between. "linear" slows all alike, neighbours included, and wants training. A model
-    that is scaled already keeps its way ("llama3", "yarn", ...) and is scaled further. Layers with a sliding window and
-    a rotation of their own stay. Scaling that depends on the input's length ("dynamic") is not offered: what a
-    cache or an LLN state holds was rotated before, and cannot be turned again. Scaled rotation changes short inputs,
-    too.
+    Rotary positions (Llama, Mistral, Qwen, ModernBERT, ...): method="yarn", the default, slows down the frequencies
+    that make less than one turn in the old length, leaves the fast ones, which tell neighbours apart, as they are, and
+    moves gradually from one to the other in between. "linear" slows down all of them, and needs training. A model that
+    is scaled already keeps its method ("llama3", "yarn", ...) and is scaled further. Layers with a sliding window and a
+    rotation of their own stay as they are. Scaling by the input's length ("dynamic") is not offered, because a cache or
+    an LLN state holds keys that were rotated before. Scaled rotation changes the output for short inputs as well.
 
-    Sinusoidal positions go on by their formula, without a method. Patch positions (ViT, DeiT, DINOv2, CLIP, ...) are
-    resampled bicubically, as ViT does in every call with interpolate_pos_encoding=True; class and distillation tokens
-    keep theirs.
+    Sinusoidal positions continue by their formula, without a method. Patch positions (ViT, DeiT, DINOv2, CLIP, ...) are
+    resampled bicubically, as ViT does in every call with interpolate_pos_encoding=True. Class and distillation tokens
+    keep their positions.
 
-    Extend before `lln.hf.convert` measures anything, so that it measures the model as it will be.
+    Extend the positions before you call `lln.hf.convert`, so that it measures the final model.
 
     Args:
-        model: a transformers model, changed in place, or what holds one (see `lln.hf.convert`).
-        length: how many tokens it shall take, special tokens included. Encoder and decoder get it alike.
-        image_size: pixels of a side, or (height, width), in place of `length`; a multiple of the patch size.
+        model: a transformers model, or a module that holds one (see `lln.hf.convert`); changed in place.
+        length: the new number of tokens, special tokens included, for encoder and decoder alike.
+        image_size: for image models instead of `length`: pixels of a side, or (height, width); a multiple of the patch
+            size.
         method: "repeat" or "interpolate" for learned positions, "yarn" or "linear" for rotary ones; see above.
 
     Returns:
-        The model; as it was if it has that many places already.
+        The model, unchanged if it has that many positions already.
 
     Raises:
-        ValueError or TypeError: it names the argument, and the model is as it was. Among others for a length below the
-        one that the model has, and for models without a limit or with one that cannot be extended.
+        ValueError or TypeError: the message names the argument, and the model is unchanged. Among others for a length
+        below the model's own, and for models without a limit or with one that cannot be extended.
 
     Example:
         >>> import torch, transformers, lln.hf

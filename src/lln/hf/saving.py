@@ -131,7 +131,7 @@ def find_loader(name: str) -> type[Loader]:
         'AutoModel'
     """
     if not name.startswith("AutoModel"):
-        raise AttributeError(f"{CODE} has Auto classes of transformers alone; got {name!r}.")
+        raise AttributeError(f"{CODE} has only Auto classes of transformers; got {name!r}.")
     return type(name, (Loader,), {"auto": getattr(transformers, name)})
 
 

@@ -24,20 +24,25 @@ RANKS = "lln_ranks"  # the attribute of a model that says who shares its sequenc
 
 
 def spread(model: Model, mesh: DeviceMesh | None, *, lengths: Sequence[int] | None = None) -> Model:
-    """Let a model attend over the rows of all ranks of `mesh`, from now on and in its backward passes too; None: over
-    its own rows again. Every rank calls the model with its own columns of input_ids (or inputs_embeds), attention_mask
-    and the like, the first rank's first; outputs are of these columns. Positions count on from the ranks before.
+    """Let a transformers model attend over the tokens of all ranks of `mesh` in every later call, backward passes
+    included, for sequences that are cut over several cards.
 
-    Labels are those of a rank's own tokens. A causal model shifts them, and the last one of a rank would be lost: give
-    `shift_labels` instead, cut from `labels[:, 1:]` of the whole, as transformers' own context parallelism does. The
-    mean in a model's loss is over the rank's own tokens; with `num_items_in_batch`, or a loss of one's own, it is that
-    of all. Gradients are added up by `lln.distributed.sum_gradients`, or averaged by DDP and FSDP.
+    Every rank calls the model with its own columns of input_ids (or inputs_embeds), attention_mask and the like: rank 0
+    with the first columns, and so on. It gets the outputs of these columns. Positions count on from the ranks before.
+
+    Labels belong to a rank's own tokens. A causal model shifts them and would lose the last label of each rank: pass
+    `shift_labels` instead, cut from `labels[:, 1:]` of the whole sequence, as transformers' own context parallelism
+    does. The loss of the model is the mean over the rank's own tokens. Pass `num_items_in_batch`, or compute the loss
+    yourself, to get the mean over all. `lln.distributed.sum_gradients` adds gradients up; DDP and FSDP average them.
 
     Args:
-        model: a transformers model, or what holds one, that runs "lln" or "lln_diag" in all its layers and takes
-            position_ids.
-        mesh: a DeviceMesh of one dimension.
-        lengths: how many tokens each rank has, where that never changes; else ranks tell each other in every call.
+        model: a transformers model, or a module that holds one, that runs "lln" or "lln_diag" in all its layers and
+            takes position_ids; changed in place.
+        mesh: a DeviceMesh of one dimension; None undoes `spread`.
+        lengths: how many tokens each rank has, if that never changes. Default: the ranks exchange it in every call.
+
+    Returns:
+        The model.
 
     Example:
         >>> import torch, transformers, lln.hf
@@ -73,16 +78,17 @@ def check_spread(model: PreTrainedModel, found: dict[str, Any]) -> None:
     name = type(model).__name__
     other = [path for path, _ in attention_modules(model) if not isinstance(found.get(path), ModelAttention)]
     if other or not found:
-        what = f"{other[0]} of {name} does not run LLN attention" if other else f"{name} has none of LLN"
+        what = f"{other[0]} of {name} does not run LLN attention" if other else f"{name} has no LLN attention"
         raise ValueError(
-            f"spread: {what}, and other attention sees one rank's rows alone; lln.hf.convert(model, 'lln')."
+            f"spread: {what}, and attention of other kinds would see the tokens of one rank alone; convert the model "
+            "with lln.hf.convert(model, 'lln')."
         )
     for part in list_attending(model):
         names = list_arguments(type(part))
         if "position_ids" not in names:
             raise ValueError(
-                f"spread: {type(part).__name__} takes no position_ids, so that every rank's rows would be the first "
-                "ones; use a model that does."
+                f"spread: {type(part).__name__} takes no position_ids, so the tokens of every rank would get the first "
+                "positions; use a model that takes position_ids."
             )
 
 
@@ -120,7 +126,7 @@ def number(ranks: Ranks, part: nn.Module, tokens: Tensor | None, embedded: Tenso
     counts = ranks.measure(length)
     if 0 in counts:  # known to all of them, so that all stop here
         raise ValueError(
-            f"spread: ranks hold {list(counts)} tokens, and {type(part).__name__} cannot run on none; give each one."
+            f"spread: every rank must hold at least one token for {type(part).__name__}; the ranks hold {list(counts)}."
         )
     start = find_start(part)
     if tokens is not None and start:  # RoBERTa and its kin: padding has no place, and the rest is counted without it
@@ -134,11 +140,16 @@ def number(ranks: Ranks, part: nn.Module, tokens: Tensor | None, embedded: Tenso
 
 @torch.no_grad()
 def prefill(model: Any, input_ids: Tensor, mesh: DeviceMesh, *, attention_mask: Tensor | None = None) -> LLNCache:
-    """What a causal model keeps of a prompt that is too long for one process: every rank reads its part, and all have
-    the cache of the whole, with which any of them may go on alone.
+    """Read a prompt that is too long for one card on all ranks together, and return the cache of the whole prompt on
+    every rank. Any rank can then generate from it alone.
 
-    input_ids [B, N] and attention_mask [B, N] are whole on every rank. The model's own `generate` wants at least one
-    token that it has not seen, so leave the last one out:
+    Args:
+        model: a causal transformers model that runs "lln" or "lln_diag" in all its layers.
+        input_ids: [B, N], the whole prompt on every rank.
+        mesh: a DeviceMesh of one dimension.
+        attention_mask: [B, N], also whole; default: no padding.
+
+    `generate` needs at least one token that the cache has not seen, so leave the last one out:
 
         cache = lln.hf.prefill(model, prompt[:, :-1], mesh)
         model.generate(prompt, past_key_values=cache)

@@ -34,7 +34,7 @@ AttentionInterface.register(SOFTMAX, sdpa_attention_forward)
 AttentionMaskInterface.register(SOFTMAX, sdpa_mask)
 
 
-LEAKS = "batches: softmax here does not keep packed sequences apart; give each a row of its own."
+LEAKS = "batches: softmax attention does not keep packed sequences apart here; give each sequence a row of its own."
 NO_BATCHES = "batches must hold at least one batch; it is empty."
 
 

@@ -49,14 +49,14 @@ def entropy(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Tensor | Estimate:
-    """The mean entropy of the rows of P in bits, eq. (7): [batch, heads].
+    """Measure the mean entropy of the rows of P in bits, eq. (7): [batch, heads].
 
-    Exact by default: rows are streamed, so that memory grows with the length and time with its square. For long inputs
-    it can be estimated without bias instead:
+    By default it is exact: a few rows at a time are computed, so that memory grows with the length and time with its
+    square. For long inputs it can be estimated without bias instead:
 
-        samples   so many draws; one is a pair (i, j) of LLN and kernel maps, at a cost that does not depend on the
-                  length, and a whole row of other maps
-        width     as many draws as an interval no wider than so many bits takes
+        samples   the number of draws; a draw is a pair (i, j) for LLN and kernel maps, whose cost does not depend on
+                  the length, and a whole row for other maps
+        width     draw until the confidence interval is at most this wide, in bits
 
     Returns:
         A tensor; with samples or width an Estimate (value, low, high), where the interval from low to high holds the
@@ -74,7 +74,7 @@ def entropy(
     if samples is None and width is None:
         return p.collect([mean_of_rows(heads, map(heads.entropies, heads.chunks())) for heads in p.groups()])
     if samples is not None and width is not None:
-        raise ValueError(f"samples and width are two ways to say one thing; got samples={samples} and width={width}.")
+        raise ValueError(f"give samples or width, and not both; got samples={samples} and width={width}.")
     if samples is not None:
         check_count("samples", samples, 2)
     else:
@@ -179,9 +179,9 @@ def mean_of_rows(heads: Heads, parts: Iterable[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def variance(p: AttentionMap) -> Tensor:
-    """The variance of the entries of a row of P around their mean, averaged over rows: [batch, heads]. Eq. (21).
+    """Measure the variance of the entries of a row of P, averaged over rows: [batch, heads], eq. (21).
 
-    A row is taken over the keys it may see. For LLN and kernel maps exactly in time linear in the length.
+    A row counts the keys that it may see. For LLN and kernel maps this is exact, in time linear in the length.
 
     Example:
         >>> from lln.instruments import dense_map
@@ -233,13 +233,15 @@ class LogMoments(NamedTuple):
 
 @torch.no_grad()
 def log_moments(p: AttentionMap, *, rows: int | None = None, seed: int = 0) -> LogMoments:
-    """Mean and variance of log P, measured and as the paper predicts them for softmax (Prop. 3.1) and LLN (Prop. 4.1).
+    """Measure the mean and variance of log P, beside the paper's predictions for softmax (Prop. 3.1) and LLN (Prop.
+    4.1).
 
     Entries that are exactly 0 have no logarithm and are left out. Variances are unbiased (n - 1).
 
     Args:
-        rows: measure a random sample of so many rows instead of all, whose time grows with the square of the length.
-        seed: of the sample.
+        rows: measure a random sample of this many rows. Default: all rows, in time that grows with the square of the
+            length.
+        seed: seed of the sample.
 
     Example:
         >>> found = log_moments(softmax_map(torch.zeros(1, 1, 8, 4), torch.zeros(1, 1, 8, 4)))
@@ -356,7 +358,7 @@ def temperature(
     seed: int = 0,
     **options: Any,
 ) -> Tensor:
-    """How widely attention spreads, [batch, heads]: high where all keys weigh alike, low where few keys take all.
+    """Measure how widely attention spreads, [batch, heads]: high if all keys weigh alike, low if few keys take all.
 
         temperature(q, k)                of softmax attention, eq. (5): 1 / sqrt(var(a_ij)), a_ij = scale q_i . k_j,
                                          exactly and in time linear in the length (streamed when causal)
@@ -365,11 +367,11 @@ def temperature(
         temperature(p)                   of a map: eq. (5) for softmax, the measured variance of log P for others
 
     Args:
-        rows, seed: measure log P on a random sample of so many rows; see log_moments.
-        options: of softmax_map or lln_map: key_mask, query_mask, is_causal, scale, block_size, mix.
+        rows, seed: measure log P on a random sample of this many rows, see log_moments.
+        options: options of softmax_map or lln_map: key_mask, query_mask, is_causal, scale, block_size, mix.
 
     Raises:
-        ValueError or TypeError: it names the argument.
+        ValueError or TypeError: the message names the argument.
 
     Example: larger queries make scores that lie further apart, so that attention is colder.
         >>> q, k = torch.randn(2, 1, 2, 16, 8, generator=torch.Generator().manual_seed(0))

@@ -49,7 +49,7 @@ class GaussianFit(NamedTuple):
 
 
 class QueryKeyFit(NamedTuple):
-    """What `gaussian_fit` gives.
+    """The result of `gaussian_fit`: one `GaussianFit` for the queries, and one for the keys.
 
     >>> found = gaussian_fit(torch.randn(2, 4, 16, 8), torch.randn(2, 1, 16, 8))
     >>> found.query.std.shape, found.key.std.shape
@@ -92,16 +92,16 @@ def normal_fit(values: Tensor, valid: Tensor) -> GaussianFit:
 
 @torch.no_grad()
 def lognormal_fit(p: AttentionMap, *, entries: int = 2**20, seed: int = 0) -> LognormalFit:
-    """How close P is to log-normal (Prop. 3.1 and 4.1): [batch, heads] each.
+    """Measure how close P is to log-normal (Prop. 3.1 and 4.1): [batch, heads] each.
 
-    Entries of P share rows and columns, so that no test of N^2 of them is honest: distance, qq_r2 and skewness are
-    effect sizes, and only the p-value is a test, on at most 512 entries of different rows and columns, against 999
-    Gaussian samples of the same number. Entries that are exactly 0 are left out.
+    Entries of P share rows and columns, so a test of all N^2 of them would not be valid. distance, qq_r2 and skewness
+    are effect sizes. Only the p-value is a test, on at most 512 entries of different rows and columns, against 999
+    Gaussian samples of the same size. Entries that are exactly 0 are left out.
 
     Args:
-        entries: the effect sizes take all entries of a head, or where it has more than this a random sample of about so
-            many, spread over 2,048 rows.
-        seed: of the samples.
+        entries: the effect sizes use all entries of a head. If it has more than this number, they use a random sample
+            of about this size, spread over 2,048 rows.
+        seed: seed of the samples.
 
     Example: softmax of Gaussian scores is log-normal.
         >>> from lln.instruments import softmax_map
@@ -174,14 +174,15 @@ def null_distances(count: int) -> Tensor:
 def gaussian_fit(
     q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, query_mask: Tensor | None = None
 ) -> QueryKeyFit:
-    """How well the paper's assumption holds that all elements of a head's queries, and of its keys, come from one
-    Gaussian (of mean 0): effect sizes for every head of q [batch, heads, length, dim] and k [batch, key heads, ...].
+    """Measure how well the paper's assumption holds that all elements of a head's queries, and all of its keys, come
+    from one Gaussian of mean 0.
 
-    Padding does not count: key_mask [batch, key length] and query_mask [batch, length] are True for tokens; query_mask
-    defaults to key_mask where the lengths are equal.
+    It gives effect sizes for every head of q [batch, heads, length, dim] and k [batch, key heads, key length, dim].
+    Padding does not count: key_mask [batch, key length] and query_mask [batch, length] are True for tokens. query_mask
+    defaults to key_mask if the lengths are equal.
 
     Raises:
-        ValueError or TypeError: it names the argument.
+        ValueError or TypeError: the message names the argument.
 
     Example:
         >>> q = torch.randn(1, 2, 64, 16, generator=torch.Generator().manual_seed(0))

@@ -124,7 +124,7 @@ class AttentionMap:
 
     @torch.no_grad()
     def dense(self) -> Tensor:
-        """P as a matrix, [batch, heads, rows, keys]; padded rows and hidden keys are 0."""
+        """Compute P as a matrix, [batch, heads, rows, keys]. Padded rows and hidden keys are 0."""
         return torch.cat([group.make_dense() for group in self.groups()]).view(self.shape)
 
     @torch.no_grad()
@@ -133,7 +133,10 @@ class AttentionMap:
 
         Raises ValueError for a map that has no such form: softmax, LLN+Diag, dense, and every causal one."""
         if not self.factored:
-            raise ValueError(f"factors: only bidirectional LLN and kernel maps are products of two; got {self!r}.")
+            raise ValueError(
+                f"factors: only bidirectional LLN and kernel maps are products of two matrices; got {self!r}, use "
+                "dense() for it."
+            )
         pairs = [pair for group in self.groups() if (pair := group.factors()) is not None]
         a, b = (torch.cat(sides).unflatten(0, (self.batch, self.heads)) for sides in zip(*pairs, strict=True))
         return a, b
@@ -226,17 +229,17 @@ def softmax_map(
     key_mask: Tensor | None = None,
     query_mask: Tensor | None = None,
 ) -> AttentionMap:
-    """The map of softmax attention, P_ij = softmax_j(scale q_i . k_j).
+    """Make the map of softmax attention on these queries and keys, P_ij = softmax_j(scale q_i . k_j), to measure it.
 
     Args:
         q: [batch, heads, length, dim]; k: [batch, key heads, key length, dim], with fewer heads for grouped queries.
-        scale: default 1 / sqrt(dim).
+        scale: factor of the scores, default 1 / sqrt(dim).
         is_causal: a row sees its own and earlier keys.
         key_mask: [batch, key length] bool, True = attend.
         query_mask: [batch, length] bool, rows that count; default key_mask where the lengths are equal.
 
     Raises:
-        ValueError or TypeError: it names the argument.
+        ValueError or TypeError: the message names the argument.
 
     Example:
         >>> p = softmax_map(torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), is_causal=True)
@@ -266,23 +269,25 @@ def lln_map(
     key_mask: Tensor | None = None,
     query_mask: Tensor | None = None,
 ) -> AttentionMap:
-    """The map of LLN attention, eq. (9), or with block_size of LLN+Diag: what lln.lln_attention multiplies values by.
+    """Make the map of LLN attention, eq. (9), or of LLN+Diag with block_size: the P that `lln.lln_attention` multiplies
+    values by.
 
     Args:
         q, k, is_causal, key_mask, query_mask: as for softmax_map.
         alpha, beta: numbers, or tensors [heads], [batch, heads], [heads, dim] or [batch, heads, dim] (beta: key heads).
-        block_size: softmax attention inside consecutive blocks of so many tokens, counted from the first valid one.
+        block_size: for LLN+Diag: softmax attention inside consecutive blocks of this many tokens, counted from the
+            first valid one. None (default): LLN alone.
         mix: P = mix P_lln + (1 - mix) P_blocks; a pair (r, p) gives r P_lln + p P_blocks. Numbers, or tensors [heads]
             or [batch, heads]. "evidence", with evidence_offset: as in `lln.lln_attention`. That map is a matrix, and a
             ValueError where it would be too large.
-        overlap: windows in place of blocks, as in `lln.LLNAttention`.
+        overlap: windows instead of blocks, as in `lln.LLNAttention`.
         tiles: [length], int: the block of each token, where blocks are of at most block_size tokens but not of
             consecutive ones; a token of a negative block shares all of them. Not causal.
         read, directions: "evidence" and the directions of its channels, as in `lln.lln_attention`; alpha is None then.
-        scale: of the softmax in the blocks and of the evidence read, default 1 / sqrt(dim).
+        scale: factor of the scores in the blocks and in the evidence read, default 1 / sqrt(dim).
 
     Raises:
-        ValueError or TypeError: it names the argument.
+        ValueError or TypeError: the message names the argument.
 
     Example:
         >>> import lln
@@ -331,7 +336,7 @@ def kernel_map(
     key_mask: Tensor | None = None,
     query_mask: Tensor | None = None,
 ) -> AttentionMap:
-    """The map of any linear attention, P_ij = fq_i . fk_j / sum_l fq_i . fk_l, from the features of queries and keys.
+    """Make the map of any linear attention, P_ij = fq_i . fk_j / sum_l fq_i . fk_l, from features of queries and keys.
 
     Args:
         fq: [batch, heads, length, features]; fk: [batch, key heads, key length, features]. Products must be positive in
@@ -339,7 +344,8 @@ def kernel_map(
         is_causal, key_mask, query_mask: as for softmax_map.
 
     Raises:
-        ValueError or TypeError: it names the argument; for values that make no weights, when the map is measured.
+        ValueError or TypeError: the message names the argument; for values that make no weights, when the map is
+        measured.
 
     Example:
         >>> p = kernel_map(torch.rand(1, 2, 8, 3), torch.rand(1, 2, 8, 3))
@@ -358,12 +364,12 @@ def dense_map(
     key_mask: Tensor | None = None,
     query_mask: Tensor | None = None,
 ) -> AttentionMap:
-    """The map of a matrix that is already there: p [rows, keys] or [batch, heads, rows, keys], rows summing to 1.
+    """Make a map from a given attention matrix: p [rows, keys] or [batch, heads, rows, keys], whose rows sum to 1.
 
     is_causal promises that p is lower triangular; the masks are as for softmax_map.
 
     Raises:
-        ValueError or TypeError: it names the argument.
+        ValueError or TypeError: the message names the argument.
 
     Example:
         >>> dense_map(torch.eye(3))
@@ -398,7 +404,9 @@ def check_tiles(tiles: Tensor | None, q: Tensor, block_size: int | None, ordered
     if not isinstance(tiles, Tensor) or tiles.is_floating_point() or tuple(tiles.shape) != (q.shape[2],):
         raise ValueError(f"tiles must be an int tensor of shape [{q.shape[2]}], the length; got {describe(tiles)}.")
     if block_size is None or ordered:
-        raise ValueError("tiles go with block_size, and without is_causal and overlap, which count tokens in order.")
+        raise ValueError(
+            "tiles need block_size, and go neither with is_causal nor with overlap, which count tokens in order."
+        )
 
 
 def check_stochastic(p: Tensor, live: Tensor) -> None:

@@ -33,34 +33,36 @@ def record(
     keep: bool = False,
     instruments: tuple[str, ...] | list[str] = MEASURED,
 ) -> Recorder:
-    """Observe the queries and keys of every attention layer of a model, and measure them at once:
+    """Measure every attention layer of a model while it runs or trains:
 
         with lln.instruments.record(model) as rec:
             model(**inputs)
         rec.table()                      # pandas, a row for each step, layer and head; rec.rows() as plain dicts
 
-    What the model computes does not change by a bit, nothing is left behind afterwards, and a recomputation inside
-    backward (activation checkpointing) is not looked at again. Observed are lln.LLNAttention (in lln.MultiheadAttention
-    and in models of lln.hf, too), torch.nn.MultiheadAttention, the attention of models of transformers, timm and
-    diffusers, and modules with linear layers named like query, key and value whose softmax attention can be verified
-    from outside.
+    The outputs of the model stay the same to the last bit, and nothing is left in the model afterwards. A recomputation
+    inside backward (activation checkpointing) is not measured again. It measures lln.LLNAttention (also in
+    lln.MultiheadAttention and in models of lln.hf), torch.nn.MultiheadAttention, the attention of models of
+    transformers, timm and diffusers, and modules with linear layers named like query, key and value whose softmax
+    attention can be verified from outside.
 
     Args:
-        model: the module that is called, without torch.compile. A call of it is a step, in training or not.
-        every: record the first step and every so many steps after it.
-        samples: of each batch the first so many; None: all. Numbers are means over them.
-        keep: also keep what was observed, queries and keys included, in `rec.observations`.
-        instruments: which of sigma_q, sigma_k (standard deviations of the elements of queries and keys), temperature,
-            entropy (bits; with max_entropy, that of rows which spread evenly), spectral_gap, log_variance (of log P)
-            and lognormality (Kolmogorov-Smirnov distance of log P from a Gaussian) to measure.
+        model: the module that is called, without torch.compile. Each call of it is a step, in training or not.
+        every: record the first step, and then one step in this many. Default 1.
+        samples: the number of samples of each batch that are measured, from the first on (default 1); None: all. The
+            results are means over them.
+        keep: also keep the observed queries and keys in `rec.observations`. Default False.
+        instruments: what to measure, default all: some of sigma_q, sigma_k (standard deviations of the elements of
+            queries and keys), temperature, entropy (bits; with max_entropy, that of rows which spread evenly),
+            spectral_gap, log_variance (of log P) and lognormality (Kolmogorov-Smirnov distance of log P from a
+            Gaussian).
 
     Returns:
         A Recorder, to be used as a context manager.
 
     Raises:
-        ValueError or TypeError: it names the argument; on entering, ValueError for a model in which nothing can be
-            observed; in a recorded step, ValueError for a layer that attends in a way that the instruments do not
-            know.
+        ValueError or TypeError: the message names the argument; on entering, ValueError for a model in which nothing
+            can be observed; in a recorded step, ValueError for a layer that attends in a way that the instruments do
+            not know.
 
     Example:
         >>> attention, x = nn.MultiheadAttention(16, 2, batch_first=True), torch.zeros(1, 8, 16)
@@ -73,7 +75,8 @@ def record(
 
 
 class Recorder:
-    """What `record` gives. It may be entered again, and then goes on counting steps.
+    """The context manager that `record` returns, which holds the measurements. It may be entered again, and then
+    continues to count steps.
 
     Attributes:
         step: the number of the next step; set it to number steps otherwise.
@@ -110,7 +113,9 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         if self._stack is not None:
-            raise RuntimeError("record: this recorder is recording already.")
+            raise RuntimeError(
+                "record: this recorder is already active; leave its with block first, or make another recorder."
+            )
         with contextlib.ExitStack() as stack:
             for remove in self._watch():
                 stack.callback(remove)
@@ -124,7 +129,9 @@ class Recorder:
 
     def _watch(self) -> list[Remove]:
         if any(map(is_compiled, self.model.modules())):
-            raise ValueError("record: the model is compiled, and a compiled graph shows nothing; record it as it was.")
+            raise ValueError(
+                "record: a compiled model cannot be observed; give the model that torch.compile was called on."
+            )
         look = Look(self._is_active, self._see, self.samples)
         removes = [*watch_lln(self.model, look), *watch_multihead(self.model, look)]
         skip: set[nn.Module] = {m for m in self.model.modules() if isinstance(m, nn.MultiheadAttention)}

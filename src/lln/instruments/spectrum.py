@@ -31,17 +31,18 @@ NOISE = 1e-12  # directions below this share of an image are rounding
 
 @torch.no_grad()
 def spectral_gap(p: AttentionMap, *, tolerance: float = 1e-7) -> Tensor:
-    """1 - |lambda_2| of P, [batch, heads]: 1 where all rows are alike, 0 where a part of the sequence never mixes.
+    """Measure the spectral gap 1 - |lambda_2| of P, [batch, heads]: 1 if all rows are alike, 0 if a part of the
+    sequence never mixes with the rest.
 
-    lambda_2 is the second eigenvalue by absolute value; of a single token there is none and the gap is 1. Exact for
+    lambda_2 is the second eigenvalue by absolute value. A single token has none, and its gap is 1. The gap is exact for
     LLN, kernel and causal maps.
 
     Args:
-        tolerance: of the iteration for long softmax, LLN+Diag and dense maps.
+        tolerance: tolerance of the iteration for long softmax, LLN+Diag and dense maps.
 
     Raises:
-        ValueError: for a cross map: it is not square over one sequence and has no eigenvalues.
-        RuntimeError: where the iteration does not get to the tolerance.
+        ValueError: for a map between two sequences, which has no eigenvalues.
+        RuntimeError: if the iteration does not reach the tolerance.
 
     Example:
         >>> from lln.instruments import dense_map
@@ -65,16 +66,16 @@ def spectral_gap(p: AttentionMap, *, tolerance: float = 1e-7) -> Tensor:
 
 @torch.no_grad()
 def principal_std(p: AttentionMap, *, tolerance: float = 1e-7) -> Tensor:
-    """The largest singular value of P - 1 mu^T, where mu is the mean of the rows of P: [batch, heads].
+    """Measure the largest singular value of P - 1 mu^T, where mu is the mean of the rows of P: [batch, heads].
 
     Its square is the spread of the rows around their mean along their first principal component (not divided by their
     number). |lambda_2| is at most this; it can exceed 1. Exact for bidirectional LLN and kernel maps.
 
     Args:
-        tolerance: of the iteration for other maps that are long.
+        tolerance: tolerance of the iteration for other maps that are long.
 
     Raises:
-        RuntimeError: where the iteration does not get to the tolerance.
+        RuntimeError: if the iteration does not reach the tolerance.
 
     Example: it bounds the second eigenvalue.
         >>> from lln.instruments import lln_map

@@ -55,8 +55,8 @@ def run_watched(look: Look, name: str, module: Any, original: Any, *args: Any, *
         result = original(*args, **kwargs)
     if not watch.calls:
         raise ValueError(
-            f"record: {name} ({type(module).__name__}) computes its attention without torch's function, which is where "
-            "it could be seen; choose that (timm.layers.set_fused_attn(True), diffusers' AttnProcessor2_0)."
+            f"record: {name} ({type(module).__name__}) does not call torch's scaled_dot_product_attention, where it "
+            "could be observed; make it do so (timm.layers.set_fused_attn(True), diffusers' AttnProcessor2_0)."
         )
     return result
 

@@ -44,7 +44,8 @@ def observe_call(look: Look, call: Call) -> list[Observation]:
     who = f"record: {name} ({type(call.module).__name__})"
     if call.implementation not in KNOWN and not flash:
         raise ValueError(
-            f"{who} runs attn_implementation={call.implementation!r}, which is not known to be softmax or LLN."
+            f"{who} runs attn_implementation={call.implementation!r}, which is not known to be softmax or LLN; use "
+            "'sdpa' or 'eager'."
         )
     for option in UNKNOWN:
         if given.get(option) is not None:

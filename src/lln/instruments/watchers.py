@@ -105,8 +105,8 @@ def observe_lln(look: Look, layer: str, module: LLNAttention, args: Any, kwargs:
     is_causal, key_mask, query_mask, offsets = where.values()
     if given["state"] is not None:
         raise ValueError(
-            f"record: {layer} goes on from a state, which does not keep the keys that came before; record a call "
-            "on whole sequences."
+            f"record: {layer} continues from a state, which does not keep the earlier keys; record a call on whole "
+            "sequences."
         )
     with torch.no_grad():
         found = module.coefficients(query, key, **where)
@@ -260,7 +260,7 @@ def observe_linear(look: Look, layer: str, module: nn.Module, layers: Any, args:
     given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
     given = {**given, **given.get("kwargs", {})}
     if any(value is not None and "past" in name for name, value in given.items()):
-        raise ValueError(f"record: {layer} reads keys from a cache that cannot be looked into; use use_cache=False.")
+        raise ValueError(f"record: {layer} reads keys from a cache that cannot be observed; pass use_cache=False.")
     with watch_layers(module) as seen_by:
         result = module.forward(*args, **kwargs)
     if not all(one in seen_by for one in layers):

@@ -111,9 +111,11 @@ def check_read(read: Any, alpha: Any, beta: Any) -> None:
     check_choice("read", read, "paper", "evidence")
     if beta is None or (alpha is None and read == "paper"):
         name = "beta" if beta is None else "alpha"
-        raise TypeError(f"{name} is missing; give a positive number or an array, as of lln.jax.match_moments.")
+        raise TypeError(
+            f"{name} is missing; give a positive number or an array, for example from lln.jax.match_moments."
+        )
     if read == "evidence" and alpha is not None:
-        raise ValueError("alpha: the evidence read has none, its temperature is scale; leave alpha out.")
+        raise ValueError("alpha must be left out with read='evidence', where scale sets the temperature.")
 
 
 def check_layout(
@@ -139,8 +141,8 @@ def check_layout(
     check_count("block_size", block_size)
     if lengths[0] != lengths[1]:
         raise ValueError(
-            "block_size: blocks along the diagonal need query and key of one sequence, so cross attention has none; "
-            "use block_size=None."
+            "block_size must be None in cross attention, because blocks along the diagonal need query and key of one "
+            "sequence."
         )
     if with_state and not is_causal:
         raise ValueError(
@@ -156,10 +158,12 @@ def mix_weights(mix: Any, block_size: int | None, shape: tuple[int, int, int], d
             raise ValueError(f"mix weighs LLN against the blocks and needs block_size; got {describe(mix)}.")
         return None, None
     if isinstance(mix, str):
-        raise ValueError(f"mix must be a number, an array or a pair of them; {mix!r} is there in PyTorch alone.")
+        raise ValueError(
+            f"mix must be a number, an array or a pair of them in JAX; {mix!r} is supported only in PyTorch."
+        )
     if isinstance(mix, (tuple, list)):
         if len(mix) != 2:
-            raise ValueError(f"mix must be a number, an array, or a pair (r, p); got {len(mix)} of them.")
+            raise ValueError(f"mix must be a number, an array, or a pair (r, p); got {len(mix)} values.")
         r, p = (coefficient("mix", m, shape, dtype, positive=False) for m in mix)
         return r, p
     if isinstance(mix, (int, float)) and not 0.0 <= mix <= 1.0:

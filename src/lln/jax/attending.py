@@ -47,9 +47,10 @@ def lln_attention(
     return_state: bool = False,
     scale: float | None = None,
 ) -> Any:
-    """Linear Log-Normal attention in JAX, in time and memory linear in the length: the numbers of `lln.lln_attention`.
+    """Compute Linear Log-Normal attention in JAX, in time and memory linear in the length. It gives the numbers of
+    `lln.lln_attention`.
 
-    A pure function that jit, vmap, grad, scan and shard_map take; options that are not arrays are static.
+    It is a pure function that works under jit, vmap, grad, scan and shard_map. Options that are not arrays are static.
 
     Args:
         query: [batch, heads, length, dim]. float32, float64 (with `jax_enable_x64`), bfloat16 or float16; everything
@@ -58,32 +59,32 @@ def lln_attention(
         value: [batch, key heads, key length, value dim].
         alpha: factor of the queries: a positive number, or an array [heads], [batch, heads], [heads, dim] or
             [batch, heads, dim]; [batch, heads, length, 1 or dim] where each packed sequence has its own.
-        beta: factor of the keys, likewise with key heads.
+        beta: factor of the keys, with the same shapes, of key heads.
         read: "paper": by alpha q, eq. (8). "evidence": by the centres of the keys in each channel, without alpha, for
             weights that were trained with softmax attention; it is ours, not the paper's.
-        directions: of the evidence read's channels. None: the keys' own coordinates; "signed": these and their
-            negatives; an array [key heads, channels, dim] or [channels, dim].
-        block_size: LLN+Diag: adds softmax attention inside consecutive blocks of so many tokens, counted from each
-            sequence's first valid token. None: LLN alone.
-        mix: out = mix * lln + (1 - mix) * diag; a pair (r, p) gives r * lln + p * diag. Numbers, or arrays as alpha
-            (with value dim for dim). Needs block_size.
-        is_causal: a query attends its own and earlier positions.
+        directions: the directions of the evidence read's channels. None (default): the keys' own coordinates; "signed":
+            these and their negatives; or an array [key heads, channels, dim] or [channels, dim].
+        block_size: for LLN+Diag: adds softmax attention inside consecutive blocks of this many tokens, counted from
+            each sequence's first valid token. None (default): LLN alone.
+        mix: how LLN and the blocks are weighed, with block_size: out = mix * lln + (1 - mix) * diag; a pair (r, p)
+            gives r * lln + p * diag. Numbers (default 0.5), or arrays as alpha (with value dim in place of dim).
+        is_causal: a query attends to its own and earlier positions.
         key_mask: [batch, key length] bool, True = attend. It hides keys; a row that has nothing to attend to gives
             zeros. What is hidden must still be finite.
         segment_ids: [batch, length] ints: several sequences packed into a row. Tokens that follow each other with one
             id are a sequence, and see no other; the same id further on is another sequence.
         value_convolution: taps [key heads, value dim, width] of a convolution of the values, whose result is added to
             the output (see `convolve_values`).
-        state: what came before, an LLNState: earlier tokens when causal, more keys and values when not.
-        return_state: also return the LLNState after these keys and values (including `state`). A query of length 0
-            just folds the keys; keys of length 0 just read the state.
-        scale: of the softmax in the blocks and of the evidence read, default 1 / sqrt(dim).
+        state: an LLNState of what came before: of earlier tokens when causal, of more keys and values when not.
+        return_state: also return the LLNState after these keys and values (`state` included). With a query of length 0
+            the call only computes the state; with keys of length 0 it only reads it.
+        scale: factor of the scores in the blocks and in the evidence read, default 1 / sqrt(dim).
 
     Returns:
         [batch, heads, length, value dim] in the dtype of query; with return_state also the state.
 
     Raises:
-        ValueError or TypeError: it names the argument, what came, and what is allowed.
+        ValueError or TypeError: the message names the argument, what came, and what is allowed.
 
     Examples:
         >>> import jax, jax.numpy as jnp
@@ -166,9 +167,9 @@ def lln_attention(
 
 
 def fold_keys(key: Array, value: Array, beta: float | Array, **options: Any) -> LLNState:
-    """The state of keys and values, without queries: what other devices, or later calls, are given.
+    """Compute the state of keys and values without queries, to pass it to other devices or to later calls.
 
-    options: of `lln_attention`.
+    options: other arguments of `lln_attention`.
 
     Examples:
         >>> import jax

@@ -36,7 +36,8 @@ class Fixed(nnx.Variable):
 
 
 class LLNAttention(nnx.Module):
-    """LLN or LLN+Diag attention whose alpha and beta follow the spread of the queries and keys: `lln.LLNAttention`.
+    """A flax.nnx module that runs LLN or LLN+Diag attention and chooses alpha and beta from the spread of the queries
+    and keys, as `lln.LLNAttention` does in PyTorch.
 
     Args:
         num_heads: query heads; head_dim: of queries and keys.
@@ -231,8 +232,9 @@ class LLNAttention(nnx.Module):
 
 
 class MultiHeadAttention(nnx.Module):
-    """flax.nnx.MultiHeadAttention on LLN attention: the same projections under the same names, so that trained weights
-    fit both ways (`nnx.update(ours, nnx.state(theirs, nnx.Param))`), in time and memory linear in the length.
+    """Replace flax.nnx.MultiHeadAttention by LLN attention, in time and memory linear in the length. The projections
+    have the same names, so that trained weights fit in both directions (`nnx.update(ours, nnx.state(theirs,
+    nnx.Param))`).
 
     Args:
         num_heads: of queries; num_kv_heads: of keys and values, where fewer.

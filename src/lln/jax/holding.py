@@ -15,12 +15,12 @@ from lln.jax.arithmetic import compute_dtype, make_finite, product, share, take_
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LLNState:
-    """The state of B sequences with H key heads of dimension D and values of dimension E: a tree of arrays that jit,
-    vmap, scan and collectives take as it is.
+    """Everything that LLN attention needs to know of the keys and values it has seen: for B sequences with H key heads
+    of dimension D and values of dimension E. It is a pytree of arrays, so jit, vmap, scan and collectives accept it.
 
-    Made by `lln_attention(..., return_state=True)` or `LLNState.empty`; taken by `lln_attention(..., state=...)`. All
-    calls of one sequence need the same beta: nobody can look at it while JAX traces. log_sum is float64 where JAX has
-    that (`jax_enable_x64`) and float32 elsewhere, where after 100,000 merges of one token it is off by about 1e-3.
+    `lln_attention(..., return_state=True)` and `LLNState.empty` make it, and `lln_attention(..., state=...)` takes it.
+    All calls of one sequence must have the same beta, which cannot be checked while JAX traces. log_sum is float64 with
+    `jax_enable_x64`. Otherwise it is float32, and after 100,000 merges of one token it is off by about 1e-3.
 
     Examples:
         >>> import jax
@@ -50,8 +50,9 @@ class LLNState:
         cls, batch: int, heads: int, head_dim: int, value_dim: int | None = None, *, block_size: int | None = None,
         read: str = "paper", channels: int | None = None, value_convolution: int | None = None, dtype: Any = "float32",
     ) -> LLNState:  # fmt: skip
-        """The state of no keys at all. heads: key heads; dtype: of the keys to come; channels: of the evidence read,
-        where there are more than head_dim; value_convolution: its width.
+        """Make the state of a sequence that has no tokens yet. heads counts key heads, and dtype is that of the keys to
+        come. channels is the number of channels of the evidence read if it is not head_dim. value_convolution is the
+        width of the convolution, if the calls have one.
 
         >>> LLNState.empty(1, 2, 8).mean_value.shape
         (1, 2, 8, 8)
@@ -81,7 +82,7 @@ class LLNState:
         return "paper" if self.mean_key is None else "evidence"
 
     def merge(self, other: LLNState) -> LLNState:
-        """The state of the keys of both. Associative and commutative; an empty state changes nothing.
+        """Return the state of the keys of both states, in any order and grouping. An empty state changes nothing.
 
         >>> state = LLNState.empty(1, 2, 8)
         >>> state.merge(state).log_sum.shape
@@ -155,10 +156,11 @@ def fold(x: Array, k: Array | None, v: Array) -> LLNState:
 
 
 def gather_states(state: LLNState, axis_name: str, *, before: bool = False) -> LLNState:
-    """Inside jax.shard_map: the state of the keys on all devices along a mesh axis; with before=True of those on the
-    devices before this one, which is what causal attention continues from.
+    """Merge the states of all devices along a mesh axis, inside jax.shard_map. With before=True it merges those of the
+    devices before this one, from which causal attention continues.
 
-    One all_gather of C * (E + 1) numbers a head, whatever the length. Differentiable.
+    It is one all_gather of C * (E + 1) numbers for each head, with C channels and values of dimension E, whatever the
+    length. It is differentiable.
 
     Examples:
         >>> import jax

@@ -19,16 +19,19 @@ def convolve_values(
     value: Array, taps: Array, *, is_causal: bool = False, key_mask: Array | None = None,
     segment_ids: Array | None = None, past: Array | None = None,
 ) -> Array:  # fmt: skip
-    """What each token takes from the values of its neighbours, [batch, key heads, length, value dim] in float32
-    (float64 for float64); `lln_attention(..., value_convolution=taps)` adds it to its output.
+    """Convolve the values over the tokens, as `lln_attention(..., value_convolution=taps)` does before it adds the
+    result to its output.
 
     Args:
         value: [batch, key heads, length, value dim].
-        taps: [key heads, value dim, width], an odd width. At zero it is nothing.
-        is_causal: the window reaches back alone; else it is symmetric.
-        key_mask: [batch, length] bool: what is hidden gives and takes nothing.
-        segment_ids: packed sequences, which do not reach into one another.
-        past: [batch, key heads, width - 1, value dim]: the values before these; causal alone.
+        taps: the weights of the convolution, [key heads, value dim, width] with an odd width.
+        is_causal: the window covers earlier tokens only. Default False: it is symmetric.
+        key_mask: [batch, length] bool, True = attend. Hidden tokens neither give nor get anything.
+        segment_ids: [batch, length] ints: packed sequences, which the convolution keeps apart.
+        past: [batch, key heads, width - 1, value dim]: the values before these; only with is_causal.
+
+    Returns:
+        [batch, key heads, length, value dim] in float32 (float64 for float64).
 
     Examples:
         >>> import jax.numpy as jnp

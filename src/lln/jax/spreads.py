@@ -22,13 +22,14 @@ def match_moments(
     sigma_q: Any, sigma_k: Any, head_dim: int, matching: str = "paper", scale: float | None = None, *,
     length: Any = LENGTH,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """(alpha, beta) for queries and keys with these standard deviations: `lln.match_moments` in JAX.
+    """Compute (alpha, beta) from the standard deviations of queries and keys: `lln.match_moments` in JAX.
 
     Args:
-        sigma_q: positive number, or an array of any shape; likewise sigma_k, of a shape that broadcasts with it.
-        head_dim: 8 to 256 for `variance` and `entropy`, which stand on measured curves.
+        sigma_q: standard deviation of the queries: a positive number, or an array of any shape.
+        sigma_k: standard deviation of the keys, of a shape that broadcasts with sigma_q.
+        head_dim: dimension of queries and keys; 8 to 256 for "variance" and "entropy", which use measured curves.
         matching: "paper" (eq. 10), "variance" or "entropy".
-        scale: of the softmax attention to imitate, default 1 / sqrt(head_dim).
+        scale: factor of the scores of the softmax attention to imitate, default 1 / sqrt(head_dim).
         length: number of keys, or an array that broadcasts with sigma; only `entropy` depends on it, a little.
 
     Returns:
@@ -82,13 +83,13 @@ def match_samples(
     query: Array, key: Array, matching: str = "paper", scale: float | None = None, *, key_mask: Array | None = None,
     query_mask: Array | None = None, segment_ids: Array | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """(alpha [batch, heads, 1], beta [batch, key heads, 1]) that `lln_attention` takes, by the spread of each sample's
-    own queries and keys: what statistics="sample" is on the PyTorch side. Not for causal attention, whose outputs
-    would depend on later tokens.
+    """Compute (alpha [batch, heads, 1], beta [batch, key heads, 1]) for `lln_attention` from the spread of each
+    sample's own queries and keys, as statistics="sample" does in PyTorch. Do not use it for causal attention, whose
+    outputs would depend on later tokens.
 
     Args:
         query: [batch, heads, length, dim]; key: [batch, key heads, key length, dim].
-        matching, scale: of `match_moments`.
+        matching, scale: as in `match_moments`.
         key_mask: [batch, key length] bool: keys that count.
         query_mask: [batch, length] bool, default key_mask where the lengths agree.
         segment_ids: [batch, length]: each packed sequence by itself; alpha and beta are then [batch, heads, length, 1].

@@ -19,7 +19,7 @@ LEARNED = (
 
 
 def read_torch_weights(module: Any, weights: Mapping[str, Any]) -> None:
-    """Give a module the weights of its PyTorch counterpart, built with the same options.
+    """Copy the weights of the PyTorch counterpart, built with the same options, into a module.
 
     Args:
         module: a `MultiHeadAttention` for the state_dict of `lln.MultiheadAttention` (or torch.nn.MultiheadAttention),
@@ -27,7 +27,7 @@ def read_torch_weights(module: Any, weights: Mapping[str, Any]) -> None:
         weights: the state_dict: tensors, or arrays.
 
     Raises:
-        ValueError: a weight is missing or has another shape, or one came that the module has no place for.
+        ValueError: a weight is missing, has another shape, or has no place in the module.
 
     Examples:
         >>> import torch, lln
@@ -53,7 +53,7 @@ def read_torch_weights(module: Any, weights: Mapping[str, Any]) -> None:
 
 
 def write_torch_weights(module: Any) -> dict[str, Any]:
-    """The state_dict of the PyTorch counterpart, as NumPy arrays.
+    """Return the weights of a module as the state_dict of its PyTorch counterpart, in NumPy arrays.
 
     Examples:
         >>> import torch, lln

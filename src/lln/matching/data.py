@@ -28,8 +28,8 @@ def match_data(
     rows: int = 256,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """(alpha [B, H], beta [B, key heads]) at which LLN attention on these very queries and keys concentrates like
-    softmax attention, by bisection on s2. For converting pretrained models, and for checking the other matchings.
+    """Find (alpha [B, H], beta [B, key heads]) with which LLN attention on these queries and keys is as concentrated as
+    softmax attention, by bisection on s2. It serves to convert pretrained models and to check `lln.match_moments`.
 
     Args:
         query: [B, H, N, D]; key: [B, key heads, M, D].
@@ -37,16 +37,16 @@ def match_data(
             or the "variance" of log P within a row (for softmax exactly tr(M_q Sigma_k) scale^2, over all rows).
         key_mask: [B, M] bool, True = attend.
         query_mask: [B, N] bool, rows that may be sampled; default key_mask where N = M.
-        is_causal: rows attend their own and earlier positions.
-        scale: of the softmax, default 1 / sqrt(D).
+        is_causal: rows attend to their own and earlier positions.
+        scale: factor of the scores of softmax attention, default 1 / sqrt(D).
         rows: how many query rows are sampled (all of them if there are fewer).
-        seed: of the sample.
+        seed: seed of the sample.
 
-    Reads values on the host: not for a training step. Where there is nothing to compare (fewer than two keys, no
-    spread) eq. (10) stands in.
+    It reads values on the host, so do not call it in a training step. If there is nothing to compare (fewer than two
+    keys, no spread), it uses eq. (10).
 
     Raises:
-        ValueError or TypeError: it names the argument.
+        ValueError or TypeError: the message names the argument.
 
     Examples:
         >>> import lln, torch

@@ -40,14 +40,16 @@ def match_moments(
     *,
     length: int | Tensor = LENGTH,
 ) -> tuple[float, float] | tuple[Tensor, Tensor]:
-    """(alpha, beta) for queries and keys with these standard deviations.
+    """Compute (alpha, beta), with which LLN attention is as concentrated as softmax attention, from the standard
+    deviations of queries and keys.
 
     Args:
-        sigma_q: positive number, or a tensor of any shape; likewise sigma_k, of a shape that broadcasts with it.
-        head_dim: 8 to 256 for `variance` and `entropy`, which stand on measured curves.
+        sigma_q: standard deviation of the queries: a positive number, or a tensor of any shape.
+        sigma_k: standard deviation of the keys, of a shape that broadcasts with sigma_q.
+        head_dim: dimension of queries and keys; 8 to 256 for "variance" and "entropy", which use measured curves.
         matching: "paper", eq. (10); "entropy", recommended for new models: it follows softmax over the widest range;
-            or "variance".
-        scale: of the softmax attention to imitate, default 1 / sqrt(head_dim).
+            or "variance". Default "paper".
+        scale: factor of the scores of the softmax attention to imitate, default 1 / sqrt(head_dim).
         length: number of keys, or a tensor that expands to the shape of sigma; only `entropy` depends on it, a little
             (under 5 % up to sigma = 1). Its curves span 8 to 16,384 keys; beyond, the nearest serves.
 

@@ -28,8 +28,8 @@ def lln_attention(
     return_state: bool = False,
     scale: float | None = None,
 ) -> Any:
-    """Linear Log-Normal attention in MindSpore, in time and memory linear in the length: the numbers of
-    `lln.lln_attention`.
+    """Compute Linear Log-Normal attention in MindSpore, in time and memory linear in the length. It gives the numbers
+    of `lln.lln_attention`.
 
     Args:
         query: [batch, heads, length, dim], float32, float64 or float16; computed in float32 (float64 for float64).
@@ -37,7 +37,7 @@ def lln_attention(
         value: [batch, key heads, key length, value dim].
         alpha: factor of the queries: a positive number, or a tensor [heads], [batch, heads, 1] or [batch, heads, dim].
             In a graph MindSpore keeps numbers in float32; what must be exact in float64 is given as a tensor.
-        beta: factor of the keys, likewise with key heads.
+        beta: factor of the keys, with the same shapes, of key heads.
         block_size: LLN+Diag: adds softmax attention inside consecutive blocks of so many tokens, counted from each
             sequence's first valid token. None: LLN alone.
         mix: out = mix * lln + (1 - mix) * diag; a pair (r, p) gives r * lln + p * diag. Numbers, or tensors as alpha.
@@ -175,8 +175,11 @@ def check_shapes(query: Any, key: Any, value: Any, block_size: int | None, is_ca
     if is_causal and query[2] != key[2]:
         raise ValueError(f"{WRONG}is_causal needs query and key of equal length; {came}")
     if block_size is not None and query[2] != key[2]:
-        raise ValueError(f"{WRONG}block_size: cross attention has no blocks; use block_size=None; {came}")
+        raise ValueError(f"{WRONG}block_size must be None in cross attention; {came}")
     if block_size is not None and block_size < 1:
         raise ValueError(f"{WRONG}block_size must be a positive int; got {block_size}.")
     if block_size is not None and with_state:
-        raise ValueError(f"{WRONG}a state goes without block_size here; PyTorch and JAX have both.")
+        raise ValueError(
+            f"{WRONG}state and block_size cannot be combined in MindSpore; leave one of them out, or use PyTorch or "
+            "JAX."
+        )

@@ -14,7 +14,8 @@ from lln.rules import check_choice
 
 
 class LLNAttention(nn.Cell):
-    """LLN or LLN+Diag attention whose alpha and beta follow the spread of the queries and keys: `lln.LLNAttention`.
+    """A cell that runs LLN or LLN+Diag attention and chooses alpha and beta from the spread of the queries and keys, as
+    `lln.LLNAttention` does in PyTorch.
 
     Args:
         head_dim: of queries and keys.
@@ -81,8 +82,8 @@ class LLNAttention(nn.Cell):
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """In the place of mindspore.nn.MultiheadAttention, in time and memory linear in the length. Its parameters have the
-    same names and shapes, which are also those of torch.nn.MultiheadAttention and lln.MultiheadAttention.
+    """Replace mindspore.nn.MultiheadAttention by LLN attention, in time and memory linear in the length. Its parameters
+    have the same names and shapes, which are also those of torch.nn.MultiheadAttention and lln.MultiheadAttention.
 
     Args:
         embed_dim, num_heads, dropout, has_bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, dtype: as
@@ -113,7 +114,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> None:  # fmt: skip
         for name, given in (("dropout", dropout), ("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
             if given:
-                raise ValueError(f"{name} is there in PyTorch alone (lln.MultiheadAttention); got {name}={given}.")
+                raise ValueError(
+                    f"{name} is supported only in PyTorch (lln.MultiheadAttention); leave it out, got {name}={given}."
+                )
         super().__init__(
             embed_dim, num_heads, has_bias=has_bias, kdim=kdim, vdim=vdim, batch_first=batch_first, dtype=dtype
         )

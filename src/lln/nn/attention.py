@@ -34,59 +34,65 @@ from lln.state import LLNState
 
 
 class LLNAttention(MomentMatcher):
-    """LLN or LLN+Diag attention whose alpha and beta follow the spread of the queries and keys.
+    """A module on queries, keys and values that runs LLN or LLN+Diag attention and chooses alpha and beta from the
+    spread (standard deviation) of the queries and keys.
 
     Args:
-        num_heads: query heads.
-        head_dim: of queries and keys.
-        num_key_heads: key and value heads, where fewer (grouped-query attention).
-        value_dim: of the values, where not head_dim; only a learnable `mix` and a convolution need to know.
-        matching: "paper", "entropy" (recommended for new models) or "variance", see `lln.match_moments`.
-        statistics: where sigma_q and sigma_k come from:
-            "sample": each sample (packed: each sequence) and head for itself; nothing is stored, batch mates and
-            padding are invisible. Not for causal attention: it would look at later tokens.
-            "batch": one number over the whole tensor, in eval too: the paper's released code.
-            "running": for each key head a moving average, kept in buffers and frozen in eval: for causal attention.
-            "fixed": alpha and beta as given, or those of sigma = 1.
+        num_heads: number of query heads.
+        head_dim: dimension of queries and keys.
+        num_key_heads: number of key and value heads, if there are fewer (grouped-query attention).
+        value_dim: dimension of the values, default head_dim; only a learnable `mix` and a convolution use it.
+        matching: how alpha and beta follow from the spread: "paper" (default), "entropy" (recommended for new models)
+            or "variance", see `lln.match_moments`.
+        statistics: which queries and keys the spread sigma_q and sigma_k is measured on:
+            "sample" (default): each sample (packed: each sequence) and head separately. Nothing is stored, and other
+            samples and padding have no influence. Not for causal attention, because it would look at later tokens.
+            "batch": one number over the whole tensor, in eval too, as in the paper's released code.
+            "running": a moving average for each key head, kept in buffers and frozen in eval; for causal attention.
+            "fixed": nothing is measured; alpha and beta are given, or those of sigma = 1.
         alpha, beta: with "fixed": numbers, or tensors [heads] or [heads, dim].
-        learnable: with "fixed": "head" or "channel" makes alpha and beta parameters that start from the given values.
-        block_size: LLN+Diag with blocks of so many tokens; None: LLN alone.
-        mix: of the linear part and the blocks: a number; "ratio" learns one number a head; "scales" learns two factors
-            (r, p) a head and value channel. All start at the average of the two. "evidence", with the evidence read:
-            each query weighs its block against all keys outside it (see `lln.lln_attention`), with an offset a head
-            that is learned and starts at 0.
-        read: "paper", or "evidence" for weights that were trained with softmax (see `lln.lln_attention`). It has no
-            alpha; beta is found as before, and says how much the keys of a channel differ from those of others.
-        directions: of the evidence read's channels: None, the keys' own coordinates; "signed", these and their
-            negatives; or, with "fixed", a number of channels whose directions are learned, with beta in them. They
-            start as the signed coordinates at the usual beta, and `lln.hf.convert` finds better ones on data.
+        learnable: with "fixed": "head" or "channel" makes alpha and beta parameters, one for each head or each channel,
+            that start from the given values. Default None.
+        block_size: for LLN+Diag, the number of tokens in a block. None (default): LLN alone.
+        mix: how the linear part and the blocks are weighed: a number (default 0.5), "ratio" to learn one number for
+            each head, or "scales" to learn two factors (r, p) for each head and value channel. The learned ones start
+            at the average of the two parts. With the evidence read also "evidence": each query weighs its block against
+            all keys outside it (see `lln.lln_attention`), with a learned offset for each head that starts at 0.
+        read: "paper" (default), or "evidence" for weights that were trained with softmax (see `lln.lln_attention`). The
+            latter has no alpha. Its beta is found as usual, and says how much the keys of a channel differ from others.
+        directions: the directions of the evidence read's channels: None (default) for the keys' own coordinates;
+            "signed" for these and their negatives; or, with "fixed", a number of channels whose directions are learned
+            and contain beta. These start as the signed coordinates at the usual beta; `lln.hf.fit` finds better ones.
         feature_map: with "fixed": "linear" learns a linear map of the queries of each head and of the keys of each key
             head (see `lln.nn.feature_map`). It starts at the identity.
         value_convolution: an odd width: each channel of each value head learns a convolution over that many tokens,
-            which is added to what attention gives (see `lln.nn.value_convolution`). The window is symmetric, or reaches
-            back alone where attention is causal, and then a state holds the last width - 1 values. It starts at zero.
-            What key_mask hides gives and takes nothing, nor do other packed sequences. "3x3": rows and columns of an
-            image's patches, in models that `lln.hf.convert` or `lln.timm.convert` made. Refused: cross attention.
+            which is added to the output of attention (see `lln.nn.value_convolution`). It starts at zero. The window is
+            symmetric; in causal attention it covers earlier tokens only, and a state holds the last width - 1 values.
+            It does not reach hidden tokens (key_mask) or other packed sequences. "3x3": over rows and columns of an
+            image's patches, in models that `lln.hf.convert` or `lln.timm.convert` made. Not for cross attention.
         convolution: deprecated, use value_convolution. An odd width: each channel of each head's queries, keys and
-            values learns a convolution over that many tokens, which is added to it before anything else, statistics
-            included (see `lln.nn.convolution`). Refused: a state, and cross attention.
-        overlap: with a block_size divisible by 4: in place of blocks, windows of block_size keys around every
-            block_size / 2 queries, a quarter of it further on both sides; causal: half of it before them. There is a
-            state with mix="evidence" alone.
-        dropout: probability in training.
-        scale: of the softmax that is imitated, and of the one in the blocks; default 1 / sqrt(head_dim).
-        decoder: the queries belong to a causal decoder (cross attention), so statistics must not look at all of them.
-        length: number of keys that "entropy" matching assumes with "running" and "fixed" statistics.
-        momentum: weight of a new batch in the "running" averages.
-        backend: of the op and, where it can, of the statistics.
+            values learns a convolution over that many tokens, which is added to them before anything else, statistics
+            included (see `lln.nn.convolution`). Not with a state, nor for cross attention.
+        overlap: windows instead of blocks, with a block_size divisible by 4. Each group of block_size / 2 queries sees
+            block_size keys: its own, and block_size / 4 more on either side (causal: block_size / 2 before them). It
+            has a state only with mix="evidence".
+        dropout: probability of dropout in training. Default 0.
+        scale: factor of the scores of the softmax that is imitated, and of the one in the blocks; default
+            1 / sqrt(head_dim).
+        decoder: whether the queries belong to a causal decoder (cross attention), so that statistics must not look at
+            all of them.
+        length: the number of keys that "entropy" matching assumes with "running" and "fixed" statistics.
+        momentum: the weight of a new batch in the "running" averages.
+        backend: "eager" (plain PyTorch), "triton" (GPU kernels) or "auto" (default: kernels where they can run), for
+            attention and, where possible, for the statistics.
 
-    With "running" a training step uses the buffers as they stand. Its own moments, summed over all ranks of a
-    torch.distributed run, wait until the next training step, eval() or state_dict() brings them into the buffers: a
-    recomputation inside backward (activation checkpointing) must see the same alpha and beta. It does if the module's
-    backward comes before its next forward, eval() or state_dict().
+    With "running", a training step uses the buffers as they are. Its own moments, summed over all ranks of a
+    torch.distributed run, are added to the buffers at the next training step, eval() or state_dict(). A recomputation
+    inside backward (activation checkpointing) therefore uses the same alpha and beta, if the module's backward comes
+    before its next forward, eval() or state_dict().
 
-    Statistics stay in float32 whatever .half() or .to(dtype) make of the parameters. A state goes with "running" or
-    "fixed" statistics, whose beta does not change from call to call.
+    Statistics stay in float32, also after .half() or .to(dtype). A state needs "running" or "fixed" statistics, whose
+    beta does not change from call to call.
 
     Shape:
         - query: [batch, num_heads, length, head_dim]

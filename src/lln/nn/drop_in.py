@@ -33,9 +33,11 @@ def scaled_dot_product_attention(
     beta: Coefficient | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """LLN attention in the place of torch.nn.functional.scaled_dot_product_attention, which has the same arguments up
-    to `enable_gqa`: alpha and beta follow the spread of the queries and keys of each sample and head, as in
-    `lln.LLNAttention` with statistics="sample", so that it is as concentrated as the softmax it stands in for.
+    """Replace torch.nn.functional.scaled_dot_product_attention by LLN attention, with the same arguments up to
+    `enable_gqa`.
+
+    alpha and beta follow from the spread of the queries and keys of each sample and head, as in `lln.LLNAttention` with
+    statistics="sample", so that LLN attention is as concentrated as the softmax attention that it replaces.
 
     Args:
         query: [batch, heads, length, dim], or [batch, length, dim] like key and value. More dimensions before the heads
@@ -43,28 +45,30 @@ def scaled_dot_product_attention(
         key: [batch, key heads, key length, dim].
         value: [batch, key heads, key length, value dim].
         attn_mask: padding, [batch, 1, 1, key length] or what torch would expand to that: bool with True = attend, or
-            a float that is added to scores, 0 = attend and -inf, or any number of -1,000 or less (-1e9, finfo.min),
-            = hidden. Its shape alone says what it is, so that nobody waits for a device; other shapes are refused.
-            Elsewhere than on a CPU other floats are not searched for: what is negative hides. Where query and key
-            have one length, what is hidden among the keys does not count as a query either.
-        dropout_p: applied whenever it is not 0, as torch does: pass 0.0 in eval. See `lln.lln_attention`.
-        is_causal: a query attends its own and earlier positions; goes together with attn_mask. Nobody may look at the
-            spread of later tokens, so it is taken for 1 unless alpha and beta are given: `lln.LLNAttention` with
-            statistics="running" measures it.
-        scale: of the softmax that is imitated, and of the one in the blocks; default 1 / sqrt(dim).
+            a float mask that is added to scores: 0 = attend, and -inf or any number of -1,000 or less (-1e9, finfo.min)
+            = hidden. Masks of other shapes are refused. On a CPU other float values are refused too. On other devices
+            the values are not checked, because that would wait for the device: negative values hide. If query and key
+            have the same length, positions that are hidden among the keys do not count as queries either.
+        dropout_p: probability of dropout, applied whenever it is not 0, as torch does: pass 0.0 in eval.
+        is_causal: a query attends to its own and earlier positions; it can be combined with attn_mask. The spread of
+            later tokens must not be used then, so it is taken to be 1 unless alpha and beta are given.
+            `lln.LLNAttention` with statistics="running" measures it.
+        scale: factor of the scores of the softmax that is imitated, and of the one in the blocks; default 1 /
+            sqrt(dim).
         enable_gqa: allow fewer key heads than query heads.
-        block_size: LLN+Diag with blocks of so many tokens; None: LLN alone. See `lln.lln_attention`, as for `mix`.
-        matching: "paper", "entropy" (recommended for new models) or "variance", see `lln.match_moments`.
-        alpha: with beta, in the place of what matching gives; see `lln.lln_attention`.
-        beta: likewise.
-        backend: "eager", "triton" or "auto", of the op and of the statistics.
+        block_size: for LLN+Diag, the number of tokens in a block. None (default): LLN alone.
+        mix: how LLN and the blocks are weighed, see `lln.lln_attention`.
+        matching: "paper" (default), "entropy" (recommended for new models) or "variance", see `lln.match_moments`.
+        alpha: factor of the queries; give it and beta to use them instead of matching, see `lln.lln_attention`.
+        beta: factor of the keys.
+        backend: "eager" (plain PyTorch), "triton" (GPU kernels) or "auto" (default: kernels where they can run).
 
     Returns:
         [batch, heads, length, value dim] in the dtype of query, with as many dimensions before these, or as few, as
         query has. A row that has nothing to attend to gives zeros.
 
     Raises:
-        ValueError or TypeError: it names the argument, what came, and what is allowed.
+        ValueError or TypeError: the message names the argument, what came, and what is allowed.
 
     Examples:
         >>> import lln, torch

@@ -95,13 +95,13 @@ def check_split(module: Any, size: int) -> None:
     from torch.distributed.tensor import DTensor
 
     if module.split is not None:
-        raise ValueError("split_heads: the heads of this model are split already.")
+        raise ValueError("split_heads: the heads of this model are split already; call it once.")
     for name, what in (("num_heads", "heads"), ("num_key_heads", "key heads")):
         count = getattr(module, name)
         if count % size:
-            raise ValueError(f"split_heads: {count} {what} cannot lie on {size} ranks in equal parts.")
+            raise ValueError(f"split_heads: the number of {what}, {count}, must be divisible by the {size} ranks.")
     if any(isinstance(p, DTensor) for p in module._parameters.values()):
-        raise ValueError("split_heads comes before fully_shard, whose parts would be cut again.")
+        raise ValueError("split_heads must be called before fully_shard; this model is sharded already.")
 
 
 def split_module(module: Any, mesh: DeviceMesh) -> None:

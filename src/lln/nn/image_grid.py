@@ -40,8 +40,9 @@ class Patches:
         if grid is None:
             known = ", ".join(f"{height} x {width}" for height, width in self.grids.values())
             raise ValueError(
-                f"{asked}: {length} tokens of {self.model} are not {self.prefix} and the patches of an image that it "
-                f"was given ({known or 'none so far'}), so which are neighbours is not known; {REMEDIES[asked]}."
+                f"{asked}: the {length} tokens of {self.model} are not {self.prefix} special tokens and the patches of "
+                f"an image that it was given ({known or 'none so far'}), so it is not known which tokens are "
+                f"neighbours; {REMEDIES[asked]}."
             )
         return grid
 

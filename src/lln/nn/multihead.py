@@ -19,19 +19,19 @@ from lln.values import describe
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
-    """Drop-in for torch.nn.MultiheadAttention, in time and memory linear in the length.
+    """Replace torch.nn.MultiheadAttention by LLN attention, in time and memory linear in the length.
 
-    Arguments up to dtype are torch's. Parameters carry torch's names and shapes, so a state_dict loads either way; only
-    statistics="running", alpha and beta given as tensors, a learnable alpha, beta or mix and a value convolution add
-    entries, under `attention.`.
+    Arguments up to dtype are torch's. Parameters have torch's names and shapes, so a state_dict can be loaded in both
+    directions. Only statistics="running", alpha and beta given as tensors, a learnable alpha, beta or mix, and a value
+    convolution add entries, whose names begin with `attention.`.
 
-    Inside torch.nn.TransformerEncoderLayer and its kin it runs in eval as in training: it declares itself unfit for
-    torch's fused softmax path, which is why torch.nn.TransformerEncoder(enable_nested_tensor=True) warns that it does
-    not use nested tensors. Causal attention needs statistics="running" or "fixed", attention to an encoder's memory
-    decoder=True with one of these. `feature_map`, `convolution` and `overlap` are options of `lln.LLNAttention` alone.
+    Inside torch.nn.TransformerEncoderLayer and similar modules it runs the same code in eval as in training, because it
+    turns off torch's fused softmax path. torch.nn.TransformerEncoder(enable_nested_tensor=True) therefore warns that it
+    does not use nested tensors. Causal attention needs statistics="running" or "fixed". Attention to an encoder's
+    memory needs decoder=True and one of these. Only `lln.LLNAttention` has `feature_map`, `convolution` and `overlap`.
 
     Args:
-        dropout: on the softmax over channels and on the blocks' P (see `lln.lln_attention`), in training only.
+        dropout: probability of dropout on the softmax over channels and on the blocks' P, in training only.
         add_bias_kv: append a learned key and value that padding never hides. Not with block_size, nor causal.
         add_zero_attn: append a key and a value of zeros, likewise. A zero key weighs exp(0) in each channel.
         matching: how alpha and beta follow from the spread of queries and keys: "paper" (eq. (10)), "entropy"
@@ -39,19 +39,22 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         statistics: where that spread comes from: "sample" (each sample and head for itself), "batch" (one number for
             the whole tensor), "running" (a moving average for each head, frozen in eval) or "fixed" (none: alpha and
             beta as given, or those of a spread of 1). Causal attention needs "running" or "fixed".
-        block_size: LLN+Diag: adds softmax attention inside consecutive blocks of so many tokens. None: LLN alone.
-        mix: of the linear part and the blocks: a number (0 to 1, the share of the linear part); "ratio" learns one
-            number a head; "scales" learns two factors a head and value channel; "evidence" lets each query weigh its
-            block against all else, with the evidence read (see `lln.lln_attention`). Needs block_size.
-        read: "paper", or "evidence" for weights that were trained with softmax; see `lln.LLNAttention`.
-        directions: of the evidence read's channels; see `lln.LLNAttention`.
+        block_size: for LLN+Diag: adds softmax attention inside consecutive blocks of this many tokens. None (default):
+            LLN alone.
+        mix: how the linear part and the blocks are weighed, with block_size: a number from 0 to 1 (default 0.5), the
+            share of the linear part; "ratio" learns one number for each head; "scales" learns two factors for each head
+            and value channel; "evidence", with the evidence read, lets each query weigh its block against everything
+            outside it (see `lln.lln_attention`).
+        read: "paper" (default), or "evidence" for weights that were trained with softmax; see `lln.LLNAttention`.
+        directions: the directions of the evidence read's channels; see `lln.LLNAttention`.
         alpha: with "fixed": factor of the queries, a positive number or a tensor [num_heads] or [num_heads, head_dim].
             Larger means more concentrated attention.
-        beta: with "fixed": factor of the keys, likewise.
-        learnable: with "fixed": "head" or "channel" makes alpha and beta parameters, one number a head or a channel,
+        beta: with "fixed": factor of the keys, of the same shapes.
+        learnable: with "fixed": "head" or "channel" makes alpha and beta parameters, one for each head or each channel,
             that start from the given values.
-        value_convolution: an odd width: a learned convolution of the values over that many tokens is added to what
-            attention gives (see `lln.LLNAttention`). Not with add_bias_kv or add_zero_attn, nor for cross attention.
+        value_convolution: an odd width: a learned convolution of the values over that many tokens is added to the
+            output of attention (see `lln.LLNAttention`). Not with add_bias_kv or add_zero_attn, nor for cross
+            attention.
         decoder: the queries belong to a causal decoder that attends to an encoder's memory, so statistics must not look
             at all of them.
         length: number of keys that "entropy" matching assumes with "running" and "fixed" statistics.
@@ -165,15 +168,15 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention of B sequences, L queries to S keys each; shapes as in torch, [length, features] when unbatched.
+        """Compute attention for B sequences of L queries and S keys; shapes as in torch, [length, features] unbatched.
 
         Args:
             query: [L, B, embed_dim], or [B, L, embed_dim] with batch_first.
             key: [S, B, kdim] or [B, S, kdim].
             value: [S, B, vdim] or [B, S, vdim].
             key_padding_mask: [B, S] ([S] when unbatched), bool with True = ignore, or float with 0 = attend and -inf,
-                or any number of -1,000 or less (-1e9, finfo.min), = ignore. Elsewhere than on a CPU other values are
-                not searched for: what is negative hides.
+                or any number of -1,000 or less (-1e9, finfo.min), = ignore. On a CPU other values are refused; on other
+                devices values are not checked, and negative ones hide.
                 A query that has nothing to attend to gives the output projection's bias, never NaN.
             need_weights: also return P, which costs time and memory of order L * S; False keeps the call linear. Not
                 with mix="scales", where every value channel has its own P.
@@ -190,7 +193,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             column. P is exact and differentiable, and always the undropped one: dropout acts on its factors.
 
         Raises:
-            ValueError or TypeError: it names the argument, what came, and what is allowed.
+            ValueError or TypeError: the message names the argument, what came, and what is allowed.
         """
         if isinstance(query, Tensor) and query.is_nested:
             return self._forward_nested(query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)

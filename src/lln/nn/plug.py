@@ -50,7 +50,7 @@ def check_plug(implementation: str, options: dict[str, Any]) -> None:
     check_count("tile", options["tile"])
     for name in ("block_size", "overlap"):
         if options.get(name):
-            raise ValueError(f"tile stands in the place of {name}; leave one of them out.")
+            raise ValueError(f"tile takes the place of {name}; give only one of them.")
     if options.get("mix") == "evidence":
         raise ValueError("mix='evidence' goes with blocks of consecutive tokens; use 'scales' with tile.")
 
@@ -109,8 +109,8 @@ class StandIn(TorchFunctionMode):
         attention = self.attention
         if query.shape[2] != key.shape[2]:
             raise ValueError(
-                f"{self.host} attends from {query.shape[2]} tokens to {key.shape[2]} others, which is cross attention, "
-                "and that stays as it is; use this module as it was."
+                f"{self.host} attends from {query.shape[2]} tokens to {key.shape[2]} others, which is cross attention "
+                "and cannot be converted; leave this module unconverted."
             )
         usual = query.shape[-1] ** -0.5 if attention.scale is None else attention.scale
         if scale is not None and scale != usual:
@@ -146,6 +146,6 @@ def stand_in(attention: LLNAttention, host: str, *, heads_alike: bool = False) -
     if mode.calls != 1:
         times = "not at all" if not mode.calls else f"{mode.calls} times"
         raise ValueError(
-            f"{host} was to call torch's attention function once and did so {times}, so that LLN attention cannot "
-            "stand in its place; use this module as it was."
+            f"{host} must call torch's attention function exactly once, so that LLN attention can replace it, and it "
+            f"did so {times} times; leave this module unconverted."
         )

@@ -206,8 +206,8 @@ class MomentMatcher(nn.Module):
             return 0
         if getattr(self, "_is_replica", False):
             raise RuntimeError(
-                "statistics='running' is lost in torch.nn.DataParallel, which throws its copies away after each step; "
-                "use DistributedDataParallel, or another statistics."
+                "statistics='running' does not work in torch.nn.DataParallel, which discards its copies of the module "
+                "after each forward pass; use DistributedDataParallel, or other statistics."
             )
         with LOCK:
             self.commit()

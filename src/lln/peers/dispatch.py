@@ -41,25 +41,25 @@ def attention(
     value_convolution: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """Attention by the mechanism of this name, on query, key and value as `lln.lln_attention` takes them.
+    """Compute attention by the mechanism with this name, to compare mechanisms on the same query, key and value.
 
     Args:
-        name: one of `lln.mechanisms()` without parameters; those with parameters are built by `lln.mechanism`.
+        name: one of `lln.mechanisms()` that has nothing to learn; the others are built by `lln.mechanism`.
         query, key, value, is_causal, key_mask, cu_seqlens: as in `lln.lln_attention`.
-        dropout_p: dropout on P, or on the queries' features where there is no P.
-        scale: of the scores of the softmax (also the one imitated), default 1 / sqrt(dim).
-        block_size: kernel mechanisms: adds softmax attention inside blocks of so many tokens (ELU+Diag, ...).
-        mix: out = mix * kernel + (1 - mix) * diag, or a pair; needs block_size.
+        dropout_p: probability of dropout on P, or on the queries' features where there is no P.
+        scale: factor of the scores of softmax attention (also of the one imitated), default 1 / sqrt(dim).
+        block_size: for kernel mechanisms: adds softmax attention inside blocks of this many tokens (ELU+Diag, ...).
+        mix: out = mix * kernel + (1 - mix) * diag, or a pair of factors; needs block_size. Default 0.5.
         value_convolution: a tensor [key heads, value dim, width] with an odd width: the values convolved with it over
-            the tokens (causal: those before) are added to the output, see `lln.nn.value_convolution`. A module learns
-            it: `lln.mechanism(name, value_convolution=5)`.
-        options: the mechanism's own: `lln.mechanisms()[name].options`.
+            the tokens (causal: over earlier ones) are added to the output, see `lln.nn.value_convolution`. The module
+            `lln.mechanism(name, ..., value_convolution=5)` learns it.
+        options: options of the mechanism, see `lln.mechanisms()[name].options`.
 
     Returns:
         [batch, heads, length, value dim] in the dtype of query. A row with nothing to attend to is zero.
 
     Raises:
-        ValueError or TypeError: in one sentence, also for what the mechanism does not support.
+        ValueError or TypeError: the message is one sentence, also for what the mechanism does not support.
 
     Examples:
         >>> import lln, torch
@@ -136,7 +136,7 @@ def run(
 def check_blocks(entry: Mechanism, block_size: int | None, mix: Mix) -> int | None:
     """The block size to use."""
     if not entry.mixes and not (isinstance(mix, float) and mix == 0.5):
-        raise ValueError(f"mix weighs a kernel against blocks, and {entry.name} has not both; got {describe(mix)}.")
+        raise ValueError(f"mix needs a kernel mechanism and block_size; got mix={describe(mix)} with {entry.name}.")
     if block_size is not None and entry.kind != "kernel":
         kernels = ", ".join(m.name for m in REGISTRY.values() if m.kind == "kernel")
         raise ValueError(f"block_size goes with kernel mechanisms ({kernels}); got {block_size!r} with {entry.name}.")

@@ -41,8 +41,8 @@ class PeerModule(nn.Module):
 
     def check_split(self, size: int) -> None:
         raise ValueError(
-            f"split_heads: {self.name} keeps what is of all heads; of all mechanisms LLN attention alone can have its "
-            "heads on several ranks."
+            f"split_heads: {self.name} cannot have its heads on several ranks; of all mechanisms only LLN attention "
+            "can."
         )
 
     def attend(self, call: Call) -> Tensor:
@@ -210,17 +210,17 @@ def mechanism(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> nn.Module:
-    """A module of the mechanism of this name.
+    """Build a module of the mechanism with this name.
 
-    On q, k, v (`forward(query, key, value, *, is_causal, key_mask, cu_seqlens)`), or, where the mechanism's kind is
-    "mixer", on hidden states of num_heads * head_dim channels (`forward(hidden, *, is_causal, key_mask)`).
+    Its forward is `forward(query, key, value, *, is_causal, key_mask, cu_seqlens)`. A mechanism whose kind is "mixer"
+    takes hidden states of num_heads * head_dim channels instead: `forward(hidden, *, is_causal, key_mask)`.
 
     Args:
         name: one of `lln.mechanisms()`.
-        num_heads, head_dim: of the queries.
-        max_length: the longest sequence; needed where parameters or constants depend on it.
-        options: dropout, scale, num_key_heads, block_size, mix, value_convolution and value_dim (those on q, k, v), and
-            the mechanism's own: `lln.mechanisms()[name].module_options`.
+        num_heads, head_dim: number of query heads, and their dimension.
+        max_length: the longest sequence; needed by mechanisms whose parameters or constants depend on it.
+        options: dropout, scale, num_key_heads, block_size, mix, value_convolution and value_dim (for modules on q, k
+            and v), and the options of the mechanism, see `lln.mechanisms()[name].module_options`.
 
     Shape:
         - query: [batch, num_heads, length, head_dim]
@@ -229,7 +229,7 @@ def mechanism(
         - hidden and output of a mixer: [batch, length, num_heads * head_dim]
 
     Raises:
-        ValueError or TypeError: in one sentence.
+        ValueError or TypeError: the message is one sentence.
 
     Examples:
         >>> import lln, torch

@@ -29,10 +29,10 @@ def register(
     cost: str = "not stated",
     paper: str = "your own",
 ) -> Callable[[Own], Own]:
-    """Gives your own attention a name, which everything here then takes: `lln.attention`, `lln.mechanism`,
-    `attn_implementation=` of transformers (with `lln.hf`), `lln compare`, `lln train` and `lln.testing`.
+    """Register your own attention under a name that the rest of the package then accepts: `lln.attention`,
+    `lln.mechanism`, `attn_implementation=` of transformers (with `lln.hf`), `lln compare`, `lln train`, `lln.testing`.
 
-    Stands before a function, or before a class of modules where there is something to learn. The function, or the
+    Use it as a decorator of a function, or of a class of modules if there is something to learn. The function, or the
     `forward` of the module, is called with
 
     - query [batch, heads, length, dim], key [batch, heads, key length, dim] and value [batch, heads, key length, value
@@ -40,23 +40,23 @@ def register(
     - of these four, those that it names: `is_causal`, `key_mask` ([batch, key length] bool, True = attend, or None),
       `dropout_p` and `scale` (of the scores, as softmax has it).
 
-    It returns [batch, heads, length, value dim]. Further keyword-only arguments with defaults are its options; those of
-    a module stand in its constructor, which is called with num_heads, head_dim and, if it names it, max_length.
-    A name that you have given before is given anew, so that a cell of a notebook can run twice.
+    It returns [batch, heads, length, value dim]. Further keyword-only arguments with defaults are its options. A module
+    has its options in the constructor, which is called with num_heads, head_dim and, if it has that argument,
+    max_length. Registering a name of yours again replaces it, so that a cell of a notebook can run twice.
 
     Args:
-        name: lower case letters, digits and underscores. transformers takes no name that has "flash" in it.
-        title: as tables and charts show it; default: the name.
-        kind: "kernel" for linear attention, which may stand beside blocks of softmax attention (`block_size`);
-            "attention" for all other kinds.
-        refuses: what it cannot do, with the reason: "padding", "causal", "packing", "grouped" or "cross". Padding and
-            causality are refused by themselves where the function does not take `key_mask` or `is_causal`.
-        matrix: whether the output is P times value, with a P that value has no part in.
-        cost: time of one head, for tables.
-        paper: where it comes from, for tables.
+        name: lower case letters, digits and underscores. transformers accepts no name that contains "flash".
+        title: the name that tables and charts show; default: the name.
+        kind: "kernel" for linear attention, which can be combined with blocks of softmax attention (`block_size`);
+            "attention" (default) for all other kinds.
+        refuses: what it does not support, with the reason: "padding", "causal", "packing", "grouped" or "cross".
+            Padding and causality are refused automatically if the function does not take `key_mask` or `is_causal`.
+        matrix: whether the output is P times value, with a P that does not depend on value. Default True.
+        cost: time of one head, shown in tables.
+        paper: where it comes from, shown in tables.
 
     Raises:
-        ValueError or TypeError: it names the argument, what came, and what is allowed.
+        ValueError or TypeError: the message names the argument, what came, and what is allowed.
 
     Examples:
         >>> import lln, torch

@@ -34,13 +34,14 @@ COMMON = ("dropout", "scale", "block_size", "mix", "num_key_heads", "value_convo
 
 @dataclasses.dataclass(frozen=True)
 class Mechanism:
-    """What a mechanism says about itself. ValueError for what contradicts itself.
+    """The description of a mechanism: its name, title, paper, cost, options and what it does not support. A description
+    that contradicts itself is a ValueError.
 
-    kind: "kernel" (feature maps: takes block_size), "attention" (other functions or modules of q, k, v), or "mixer" (a
-    module on hidden states that replaces the whole attention block).
-    parameters: whether it has to be built with `lln.mechanism` because there is always something to learn.
-    refuses: what of FEATURES it cannot do, and why. refuses_in_models: what else inside a model, which shows it queries
-    one by one while it writes.
+    kind: "kernel" (linear attention by feature maps, which takes block_size), "attention" (any other function or module
+    of q, k and v), or "mixer" (a module on hidden states that replaces the whole attention block).
+    parameters: whether it must be built with `lln.mechanism`, because there is always something to learn.
+    refuses: the features that it does not support, each with the reason. refuses_in_models: those that it does not
+    support inside a model, where generation passes queries one by one.
 
     Examples:
         >>> import lln
@@ -73,7 +74,7 @@ class Mechanism:
     def __post_init__(self) -> None:
         unknown = [feature for feature in self.refuses if feature not in FEATURES]
         if unknown:
-            raise ValueError(f"refuses must be of {', '.join(FEATURES)}; got {unknown[0]!r}.")
+            raise ValueError(f"refuses may name only {', '.join(FEATURES)}; got {unknown[0]!r}.")
         if self.function is None and self.module is None:
             raise ValueError(f"{self.name} must have a function or a module; got neither.")
         for name, value in (
@@ -148,7 +149,7 @@ def register(name: str, **runs: Any) -> Callable[[Made], Made]:
 
 
 def mechanisms() -> Mapping[str, Mechanism]:
-    """Every mechanism by name, with what it says about itself.
+    """Return all mechanisms by name, each with its description: paper, cost, options and what it does not support.
 
     Examples:
         >>> import lln

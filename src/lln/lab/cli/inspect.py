@@ -25,7 +25,7 @@ def read_texts(file: Path | None, given: list[str]) -> list[str]:
             raise Refused("--text: there is nothing but blanks in it")
         return texts
     if given:
-        raise Refused("--file and --text are two ways to say one thing; give one of them")
+        raise Refused("give --file or --text, and not both")
     try:
         lines = sys.stdin.read() if str(file) == "-" else read_text(file, "--file: ")
         lines.encode()  # stdin may hold bytes that are no text

@@ -101,7 +101,9 @@ def reproduce(
     shared.need_folder(out)
     name = figure.value
     if source is not None and at_once > 1:
-        raise typer.BadParameter("--from runs nothing, so nothing at once.", param_hint="--at-once")
+        raise typer.BadParameter(
+            "it has no effect with --from, which runs nothing; leave it out.", param_hint="--at-once"
+        )
     if name in TRAINED:
         shared.need("train")
         if quick:

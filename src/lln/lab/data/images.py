@@ -80,7 +80,7 @@ def load_images(
     seed: int = 0,
     **selection: Unpack[Selection],
 ) -> Images:
-    """A split of a set with the columns image (or img) and label (or labels). size: cut to the middle square and
+    """Load a split of a set with the columns image (or img) and label (or labels). size: cut to the middle square and
     resized to size x size; None: as stored, if all are of one size. augment, seed: see `Images`. selection: config,
     data_root, hold_out, limit and cache_dir, as in `read`. Labels of a set that is not known here are named by their
     numbers.

@@ -54,7 +54,7 @@ def load_glue(
     name: str | None = None,
     **selection: Unpack[Selection],
 ) -> Sequences:
-    """A split of a task by GLUE's name (mnli, qnli, qqp, sst2) or an embedded one (topics, pairs).
+    """Load a split of a task by its name in GLUE (mnli, qnli, qqp, sst2), or of an embedded task (topics, pairs).
 
     Splits are the Hub's: MNLI has validation_matched and validation_mismatched. Where the publisher keeps the labels
     (test), items have no `labels`. length: tokens at most, special ones included. name: another set with the same

@@ -89,7 +89,8 @@ def load_listops(
     seed: int = 0,
     cache_dir: Place = None,
 ) -> Sequences:
-    """`count` expressions of train, validation or test; a larger count begins with the same ones. No expression is in
+    """Make `count` ListOps expressions of train, validation or test; a larger count begins with the same ones. No
+    expression is in
     two splits: a hash of it decides where it may go. Long Range Arena has 96,000, 2,000 and 2,000.
 
     >>> import tempfile

@@ -74,8 +74,8 @@ def load_pathfinder(
     seed: int = 0,
     cache_dir: Place = None,
 ) -> Sequences:
-    """`count` images as sequences of size * size pixels, 0 or 255; classes alternate. A larger count begins with the
-    same images. Long Range Arena has 160,000, 20,000 and 20,000 (train, validation, test).
+    """Make `count` Pathfinder images as sequences of size * size pixels, 0 or 255; classes alternate. A larger count
+    begins with the same images. Long Range Arena has 160,000, 20,000 and 20,000 (train, validation, test).
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as cache:

@@ -123,7 +123,7 @@ def read(
     limit: int | None = None,
     cache_dir: Place = None,
 ) -> Rows:
-    """The rows of one split of the set with this Hub id (or `embedded/...`).
+    """Read the rows of one split of the data set with this Hub id (or `embedded/...`).
 
     data_root: a folder that holds `<name>/` in the Hub's parquet layout; default LLN_DATA_ROOT, and without that the
     Hub. Embedded sets ignore it.

@@ -158,7 +158,8 @@ def load_text(
     windows: bool = False,
     **selection: Unpack[Selection],
 ) -> PackedText:
-    """The text of a set, packed; `masking=Masking()` makes it masked language modelling. windows: see `PackedText`.
+    """Load the text of a set in sequences of one length; `masking=Masking()` masks it for masked language modelling.
+    windows: see `PackedText`.
     selection: config, data_root, hold_out, limit and cache_dir, as in `read`.
 
     >>> import tempfile

@@ -113,7 +113,9 @@ def list_cells2(scale: str, setting: Setting) -> list[Cell]:
 def list_cells4(scale: str, setting: Setting) -> list[Cell]:
     """Long Range Arena's models; with the paper's batches and lengths, or a part of them."""
     if setting.lengths or setting.tokens:
-        raise ValueError("table4 has a length and a batch for each task; lengths and tokens go with table2.")
+        raise ValueError(
+            "lengths and tokens can be set for table2 only: table4 has a length and a batch for each task."
+        )
     found = []
     for name in PAPER4:
         for task in TASKS4:

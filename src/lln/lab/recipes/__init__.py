@@ -15,7 +15,7 @@ NAMES: dict[str, list[str]] = {"glue": list(glue.TASKS), "lra": list(lra.TASKS)}
 
 
 def recipe(task: str, preset: str = "tiny", attention: str = "lln_diag", name: str | None = None) -> Config:
-    """The config of a task (mlm, glue, image, lra, needles), complete: `lln.lab.train.run.train` runs it as it is.
+    """Return the complete config of a task (mlm, glue, image, lra, needles), which `lln.lab.train.run.train` can run.
 
     preset: tiny (minutes on two cores, no download), mini (minutes on one large GPU) or paper (the paper's own).
     attention: a mechanism, with `_diag` for one with blocks. name: which GLUE or LRA task. ValueError names what there

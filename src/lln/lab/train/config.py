@@ -33,7 +33,7 @@ NotNegative = Annotated[float, Range()]
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """Which attention a model has.
+    """The attention of a model, and its options.
 
     Args:
         name: "softmax", or any attn_implementation of `lln.hf`.
@@ -91,7 +91,7 @@ def choose_attention(name: str, preset: dict[str, Any]) -> Attention:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The sizes of a model, and what it begins from.
+    """The sizes of a model and its first weights.
 
     Args:
         layers, width, heads: how many layers and heads, and channels of the hidden states.
@@ -130,7 +130,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What a model is trained and evaluated on.
+    """The data that a model is trained and evaluated on.
 
     Args:
         name: a Hub id, "embedded/..." for a set that needs no download, or "generated".
@@ -159,7 +159,7 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class Optimisation:
-    """How the weights are trained: by AdamW.
+    """The settings of AdamW, which trains the weights.
 
     Args:
         steps: updates of the weights.
@@ -191,7 +191,7 @@ class Optimisation:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """All that a run is asked to do. ValueError, in one sentence, for settings that do not go together.
+    """All settings of a training run. Settings that contradict each other are a ValueError with one sentence.
 
     >>> config = Config(
     ...     task="image", preset="mine", attention=Attention("lln"), data=Data("embedded/digits", length=8),
@@ -271,7 +271,7 @@ class Config:
 
 
 def change(config: Config, changes: dict[str, str]) -> Config:
-    """The config with other values, given as text under names like `optimisation.rate` or `seed`.
+    """Return the config with other values, which are given as text under names like `optimisation.rate` or `seed`.
 
     >>> from lln.lab.recipes import recipe
     >>> small = change(recipe("mlm"), {"optimisation.betas": ".9,.95", "attention.options.matching": "entropy"})

@@ -221,7 +221,7 @@ def check_attention(config: Config) -> None:
     check_choice("attention.name", name, "softmax", *lln.hf.IMPLEMENTATIONS)
     if name == "softmax" and (len(given := config.attention.options) > 1 or not set(given) <= set(CONVOLVED)):
         raise ValueError(
-            "attention.options: softmax takes value_convolution, or the deprecated convolution, alone; got "
+            "attention.options: softmax takes only value_convolution, or the deprecated convolution; got "
             f"{', '.join(sorted(given))}."
         )
     if name == "lln" and (foreign := [option for option in OF_BLOCKS if option in config.attention.options]):

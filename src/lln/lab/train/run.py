@@ -59,8 +59,8 @@ def train(
     say: Say = lambda text: None,
     progress: Progress = lambda step, values: None,
 ) -> dict[str, Any]:
-    """Train as the config says, in this folder, and return the result. A run that was stopped goes on from its last
-    whole checkpoint; one that is finished is not run again.
+    """Train a model as the config says, store everything in this folder, and return the result. A run that was stopped
+    continues from its last complete checkpoint, and a finished run is not run again.
 
     device: "cpu" or "cuda". data_root, cache_dir: where data are found and kept, see `lln.lab.data`. report_to: among
     tensorboard, wandb and trackio. context_parallel: so many of torchrun's processes share each sequence; as how many
