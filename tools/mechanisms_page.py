@@ -23,7 +23,7 @@ key, or are learned |
 arguments of `lln_attention` (`is_causal`, `key_mask`, `cu_seqlens`, ...) | follow from query and key, or are given |
 | `lln.mechanism(name, num_heads=..., head_dim=..., max_length=..., **options)` | any mechanism as a module | follow \
 from query and key, or are learned |
-| `lln.mechanisms()` | name -> what the mechanism says about itself; runs nothing | |
+| `lln.mechanisms()` | name -> what the mechanism says about itself; runs nothing | none |
 
 *Kernel* mechanisms take `block_size`, which adds softmax attention inside blocks (ELU+Diag, Performer+Diag, ...).
 Mechanisms on q, k, v are functions, or modules where they always learn something. *Mixers* are modules on hidden
@@ -91,7 +91,7 @@ def compare_frameworks() -> list[str]:
 
 def markdown() -> str:
     lines = [HEAD, *compare_frameworks()]
-    columns = ["name", "", "paper", "learns", "cost", *FEATURES]
+    columns = ["name", "is called", "paper", "learns", "cost", *FEATURES]
     for kind, title in KINDS.items():
         entries = [m for m in REGISTRY.values() if m.kind == kind]
         lines += [f"## {title}", "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]

@@ -25,7 +25,9 @@ def traffic() -> str:
         rows.append([kind, *(f"{number:,}" for number in most)])
         spans.add((each["lengths"][0], each["lengths"][-1]))
     [(first, last)] = spans
-    lines = markdown_table(["", "bytes forward", "bytes backward", "collectives"], rows, "lrrr")
+    lines = markdown_table(
+        ["sequence on several cards", "bytes forward", "bytes backward", "collectives"], rows, "lrrr"
+    )
     heads = "one head" if settings["heads"] == 1 else f"{settings['heads']} heads"
     said = (
         f"Of the rank that sends most of {settings['ranks']}, with {heads} of {settings['dim']} channels in bfloat16: "
@@ -44,5 +46,5 @@ def plan() -> str:
         f"lln plan {MODEL} --length {job.length} --cards {CARD_COUNT} --pieces benchmarks/results/{PIECES.as_posix()}"
     )
     said = [f"- {text}" for text in found["assumptions"]]
-    lines = markdown_table(["", *HEAD], rows, "lrrrrrr")
+    lines = markdown_table(["attention", *HEAD], rows, "lrrrrrr")
     return "\n".join([f"    {command}", "", *lines, "", "Assumed:", "", *said, ""])

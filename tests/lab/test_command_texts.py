@@ -89,3 +89,17 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys:
     with progress.progress_bar(4) as step:
         step("first")
     assert "after" not in capsys.readouterr().err
+
+
+def test_a_wrong_choice_is_told_in_our_words_alone() -> None:
+    found = run_command("reproduce", "fig3")
+    assert found.exit_code == 2
+    assert "'fig3' is not one of 'fig1'" in " ".join(found.output.replace("│", " ").split())
+    assert "Value error" not in found.output
+
+
+def test_of_several_gpus_train_tells_how_one_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.zeros", lambda *size, device: None)  # every device is there
+    found = run_command("train", "mlm", "--device", "cuda:1")
+    assert found.exit_code == 2
+    assert "CUDA_VISIBLE_DEVICES" in found.output

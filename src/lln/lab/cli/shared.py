@@ -40,6 +40,14 @@ class Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return hide_kinds_of_flags(super().get_params(ctx))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            if error.message:  # pydantic's words before ours
+                error.message = error.message.removeprefix("Value error, ")
+            raise
+
 
 class Group(TyperGroup):
     """The same of `lln` itself."""
