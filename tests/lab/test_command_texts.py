@@ -8,7 +8,7 @@ import torch
 import typer
 
 from helpers.command import run_command
-from lln.lab.cli import reproduce
+from lln.lab.cli import reproduce, shared
 from lln.lab.cli.app import app
 from lln.lab.core import progress
 
@@ -96,6 +96,13 @@ def test_a_wrong_choice_is_told_in_our_words_alone() -> None:
     assert found.exit_code == 2
     assert "'fig3' is not one of 'fig1'" in " ".join(found.output.replace("│", " ").split())
     assert "Value error" not in found.output
+
+
+def test_a_command_that_is_interrupted_says_that_it_stopped(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as stopped, shared.explain("compare"):
+        raise KeyboardInterrupt
+    assert stopped.value.exit_code == 130
+    assert capsys.readouterr().err == "lln compare: stopped.\n"
 
 
 def test_of_several_gpus_train_tells_how_one_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

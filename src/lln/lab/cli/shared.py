@@ -255,6 +255,8 @@ def explain(command: str) -> Iterator[None]:
     """Says in one sentence what is refused, and of an option as typer does."""
     try:
         yield
+    except KeyboardInterrupt:  # of commands that have more to tell about it, only before they have begun
+        fail(f"lln {command}: stopped.", 130)
     except WrongOption as error:
         raise typer.BadParameter(str(error), param_hint=error.option) from None
     except (Refused, Unreadable) as error:
