@@ -11,6 +11,8 @@ from helpers.command import run_command
 from lln.lab.cli import reproduce, shared
 from lln.lab.cli.app import app
 from lln.lab.core import progress
+from lln.lab.core.errors import Refused
+from lln.lab.core.pretrained import load_tokenizer
 
 RESULTS = Path(__file__).parents[2] / "results"
 GROUP = typer.main.get_command(app)
@@ -110,3 +112,15 @@ def test_of_several_gpus_train_tells_how_one_is_chosen(monkeypatch: pytest.Monke
     found = run_command("train", "mlm", "--device", "cuda:1")
     assert found.exit_code == 2
     assert "CUDA_VISIBLE_DEVICES" in found.output
+
+
+def test_a_list_that_is_cut_off_is_not_told_of_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def refuse(*given: object, **options: object) -> None:
+        raise ValueError("It could not be made from one of:\n(1) a file\n(2) another")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", refuse)
+    with pytest.raises(Refused) as told:
+        load_tokenizer(None, "here", {})
+    assert str(told.value) == "here has no tokenizer that can be loaded (tokenizer.json or a vocabulary)"
