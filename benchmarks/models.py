@@ -174,6 +174,7 @@ def table(result: dict[str, Any]) -> str:
     for name, part in result.items():
         made.setdefault(describe_made(part), []).append(name)
     parts = "; ".join(f"{', '.join(names)}: {how}" for how, names in made.items())
+    header = ["host time, 1 x 12 x 512 x 64", "what", "ours, us", "torch's, us", "ratio"]
     return "\n".join([
         *lines, "",
         "Milliseconds, medians with quartiles, wall clock around a call and a wait for the device. RoBERTa-base (an "
@@ -182,7 +183,7 @@ def table(result: dict[str, Any]) -> str:
         "are those before the one that is timed. Decoding's baseline is the fastest of torch's back ends without "
         "cuDNN, which plans anew for each length; in graphs it is called without the mask that transformers would hand "
         "it. Where torch's attention alone would need a context of its own size it was left out.", "",
-        *markdown_table(["host time, 1 x 12 x 512 x 64", "", "ours, us", "torch's, us", "ratio"], shown, "llrrr"), "",
+        *markdown_table(header, shown, "llrrr"), "",
         f"{shapes['shapes']:,} lengths in a row: {'no' if len(marks) == 1 else 'some'} further compilation and no "
         f"further memory after the first half; a call takes {shapes['after']['median']:.3f} ms afterwards and "
         f"{shapes['before']['median']:.3f} before.", "",

@@ -289,8 +289,9 @@ def table(result: dict[str, Any]) -> str:
         [title, *(f"{one['rows'][name]['value']:.2f}" if name in one["rows"] else "" for one in models.values())]
         for name, title in titles.items()
     ]
-    rows.append(["bar", *(f"{one['bar']:.2f}" for one in models.values())])
+    rows.append(["the last figure that counts as kept", *(f"{one['bar']:.2f}" for one in models.values())])
     lines = [*markdown_table(["attention", *models], rows), ""]
+    lines += ["Of a perplexity less is better, of everything else more. An empty cell was not measured.", ""]
     for title, one in models.items():
         how, made = one["how"], one["provenance"]
         lines.append(

@@ -37,7 +37,7 @@ def cards() -> str:
             cells = [show_cell(found.get((target, dtype, *kind))) for kind in KINDS]
             if any(cells):
                 rows.append([f"{card}{' (ran)' if target == RAN else ''}", f"{shared / 1024:.0f}", dtype, *cells])
-    header = ["card", "KiB", "precision", *(f"{mode.removeprefix('LLN+Diag, ')}, {dim}" for dim, mode in KINDS)]
+    header = ["card", "shared KiB", "precision", *(f"{mode.removeprefix('LLN+Diag, ')}, {dim}" for dim, mode in KINDS)]
     p = stored["provenance"]
     triton = stored["rows"][0]["triton"]
     made = f"Made by `tools/compile_cards.py` with Triton {triton}, {p['date'][:10]}, commit {p['commit']}."

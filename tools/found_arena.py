@@ -31,8 +31,9 @@ def arena() -> list[str]:
             ["a guess", *(f"{guess[c]:.1f}" for c in columns)],
         ]),
         *(f"- {c}: {' '.join((*marks[c]['budget'], *marks[c]['data']))}" for c in columns), "",
-        "Nobody learns Retrieval, whether one author wrote two short passages, and of the two that were tried nobody "
-        "Pathfinder. The images of Image were compressed once more, as their card says.", "",
+        "No attention learns Retrieval, whose question here is whether one author wrote two short passages. Of "
+        "Pathfinder two were tried, and neither learns it. The images of Image were compressed once more, as their "
+        "card says.", "",
         *small_arena(),
         f"Time of training steps at the paper's sizes (Table 4, {steps['provenance']['device']}): torch's softmax "
         f"takes these multiples of LLN+Diag's: {', '.join(ratio)}. LLN+Diag, in models this small, takes as long for "

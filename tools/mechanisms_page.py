@@ -23,12 +23,14 @@ key, or are learned |
 arguments of `lln_attention` (`is_causal`, `key_mask`, `cu_seqlens`, ...) | follow from query and key, or are given |
 | `lln.mechanism(name, num_heads=..., head_dim=..., max_length=..., **options)` | any mechanism as a module | follow \
 from query and key, or are learned |
-| `lln.mechanisms()` | name -> what the mechanism says about itself; runs nothing | |
+| `lln.mechanisms()` | name -> what the mechanism says about itself; runs nothing | none |
 
 *Kernel* mechanisms take `block_size`, which adds softmax attention inside blocks (ELU+Diag, Performer+Diag, ...).
 Mechanisms on q, k, v are functions, or modules where they always learn something. *Mixers* are modules on hidden
 states that replace the whole attention block. Cost is the time of one head, forward: N queries, M keys, dims D and E,
-and sizes from the options. Rows with nothing to attend to are zero, sums are taken in float32, and dropout acts on P,
+and sizes from the options: F features, b tokens of a block, m landmarks, w a window or the width of a convolution, c a
+chunk, g global tokens, R rounds, s the dim of FLASH's keys, e the channels of a mixer, and r the rank of a projection,
+of BigBird its random blocks. Rows with nothing to attend to are zero, sums are taken in float32, and dropout acts on P,
 or on the queries' features where there is no P.
 """
 FRAMEWORKS = """## LLN in every framework
@@ -91,7 +93,7 @@ def compare_frameworks() -> list[str]:
 
 def markdown() -> str:
     lines = [HEAD, *compare_frameworks()]
-    columns = ["name", "", "paper", "learns", "cost", *FEATURES]
+    columns = ["name", "is called", "paper", "learns", "cost", *FEATURES]
     for kind, title in KINDS.items():
         entries = [m for m in REGISTRY.values() if m.kind == kind]
         lines += [f"## {title}", "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]

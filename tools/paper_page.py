@@ -185,8 +185,9 @@ def list_times(item: Item) -> str:
     for _, result in find_results(item):
         if runs := result.get("runs"):
             minutes = sum(run["seconds"] for run in runs) / 60
-            said.append(f"{result['scale']}: {len(runs)} runs, {minutes:.0f} min on {runs[0]['provenance']['device']}")
-    return "; ".join(said)
+            count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+            said.append(f"{result['scale']}: {count}, {minutes:.0f} min on {runs[0]['provenance']['device']}")
+    return "; ".join(said) or "no training"
 
 
 def count_verdicts(item: Item) -> str:
@@ -197,7 +198,7 @@ def count_verdicts(item: Item) -> str:
             counts = {"yes": held.count(True), "no": held.count(False), "undecided": held.count(None)}
             scale = f" (scale {result['scale']})" if "scale" in result else ""
             return ", ".join(f"{count} {words}" for words, count in counts.items() if count) + scale
-    return ""
+    return "numbers only"
 
 
 def describe_origin(result: dict[str, Any]) -> str:
@@ -252,7 +253,9 @@ def index() -> str:
     rows = [
         [f"[{item.title}](paper-{item.name}.md)", item.paper, count_verdicts(item), list_times(item)] for item in ITEMS
     ]
-    return "\n".join([*markdown_table(["figure", "the paper says", "claims that hold here", "time"], rows, "l"), ""])
+    return "\n".join(
+        [*markdown_table(["figure", "the paper says", "claims that hold here", "time of all runs"], rows, "l"), ""]
+    )
 
 
 def pages() -> dict[Path, str]:

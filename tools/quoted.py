@@ -234,7 +234,7 @@ def numbers() -> str:
             f"within the noise; LLN alone: {loss['lln']:.2f}",
         ],
     ]  # fmt: skip
-    lines = markdown_table(["Measured", "softmax", "LLN+Diag", ""], rows, "l")
+    lines = markdown_table(["Measured", "softmax", "LLN+Diag", "In short"], rows, "l")
     return "\n".join([*lines, ""])
 
 
@@ -244,11 +244,11 @@ CLAIMS = [
     ("LLN attention is log-normal", "fig7", "LLN attention", "distance {distance:.3f}, skewness {skewness:.2f}"),
     (
         "Moment matching concentrates like softmax", "fig2", "With moment matching (paper)",
-        "from temperature {follows_from:.1f} up only; below up to {most_bits:+.1f} bits",
+        "from temperature {follows_from:.1f} up; below, off by {most_bits:+.1f} bits",
     ),
     (
         "The same with our entropy matching", "fig2", "With moment matching (entropy)",
-        "from temperature {follows_from:.2f} up only; below gap {most_gap:+.2f}",
+        "from temperature {follows_from:.2f} up; below, gap off by {most_gap:+.2f}",
     ),
     (
         "A kernel like ELU + 1 cannot concentrate", "fig2", "The ELU kernel",

@@ -17,7 +17,7 @@ from helpers.command import run_python
         ("torch", ["report", "--lengths", "16", "--device", "cpu"]), ("lln.files", ["compare"]),
     ],
 )  # fmt: skip
-def test_ctrl_c_while_a_command_starts_ends_it_without_a_word(module: str, arguments: list[str]) -> None:
+def test_ctrl_c_while_a_command_starts_ends_it_without_a_traceback(module: str, arguments: list[str]) -> None:
     code = (
         "import sys\n"
         "class Press:\n"

@@ -8,9 +8,11 @@ import torch
 import typer
 
 from helpers.command import run_command
-from lln.lab.cli import reproduce
+from lln.lab.cli import reproduce, shared
 from lln.lab.cli.app import app
 from lln.lab.core import progress
+from lln.lab.core.errors import Refused
+from lln.lab.core.pretrained import load_tokenizer
 
 RESULTS = Path(__file__).parents[2] / "results"
 GROUP = typer.main.get_command(app)
@@ -89,3 +91,36 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys:
     with progress.progress_bar(4) as step:
         step("first")
     assert "after" not in capsys.readouterr().err
+
+
+def test_a_wrong_choice_is_told_in_our_words_alone() -> None:
+    found = run_command("reproduce", "fig3")
+    assert found.exit_code == 2
+    assert "'fig3' is not one of 'fig1'" in " ".join(found.output.replace("│", " ").split())
+    assert "Value error" not in found.output
+
+
+def test_a_command_that_is_interrupted_says_that_it_stopped(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as stopped, shared.explain("compare"):
+        raise KeyboardInterrupt
+    assert stopped.value.exit_code == 130
+    assert capsys.readouterr().err == "lln compare: stopped.\n"
+
+
+def test_of_several_gpus_train_tells_how_one_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.zeros", lambda *size, device: None)  # every device is there
+    found = run_command("train", "mlm", "--device", "cuda:1")
+    assert found.exit_code == 2
+    assert "CUDA_VISIBLE_DEVICES" in found.output
+
+
+def test_a_list_that_is_cut_off_is_not_told_of_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def refuse(*given: object, **options: object) -> None:
+        raise ValueError("It could not be made from one of:\n(1) a file\n(2) another")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", refuse)
+    with pytest.raises(Refused) as told:
+        load_tokenizer(None, "here", {})
+    assert str(told.value) == "here has no tokenizer that can be loaded (tokenizer.json or a vocabulary)"

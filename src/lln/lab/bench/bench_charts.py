@@ -9,6 +9,7 @@ from lln.lab.core.palette import ATTENTIONS as STYLES
 from lln.lab.core.palette import choose_styles
 
 Rows = list[dict[str, Any]]
+SIZES = "batch x heads x tokens x dim"
 NAMES = {"lln": "LLN", "lln_diag": "LLN+Diag"}  # of attentions in transformers
 
 
@@ -38,10 +39,11 @@ def draw_bench(result: dict[str, Any]) -> dict[str, str]:
         if faster := [row for row in single if row in compared]:
             values = [make_bar(row, row["speedup"]["training"]) for row in faster]
             title = f"times as fast as the fastest softmax attention, {name_direction(causal)}"
-            drawn[f"speedup-shapes-{name_direction(causal)}"] = draw_bars(values, STYLES, title)
+            drawn[f"speedup-shapes-{name_direction(causal)}"] = draw_bars(values, STYLES, title, SIZES)
     if floored := [row for row in measured if row["percent_of_floor"] is not None]:
         values = [make_bar(row, row["percent_of_floor"]["training"]) for row in floored]
-        drawn["percent-of-floor"] = draw_bars(values, STYLES, "forward + backward: % of the speed of a copy")
+        title = "forward + backward: % of the speed of a copy"
+        drawn["percent-of-floor"] = draw_bars(values, STYLES, title, SIZES)
     return drawn
 
 
@@ -79,7 +81,7 @@ def draw_model(result: dict[str, Any]) -> dict[str, str]:
             ]
             if bars:
                 title = f"{kind}, {mode}: times as fast as with torch's attention"
-                drawn[f"{kind}-{mode}"] = draw_bars(bars, STYLES, title)
+                drawn[f"{kind}-{mode}"] = draw_bars(bars, STYLES, title, "batch x tokens")
     return drawn
 
 

@@ -82,7 +82,7 @@ def plan(
     title = (
         f"{model}, {what} on {length:,} tokens over {cards} x {card} ({found['parameters'] / 1e6:,.0f} M parameters)"
     )
-    print_wide(terminal_table(("", *HEAD), rows, "lrrrrrr", title=title), "")
+    print_wide(terminal_table(("attention", *HEAD), rows, "lrrrrrr", title=title), "")
     typer.echo("Assumed: " + "; ".join(found["assumptions"]) + ".")
 
 

@@ -29,7 +29,7 @@ def report(
             (on a GPU). [default: all]
         quick: Measure less of everything, in about a minute. The page says that it is provisional.
         again: Measure anew what the folder already holds.
-        lengths: Sequence lengths to time, with commas between. [default: 256,512,1024,2048,4096,8192]
+        lengths: Sequence lengths to time, with commas between. [default: 256 to 8192, doubling]
         repeats: How often each call is timed. The page shows medians and quartiles. [default: 5]
         seed: Seed of all random numbers.
         as_json: Print the results as JSON.

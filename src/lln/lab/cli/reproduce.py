@@ -36,7 +36,7 @@ def print_list(wanted: bool) -> None:
     rows = [[name, *told] for name, told in LISTED.items()]
     caption = "Times are those of one core, of training at scale tiny, as measured for the documentation. Figures 3 "
     caption += "and 4 of the paper are block diagrams: there is nothing to measure in them."
-    print_wide(terminal_table(["name", "what it is", "time"], rows, "l", caption=caption))
+    print_wide(terminal_table(["name", "what it is", "time"], rows, "l", caption=caption, caption_justify="left"))
     raise typer.Exit
 
 

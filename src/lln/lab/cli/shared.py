@@ -40,6 +40,14 @@ class Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         return hide_kinds_of_flags(super().get_params(ctx))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            if error.message:  # pydantic's words before ours
+                error.message = error.message.removeprefix("Value error, ")
+            raise
+
 
 class Group(TyperGroup):
     """The same of `lln` itself."""
@@ -247,6 +255,8 @@ def explain(command: str) -> Iterator[None]:
     """Says in one sentence what is refused, and of an option as typer does."""
     try:
         yield
+    except KeyboardInterrupt:  # of commands that have more to tell about it, only before they have begun
+        fail(f"lln {command}: stopped.", 130)
     except WrongOption as error:
         raise typer.BadParameter(str(error), param_hint=error.option) from None
     except (Refused, Unreadable) as error:

@@ -42,6 +42,7 @@ def train(
         seed: Seed of weights, order and masks. [default: 0]
         changes: An option of the config, like optimisation.rate=1e-3. May be given several times.
         report_to: tensorboard, wandb or trackio, with commas between.
+        device: cpu or cuda. CUDA_VISIBLE_DEVICES chooses among several GPUs. [default: the GPU where there is one]
         graph: Capture the whole step in a CUDA graph.
         fsdp: Spread the weights over the processes of torchrun.
         context_parallel: How many processes share each sequence; each of them holds a part of its tokens (mlm with
@@ -73,7 +74,8 @@ def train(
             raise WrongOption("--set", f"{name_there} is given twice, with --{option} and here.")
         asked[name_there] = "yes" if held is True else str(held)
     if device not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"must be cpu or cuda; got {device!r}.", param_hint="--device")
+        why = f"must be cpu or cuda; among several GPUs CUDA_VISIBLE_DEVICES chooses; got {device!r}."
+        raise typer.BadParameter(why, param_hint="--device")
     if names_file(attention):
         attention = load_attention(attention, "--attention")
     first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes, the one that writes
@@ -92,9 +94,9 @@ def train(
                 report_to=report_to.split(",") if report_to else [], context_parallel=context_parallel,
             )  # fmt: skip
     except (ValueError, TypeError, DataError) as error:
-        fail(str(error))
+        fail(f"lln train: {error}")
     except NotFinite as error:
-        fail(str(error), 1)
+        fail(f"lln train: {error}", 1)
     except KeyboardInterrupt:
         fail(f"Stopped. The same command goes on from the last checkpoint in {folder}.", 130)
     except OSError as error:

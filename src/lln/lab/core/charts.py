@@ -109,13 +109,20 @@ def count_columns(names: list[str]) -> int:
     return math.ceil(len(names) / math.ceil(len(names) / fits))
 
 
-def draw_bars(rows: list[dict[str, Any]], styles: dict[str, Style], title: str) -> str:
-    """A bar with its value for each series of each group. Rows: series, group, value."""
+def draw_bars(rows: list[dict[str, Any]], styles: dict[str, Style], title: str, groups_title: str) -> str:
+    """A bar with its value for each series of each group. Rows: series, group, value. groups_title: what a group is.
+
+    >>> from lln.lab.core.palette import choose_styles
+    >>> rows = [{"series": "LLN", "group": "1 x 512", "value": 2.0}]
+    >>> svg = draw_bars(rows, choose_styles(["LLN"]), "times as fast", "batch x tokens")
+    >>> ">times as fast</text>" in svg, ">batch x tokens</text>" in svg
+    (True, True)
+    """
     names = [name for name in styles if any(row["series"] == name for row in rows)]
     groups = list(dict.fromkeys(row["group"] for row in rows))
     colours = alt.Scale(domain=names, range=[styles[name].colour for name in names])
     base = alt.Chart(alt.Data(values=rows)).encode(
-        y=alt.Y("group:N", title=None, sort=groups, axis=alt.Axis(labelLimit=220)),
+        y=alt.Y("group:N", title=groups_title, sort=groups, axis=alt.Axis(labelLimit=220, titlePadding=26)),
         yOffset=alt.YOffset("series:N", sort=names, scale=alt.Scale(paddingInner=0.15)),
         x=alt.X("value:Q", title=title),
     )
@@ -123,7 +130,8 @@ def draw_bars(rows: list[dict[str, Any]], styles: dict[str, Style], title: str) 
     # The name stands at the bar: members of a family share a colour.
     label = "datum.series + '  ' + format(datum.value, '.3~g')"
     texts = base.transform_calculate(label=label).mark_text(align="left", dx=4, color=INK).encode(text="label:N")
-    return render_svg(marks + texts, height=max(120, 18 * len(rows) + 12 * len(groups)))
+    room = {"left": 5, "top": 5, "right": 30, "bottom": 5}  # for the names at the bars, in broad letters
+    return render_svg((marks + texts).properties(padding=room), height=max(120, 18 * len(rows) + 12 * len(groups)))
 
 
 def choose_ticks(low: float, high: float) -> tuple[float, ...]:
@@ -179,10 +187,13 @@ def render_svg(chart: alt.LayerChart, height: int = 270, width: int = WIDTH) -> 
     import vl_convert
 
     axis: dict[str, Any] = {f"{part}Color": INK for part in ("label", "title", "grid", "domain", "tick")}
+    # Room between labels and titles: a browser's letters may be broader than those that were reckoned with here.
+    beside = alt.AxisConfig(titlePadding=10)
     config = alt.Config(
         background="transparent",
         view=alt.ViewConfig(stroke=None),
         axis=alt.AxisConfig(**axis, gridOpacity=0.2, labelFontSize=12, titleFontSize=13),
+        axisY=beside,
         legend=alt.LegendConfig(labelColor=INK, labelFontSize=13, symbolSize=120, orient="top-left"),
     )
     return vl_convert.vegalite_to_svg(chart.properties(width=width, height=height, config=config).to_json())

@@ -33,9 +33,11 @@ class Chart:
         """
         >>> Chart("gap-against-temperature", "<svg/>", "").title
         'Gap against temperature'
+        >>> Chart("log-p-histogram", "<svg/>", "").title
+        'Log P histogram'
         """
         words = self.name.replace("-", " ").replace("_", " ").capitalize()
-        return words.replace("lln diag", "LLN+Diag").replace("lln", "LLN")
+        return words.replace("lln diag", "LLN+Diag").replace("lln", "LLN").replace("Log p ", "Log P ")
 
 
 @dataclasses.dataclass(frozen=True)
