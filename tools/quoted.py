@@ -157,7 +157,7 @@ def compare_mix(part: str) -> tuple[list[float], list[float], int]:
 
 def converted() -> str:
     """What a converted model takes on a GPU, and what a cheaper mix would."""
-    (slower, faster, even), (slower_causal, faster_causal, even_causal) = map(
+    (slower, _, even), (slower_causal, faster_causal, even_causal) = map(
         compare_mix, ("evidence-mix", "evidence-mix-causal")
     )
     directed = read_attention("evidence", "forward")
