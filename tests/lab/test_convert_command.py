@@ -327,6 +327,7 @@ def test_a_text_that_is_too_short_decides_nothing_and_a_longer_model_is_made_whe
     code, out, err = run_convert(place / "bert", tmp_path / "out", "--calibration", tmp_path / "few.txt", *small)
     assert code == 4, err
     assert "Whether this keeps the model is not decided" in out
+    assert "of up to 200 tokens. A verdict needs 24, so there will be none" in err  # before the long part
     model = tf.AutoModelForMaskedLM.from_pretrained(tmp_path / "out")
     assert model.config.max_position_embeddings == 200  # it had 96
     assert model(torch.full((1, 200), 5)).logits.shape[1] == 200
