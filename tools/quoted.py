@@ -177,8 +177,8 @@ def converted() -> str:
         "([Benchmarks](benchmarks.md#what-each-query-weighs)).\n\n"
         "The time of LLN attention grows with the length, and that of softmax attention with its square. A causal "
         f"language model should therefore be faster from about {even_causal:,} tokens on, and an encoder with "
-        f"`--mix evidence` from about {even:,}. These two numbers are calculated from the times at 4,096 tokens, and not "
-        "measured.\n"
+        f"`--mix evidence` from about {even:,}. These two numbers are calculated from the times at 4,096 tokens, and "
+        "not measured.\n"
     )
 
 
@@ -194,12 +194,11 @@ def pitch() -> str:
         f"On an NVIDIA H200, a RoBERTa-base with it reads a text of 16,384 tokens **{faster[1, 16384]} times** as fast "
         f"as with torch's softmax attention, and eight texts of 2,048 tokens {faster[8, 2048]} times as fast; with 32 "
         "texts of 512 tokens the two are equally fast. A Llama writes the token after 32,768 others "
-        f"{softmax / ours:.1f} times as fast. These models use the paper's formula. A model that was trained with "
-        "softmax needs another one to keep what it knows. A MiniLM converted with `lln convert` ranks pairs of "
-        f"passages almost as before (rank correlation **{agreement:.2f}**; its softmax blocks alone: {blocks:.2f}). "
-        "For 16 texts of 4,096 tokens the linear part of such attention takes "
-        f"{directed['evidence-directions']:.2f} ms there, and "
-        f"softmax attention {directed['cudnn']:.2f}.\n"
+        f"{softmax / ours:.1f} times as fast. These are new models, with the paper's formula. A model that was trained "
+        "with softmax needs another formula to keep what it knows. A MiniLM converted with `lln convert` ranks pairs of "
+        f"passages almost as before (rank correlation **{agreement:.2f}**; with softmax inside blocks and nothing else: "
+        f"{blocks:.2f}). For 16 texts of 4,096 tokens the linear part of such attention takes "
+        f"{directed['evidence-directions']:.2f} ms there, and softmax attention {directed['cudnn']:.2f}.\n"
     )
 
 
@@ -244,11 +243,11 @@ CLAIMS = [
     ("LLN attention is log-normal", "fig7", "LLN attention", "distance {distance:.3f}, skewness {skewness:.2f}"),
     (
         "Moment matching concentrates like softmax", "fig2", "With moment matching (paper)",
-        "from temperature {follows_from:.1f} up; below, off by {most_bits:+.1f} bits",
+        "up to {most_bits:+.1f} bits off below temperature {follows_from:.1f}",
     ),
     (
         "The same with our entropy matching", "fig2", "With moment matching (entropy)",
-        "from temperature {follows_from:.2f} up; below, gap off by {most_gap:+.2f}",
+        "gap up to {most_gap:+.2f} off below temperature {follows_from:.2f}",
     ),
     (
         "A kernel like ELU + 1 cannot concentrate", "fig2", "The ELU kernel",

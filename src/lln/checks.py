@@ -145,6 +145,11 @@ def check_read(read: Any, alpha: Any, beta: Any, directions: Any) -> None:
     """Which of the coefficients go with a read."""
     check_choice("read", read, *READS)
     if beta is None or (alpha is None and read == "paper"):
+        if alpha is None and beta is None and read == "paper":
+            raise TypeError(
+                "alpha and beta are missing; give two positive numbers or tensors, as of lln.match_moments, or call "
+                "lln.scaled_dot_product_attention, which finds them."
+            )
         name = "beta" if beta is None else "alpha"
         raise TypeError(f"{name} is missing; give a positive number or a tensor, for example from lln.match_moments.")
     if read == "evidence":

@@ -373,7 +373,8 @@ def check_state(
     expected = [batch, key.shape[1], channels, value.shape[3]]
     if list(state.mean_value.shape) != expected:
         raise ValueError(
-            f"state must be of [batch, key heads, dim, value dim] = {expected}; got {list(state.mean_value.shape)}."
+            f"state must be of [batch, key heads, dim, value dim] = {expected}; got {list(state.mean_value.shape)}. "
+            "A state, and a cache that holds it, goes on with the batch that it began with; begin a new one for others."
         )
     if state.block_size != block_size:
         raise ValueError(

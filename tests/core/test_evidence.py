@@ -262,6 +262,7 @@ def test_second_derivatives_are_those_of_the_definition() -> None:
         ({"alpha": 2.0, "beta": 2.0, "read": "evidence"}, "alpha must be left out with read='evidence'"),
         ({"alpha": 2.0, "beta": 2.0, "read": "centre"}, "read must be 'paper' or 'evidence'"),
         ({"beta": 2.0}, "alpha is missing"),
+        ({}, r"alpha and beta are missing.*lln\.scaled_dot_product_attention"),
         ({"read": "evidence"}, "beta is missing"),
         ({"alpha": 2.0, "beta": 2.0, "directions": "signed"}, "directions go with read='evidence'"),
         ({"beta": 2.0, "read": "evidence", "directions": "both"}, "directions must be 'signed'"),

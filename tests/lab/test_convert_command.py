@@ -268,6 +268,7 @@ def test_other_matchings_need_no_learning(kind: str, place: Path, tmp_path: Path
             ["{tmp}/t5", "{out}", "--calibration", "{text}", "--block-size", "8"], ["position_bias"], marks=needs_t5
         ),
         (["{tmp}/lln", "{out}", "--calibration", "{text}", "--block-size", "8"], ["runs 'lln_diag' already"]),
+        (["{tmp}/mute", "{out}", "--calibration", "{text}"], ["finds no tokenizer.json", "saved beside its weights"]),
         (
             ["{bert}", "{tmp}/full", "--calibration", "{text}", "--block-size", "8"],
             ["is not empty and holds no conversion"],
@@ -286,14 +287,16 @@ def test_mistakes_are_one_line_and_exit_code_2(
     name = Path(arguments[0]).name
     if name == "vit":
         tf.ViTModel(make_config("vit")).save_pretrained(tmp_path / name)
-    elif name in ("mpnet", "t5", "lln"):
+    elif name in ("mpnet", "t5", "lln", "mute"):
         sizes = {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 1, "num_heads": 4, "vocab_size": 61}
         makers = {
             "mpnet": lambda: tf.MPNetModel(tf.MPNetConfig(**BERT)),
             "t5": lambda: tf.T5Model(tf.T5Config(**sizes)),
             "lln": lambda: build_model("bert"),
+            "mute": lambda: build_model("llama", "sdpa").float(),
         }
         makers[name]().save_pretrained(tmp_path / name)
+    if name in ("mpnet", "t5", "lln"):
         tf.AutoTokenizer.from_pretrained(place / "bert").save_pretrained(tmp_path / name)
     places = {"bert": place / "bert", "text": place / "text.txt", "tmp": tmp_path, "out": tmp_path / "out"}
     code, out, err = run_convert(*(text.format(**places) for text in arguments))
@@ -327,6 +330,7 @@ def test_a_text_that_is_too_short_decides_nothing_and_a_longer_model_is_made_whe
     code, out, err = run_convert(place / "bert", tmp_path / "out", "--calibration", tmp_path / "few.txt", *small)
     assert code == 4, err
     assert "Whether this keeps the model is not decided" in out
+    assert "of up to 200 tokens. A verdict needs 24, so there will be none" in err  # before the long part
     model = tf.AutoModelForMaskedLM.from_pretrained(tmp_path / "out")
     assert model.config.max_position_embeddings == 200  # it had 96
     assert model(torch.full((1, 200), 5)).logits.shape[1] == 200

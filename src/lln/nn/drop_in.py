@@ -151,16 +151,19 @@ def find_coefficients(
 def read_padding(mask: Tensor, key: Tensor) -> Tensor:
     """[batch, key length] bool, True = attend, of an attn_mask that hides keys from all queries and heads."""
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        remedy = " Use attn_mask.bool()." if isinstance(mask, Tensor) else ""
         raise TypeError(
             f"attn_mask must be a tensor, bool (True = attend) or float (0 or -inf), or None; got {describe(mask)}."
+            f"{remedy}"
         )
     batch, length = key.shape[0], key.shape[2]
     shape = [1] * (4 - mask.ndim) + list(mask.shape)
     if len(shape) != 4 or shape[0] not in (1, batch) or shape[1:] != [1, 1, length]:
+        remedy = " Use attn_mask[:, None, None]." if list(mask.shape) == [batch, length] else ""
         raise ValueError(
             f"attn_mask must be padding, of shape [batch, 1, 1, key length] = [{batch}, 1, 1, {length}], because "
             "linear attention forms no query-key pairs that could be masked one by one (causality is is_causal=True); "
-            f"got {describe(mask)}."
+            f"got {describe(mask)}.{remedy}"
         )
     rows = mask.reshape(shape[0], length).expand(batch, length)
     return rows if mask.dtype == torch.bool else ~read_added("attn_mask", rows, can_read(mask))

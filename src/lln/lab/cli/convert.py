@@ -123,7 +123,9 @@ def convert(
         material = Pictures(find_pictures(given)) if given is images else Passages(read_texts(given))
         with StageBars() as bars:
             about = provenance(seed, torch.device(device))
-            result = convert_checkpoint(model, out, material, plan, device=device, about=about, progress=bars)
+            result = convert_checkpoint(
+                model, out, material, plan, device=device, about=about, progress=bars, say=bars.say
+            )
     except (ValueError, TypeError) as error:
         fail(f"lln convert: {error}")
     except NotFinite as error:

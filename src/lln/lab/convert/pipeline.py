@@ -23,12 +23,23 @@ from lln.hf.options import runs_ours
 from lln.hf.watch import switch_to_eval
 from lln.lab.convert.companions import MODULES, allow_longer, copy_companions, fetch_companions, find_transformer
 from lln.lab.convert.conversion_plan import ConversionPlan
-from lln.lab.convert.layer_report import compare_layers, hidden_error, last_hidden, write_report
+from lln.lab.convert.layer_report import compare_layers, hidden_error, last_hidden, name_size, write_report
 from lln.lab.convert.material import IN_PYTHON, Batch, Material
-from lln.lab.convert.verdict import FEWEST, agree, classify, compare, judge, leave_blocks, measure_model, predicts
+from lln.lab.convert.verdict import (
+    FEWEST,
+    agree,
+    can_decide,
+    classify,
+    compare,
+    judge,
+    leave_blocks,
+    measure_model,
+    predicts,
+)
 from lln.lab.convert.workplace import LEARNING, MODEL, Workplace
 from lln.lab.core.errors import Refused, first_line
 from lln.lab.core.pretrained import find_snapshot, identify, load, shorten_name, silence
+from lln.lab.core.progress import ignore
 from lln.lab.inspect.inspection import label_layers
 from lln.nn.image_grid import REMEDIES
 
@@ -52,10 +63,12 @@ def convert_checkpoint(
     device: str = "cpu",
     about: Mapping[str, Any] | None = None,
     progress: Progress = lambda stage, done, total, text: None,
+    say: Callable[[str], None] = ignore,
 ) -> dict[str, Any]:
     """Convert the checkpoint `name`, a folder or a Hub id, with text or pictures, into the folder `out`; return what
-    conversion.json there says, `about` (this machine) included. Killed at any moment, the same call goes on where
-    it was and ends with the same numbers; once it is finished it only returns them again.
+    conversion.json there says, `about` (this machine) included. say: is told before the long part where no verdict
+    will come of it. Killed at any moment, the same call goes on where it was and ends with the same numbers; once it is
+    finished it only returns them again.
 
     Raises:
         Refused with one line; NotFinite where a loss is.
@@ -76,7 +89,16 @@ def convert_checkpoint(
         raise Refused(
             f"{name} runs {model.config._attn_implementation!r} already; convert the softmax model it was made from"
         )
-    kept, learned = split(material.prepare(model, plan))
+    pieces = material.prepare(model, plan)
+    kept, learned = split(pieces)
+    if not can_decide(len(kept), kept != learned, predicts(model)):
+        wanted = FEWEST if predicts(model) else 3 * FEWEST  # `split` keeps at most a third apart
+        size = name_size({"passages": material.describe_size()})
+        remedy = "" if material.called == "pictures" else " or a smaller --length"
+        say(
+            f"There are only {len(pieces)} {material.called} {size}. A verdict needs {wanted}, so there will be none; "
+            f"give more {material.kind}{remedy}."
+        )
     parts = kept, thin_out(kept, REPORTED), learned, thin_out(learned, MATCHED)
     judged, reported, lessons, matched = (material.make_batches(model, part, plan.batch_size) for part in parts)
     counts = {"learned": len(learned), "reported": len(parts[1]), "judged": len(kept)}

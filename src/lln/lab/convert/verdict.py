@@ -99,12 +99,17 @@ def agree(found: Tensor | None, wanted: Tensor | None) -> float | None:
     return None if found is None or wanted is None else float((found == wanted).double().mean())
 
 
+def can_decide(passages: int, held_out: bool, predicting: bool) -> bool:
+    """Whether so many passages, of those that are judged by, are enough for a verdict."""
+    return held_out and (passages >= FEWEST or predicting)
+
+
 def judge(value: float, blocks: float, passages: int, held_out: bool, predicting: bool) -> dict[str, Any]:
     """The verdict as conversion.json has it."""
     better = value < blocks if predicting else value > blocks
     near = value <= WORSE if predicting else value >= KEPT
     verdict = "kept" if near and better else "not kept"
-    if not held_out or (passages < FEWEST and not predicting) or not math.isfinite(value):
+    if not can_decide(passages, held_out, predicting) or not math.isfinite(value):
         verdict = "not decided"
     measure = "perplexity over the softmax model's" if predicting else "rank correlation of similarities"
     return {

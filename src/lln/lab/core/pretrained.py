@@ -26,10 +26,11 @@ def load_tokenizer(model: Any, name: str, options: dict[str, Any]) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:
-        why = first_line(error)
-        if why.endswith(" one of"):  # transformers' sentence, whose end is a list of its own ways to make one
-            raise Refused(f"{name} has no tokenizer that can be loaded (tokenizer.json or a vocabulary)") from error
-        raise Refused(f"{name} has no tokenizer that can be loaded: {why}") from error
+        # transformers goes on for several lines where it finds no file, and names packages that would not help
+        files = "no tokenizer.json or vocabulary that it knows" if "backend tokenizer" in str(error) else ""
+        why = f"transformers finds {files}" if files else first_line(error)
+        remedy = "the tokenizer of the model, saved beside its weights, is needed to give it text"
+        raise Refused(f"{name} has no tokenizer that can be loaded: {why}; {remedy}") from error
     # Without files transformers makes one that knows no word.
     if not callable(tokenizer) or len(tokenizer) <= len(getattr(tokenizer, "all_special_ids", ())):
         raise Refused(f"{name} has no tokenizer (tokenizer.json or a vocabulary), so it cannot be given text")
