@@ -195,9 +195,9 @@ def pitch() -> str:
         f"as with torch's softmax attention, and eight texts of 2,048 tokens {faster[8, 2048]} times as fast; with 32 "
         "texts of 512 tokens the two are equally fast. A Llama writes the token after 32,768 others "
         f"{softmax / ours:.1f} times as fast. These are new models, with the paper's formula. A model that was trained "
-        "with softmax needs another formula to keep what it knows. A MiniLM converted with `lln convert` ranks pairs of "
-        f"passages almost as before (rank correlation **{agreement:.2f}**; with softmax inside blocks and nothing else: "
-        f"{blocks:.2f}). For 16 texts of 4,096 tokens the linear part of such attention takes "
+        "with softmax needs another formula to keep what it knows. A MiniLM converted with `lln convert` ranks pairs "
+        f"of passages almost as before (rank correlation **{agreement:.2f}**; with softmax inside blocks and nothing "
+        f"else: {blocks:.2f}). For 16 texts of 4,096 tokens the linear part of such attention takes "
         f"{directed['evidence-directions']:.2f} ms there, and softmax attention {directed['cudnn']:.2f}.\n"
     )
 

@@ -253,7 +253,7 @@ def test_the_command_line_names_layers() -> None:
     from lln.lab.convert.conversion_plan import ConversionPlan
 
     def read(layers: str) -> Any:
-        return ConversionPlan(layers=layers).options(8, {"block_size": 4})["layers"]
+        return ConversionPlan(layers=layers).options(8, {"block_size": 4}, causal=False)["layers"]
 
     assert [read("full_attention"), read("0,2"), read("1:")] == ["full_attention", [0, 2], slice(1, None)]
     with pytest.raises(ValueError, match="layers must be full_attention"):

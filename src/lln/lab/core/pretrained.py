@@ -26,9 +26,9 @@ def load_tokenizer(model: Any, name: str, options: dict[str, Any]) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:
-        # transformers goes on for several lines where it finds no file, and names packages that would not help
-        files = "no tokenizer.json or vocabulary that it knows" if "backend tokenizer" in str(error) else ""
-        why = f"transformers finds {files}" if files else first_line(error)
+        why = first_line(error)
+        if why.endswith(" one of"):  # transformers' sentence, whose end is a list of its own ways to make one
+            why = "transformers finds no tokenizer.json or vocabulary that it knows"
         remedy = "the tokenizer of the model, saved beside its weights, is needed to give it text"
         raise Refused(f"{name} has no tokenizer that can be loaded: {why}; {remedy}") from error
     # Without files transformers makes one that knows no word.
