@@ -67,6 +67,7 @@ MORE = {
     "several sets": Case((50, 50), directions=150, group=2, block_size=16, mask="holes", mix="wide pair"),
     "several sets packed": Case((40, 0, 9), directions=130, packed=True, beta="[B, H]", return_state=True),
     "directions, state": Case((40, 40), directions=20, state=True, return_state=True, beta="[H, D]", mask="left"),
+    "directions, state goes in": Case((40, 40), directions=20, state=True),
     "directions, no queries": Case((0, 0), key_lengths=(40, 40), directions=20, return_state=True),
     "directions, no keys": Case((40, 40), key_lengths=(0, 0), directions=20, state=True),
     "directions, narrow": Case(dim=5, value_dim=3, directions=7),
