@@ -186,8 +186,11 @@ def test_second_derivatives_are_those_of_the_definition() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"read": "paper", "alpha": 1.0, "block_size": 4}, "needs block_size and read='evidence'; got block_size=4"),
-        ({"read": "evidence"}, "needs block_size and read='evidence'; got block_size=None"),
+        (
+            {"read": "paper", "alpha": 1.0, "block_size": 4},
+            "needs block_size and read=.evidence., because .*; got block_size=4",
+        ),
+        ({"read": "evidence"}, "needs block_size and read=.evidence., because .*; got block_size=None"),
         ({"read": "evidence", "block_size": 6, "overlap": True}, "multiple of 4; got 6"),
         ({"read": "evidence", "block_size": 4, "mix": 0.5, "overlap": True}, "overlap goes with mix='evidence'"),
         ({"read": "evidence", "block_size": 4, "mix": 0.5, "evidence_offset": 1.0}, "evidence_offset goes with mix"),

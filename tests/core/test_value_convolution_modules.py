@@ -219,7 +219,9 @@ def test_patches_have_rows_and_columns() -> None:
     q, k, v = make_inputs(2, 2, 2, 13, 6)
     want = plain(q, k, v) + convolve_patches(v, attention.value_taps.detach(), (3, 4), 1)
     assert relative_error(attention(q, k, v), want) < 1e-13
-    with pytest.raises(ValueError, match="value_convolution: 12 tokens of ViT are not 1 and the patches of an image"):
+    with pytest.raises(
+        ValueError, match="value_convolution: the 12 tokens of ViT are not 1 special tokens and the patches of an image"
+    ):
         attention(*(t[:, :, :12] for t in (q, k, v)))
     with pytest.raises(ValueError, match="value_convolution: an image is seen as a whole"):
         attention(q[:1], k[:1], v[:1], cu_seqlens=torch.tensor([0, 13], dtype=torch.int32))

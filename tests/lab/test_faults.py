@@ -270,7 +270,7 @@ def test_a_damaged_file_of_a_run_is_named(
     held = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     answer = run_command("train", "mlm", "--attention", "lln", *write_options(SMALL), "--out", folder)
     assert answer.exit_code == 2
-    assert answer.stderr.strip().splitlines()[-1].startswith(f"{folder}/{said}"), answer.stderr
+    assert answer.stderr.strip().splitlines()[-1].startswith(f"lln train: {folder}/{said}"), answer.stderr
     assert held == {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 

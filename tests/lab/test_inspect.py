@@ -220,7 +220,7 @@ def test_other_architectures(kind: str, tmp_path: Path) -> None:
         (["{minilm}", "--text", " "], ["nothing but blanks"]),
         (["{minilm}", "--text", "{tmp}/binary"], ["names a file; give it as --file"]),
         (["{minilm}", "--texts", "-"], ["names a file; give it as --file"]),
-        (["{minilm}", "--file", "{tmp}/empty.txt", "--text", "x"], ["give one of them"]),
+        (["{minilm}", "--file", "{tmp}/empty.txt", "--text", "x"], ["give --file or --text, and not both"]),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(arguments: list[str], parts: list[str], tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_dry_run_refuses_an_attention_as_a_run_does(attention: str, tmp_path: 
     run, dry = run_command(*asked), run_command(*asked, "--dry-run")
     assert (run.exit_code, dry.exit_code) == (2, 2)
     assert dry.stderr.splitlines()[-1] == run.stderr.splitlines()[-1]
-    assert dry.stderr.startswith("attention.name")
+    assert dry.stderr.startswith("lln train: attention.name")
 
 
 def test_a_mixer_sees_no_padding_and_goes_with_text(tmp_path: Path, cache: Path) -> None:

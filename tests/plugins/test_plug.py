@@ -70,7 +70,7 @@ def test_scores_of_another_scale_are_those_of_other_queries() -> None:
 def test_a_module_that_attends_otherwise_is_refused() -> None:
     attention, (q, k, v) = make(), tensors()
     with (
-        pytest.raises(ValueError, match=r"Host was to call .* did so not at all") as problem,
+        pytest.raises(ValueError, match=r"Host must call .* it did so not at all") as problem,
         stand_in(attention, "Host"),
     ):
         (q @ k.transpose(2, 3)).softmax(-1)
@@ -96,7 +96,7 @@ def test_dropout_is_that_of_the_call_in_training_alone() -> None:
         ("softmax", {}, "implementation must be 'lln' or 'lln_diag'; got 'softmax'"),
         ("lln", {"block_size": 8}, "block_size goes with implementation='lln_diag'"),
         ("lln_diag", {"tile": 0}, "tile must be a positive int; got 0"),
-        ("lln_diag", {"tile": 4, "block_size": 8}, "tile stands in the place of block_size"),
+        ("lln_diag", {"tile": 4, "block_size": 8}, "tile takes the place of block_size"),
         ("lln_diag", {"tile": 4, "mix": "evidence"}, "mix='evidence' goes with blocks of consecutive tokens"),
         ("lln_diag", {"statistic": "fixed"}, "lln_diag has no option 'statistic'; there are alpha, "),
     ],

@@ -147,5 +147,5 @@ def stand_in(attention: LLNAttention, host: str, *, heads_alike: bool = False) -
         times = "not at all" if not mode.calls else f"{mode.calls} times"
         raise ValueError(
             f"{host} must call torch's attention function exactly once, so that LLN attention can replace it, and it "
-            f"did so {times} times; leave this module unconverted."
+            f"did so {times}; leave this module unconverted."
         )
