@@ -16,6 +16,7 @@ import lln.hf
 from helpers.hf_models import build_model, expect_guess, record_calls, sentence
 from helpers.hf_reference import compute_expected
 from helpers.tensors import relative_error
+from lln.hf.find import is_causal
 from lln.hf.layers import find_running
 from lln.instruments import record
 
@@ -319,3 +320,14 @@ def test_a_model_that_gives_nothing_to_compare_is_told_so() -> None:
     with pytest.raises(ValueError, match="Silent gives neither hidden states") as problem:
         lln.hf.fine_tune(model, copy.deepcopy(model), [{"input_ids": words()}], steps=1)
     sentence(problem)
+
+
+def test_a_module_that_does_not_say_so_is_not_causal() -> None:
+    class Plain(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    module, part = Plain(), torch.nn.Sequential(Plain())
+    assert not is_causal(module, "0", part)
+    module.is_causal = True
+    assert is_causal(module, "0", part)

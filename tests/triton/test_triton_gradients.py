@@ -261,3 +261,8 @@ def test_checkpointing_repeats_dropout_and_gradients_exactly(mode: str, use_reen
         out.square().sum().backward()
         found.append([out, *(x.grad for x in leaves)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_two_channels_with_a_factor_each_do_not_share_one(is_causal: bool) -> None:
+    check(Case((20, 20, 20), dim=2, beta="[H, D]", is_causal=is_causal))
