@@ -32,7 +32,7 @@ def sweep() -> Iterator[Any]:
     [
         ("bert", "agrees", None), ("llama", "agrees", None), ("vit", "agrees", None), ("bart", "agrees", None),
         ("modernbert", "agrees", ["in its global layers"]), ("doge", "refused", "DogeAttention of DogeModel adds"),
-        ("t5", "refused", "position_bias: T5Attention uses a bias"),
+        ("t5", "refused", "T5Attention of T5Model adds a position_bias"),
         ("resnet", "refused", "ResNetModel has no attention; use it as it is"),
         ("phi4_multimodal_vision", "agrees", None),  # calls itself causal, and is not
     ],

@@ -331,3 +331,13 @@ def test_a_module_that_does_not_say_so_is_not_causal() -> None:
     assert not is_causal(module, "0", part)
     setattr(module, "is_causal", True)  # noqa: B010
     assert is_causal(module, "0", part)
+
+
+def test_a_part_that_adds_a_bias_to_its_scores_stays_as_it_is() -> None:
+    text = tf.T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4, vocab_size=61)
+    queries = {**TEXT, "encoder_hidden_size": 32}
+    config = tf.Blip2Config(vision_config=VISION, qformer_config=queries, num_query_tokens=5, text_config=text)
+    model = tf.Blip2ForConditionalGeneration(config)
+    with pytest.warns(UserWarning, match=r"T5.* keeps its softmax attention.*adds a position_bias"):
+        lln.hf.convert(model, "lln", statistics="fixed")
+    assert {name.split(".")[0] for name in find_running(model)} == {"vision_model", "qformer"}

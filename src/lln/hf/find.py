@@ -18,14 +18,18 @@ Model = TypeVar("Model", bound=nn.Module)
 CAUSAL_MASK = "create_causal_mask"  # the function of transformers
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name under which transformers' modules look their function up
 
-# Modules that read the attention mask themselves, in softmax's form, and what they do with it.
+# Modules that read the attention mask themselves, in softmax's form, or change scores, and what they do.
 READERS = {
     "DogeAttention": "adds scores of its own to single query-key pairs",
     "LasrEncoderConvolutionModule": "looks for hidden tokens in a mask of query-key pairs",
 } | dict.fromkeys(
     ("AXK2Indexer", "DeepseekV32Indexer", "GlmMoeDsaIndexer", "HYV4Indexer", "MistralLarge4TextIndexer"),
     "chooses other keys for every query",
-)
+) | dict.fromkeys(
+    ("T5Attention", "MT5Attention", "UMT5Attention", "Pop2PianoAttention", "SwitchTransformersAttention",
+     "UdopAttention", "Pix2StructTextAttention"),
+    "adds a position_bias to the scores of single query-key pairs",
+)  # fmt: skip
 
 
 def find_model(model: Any) -> PreTrainedModel:

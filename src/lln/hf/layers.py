@@ -48,13 +48,8 @@ def names_window(kind: Any) -> bool:
 
 
 def check_global(name: str, module: Any, implementation: str) -> None:
-    """ValueError where a layer attends within a window, or adds a bias to single scores."""
+    """ValueError where a layer attends within a window."""
     kind = find_kind(name, module)
-    if getattr(module, "relative_attention_num_buckets", None) is not None:  # T5 and its kin
-        raise ValueError(
-            f"position_bias: {type(module).__name__} uses a bias of single query-key pairs, which linear attention "
-            "cannot have because it never forms the pairs; use another attn_implementation for this model."
-        )
     if "sliding" in kind or "chunked" in kind:
         raise ValueError(
             f"attn_implementation={implementation!r}: {type(module).__name__} ({name}) attends within a sliding_window "
