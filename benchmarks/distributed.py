@@ -6,8 +6,8 @@
 Ranks are emulated: what each would do is done one after another, by the code that real ranks run, and what they would
 send is handed over. So the time is that of all ranks' work, without a network, and its excess over one pass is the
 cost of cutting. Errors are against float64 in plain PyTorch, of the output and of every gradient; sharded may have
-twice that of one pass, or, where it is not causal, of plain PyTorch in the same dtype. A kind that --out holds
-already, measured alike, is not measured again.
+twice that of one pass, or, where it is not causal, of plain PyTorch in the same dtype. A kind that --out holds already,
+measured alike by the same commit on the same machine, is not measured again.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def attend_causally(
     """Eq. (8) of some tokens after others, by its sums: (output, and both sums over keys of what was and is)."""
     query, key, value = rows
     alpha, beta = list_factors(options)
-    read = ((alpha or 1.0) * query + largest).softmax(-1)  # any factor of a row cancels
+    assert alpha is not None  # the paper's read
+    read = (alpha * query + largest).softmax(-1)  # any factor of a row cancels
     written = (beta * key - largest).exp()
     seen = (read @ written.transpose(-1, -2)).tril()
     own = torch.cat([value, torch.ones_like(value[..., :1])], -1)
@@ -196,12 +197,16 @@ def measure_kind(name: str, options: dict[str, Any], settings: argparse.Namespac
 
 def measure(settings: argparse.Namespace) -> dict[str, Any]:
     asked = {k: v for k, v in vars(settings).items() if k not in ("out", "kinds")}
+    about = provenance(settings.seed, torch.device(settings.device))
     held = read_json(settings.out, dict) if settings.out is not None else None
-    found = {} if held is None or held["settings"] != asked else held["kinds"]
+    found: dict[str, Any] = {}
+    if held is not None and held["settings"] == asked:
+        same = all(held["provenance"][name] == about[name] for name in ("commit", "device", "torch"))
+        found = held["kinds"] if same else {}
     result: dict[str, Any] = {
         "what": "ms of one pass and of the same in shards, one after another on one device, and errors against float64",
         "settings": asked,
-        "provenance": provenance(settings.seed, torch.device(settings.device)),
+        "provenance": about,
         "kinds": found,
     }
     left = [kind for kind in settings.kinds if kind not in found]
