@@ -1,6 +1,7 @@
 """The short versions of the long campaigns, and that each of them would notice something."""
 
 import dataclasses
+import functools
 import json
 import random
 import shutil
@@ -42,6 +43,23 @@ def test_generated_calls_of_the_kernels_agree_with_theirs() -> None:
     pytest.importorskip("triton")
     faults = {number: fault for number in range(4) if (fault := run_case("kernels", 1, number))}
     assert not faults
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_kernels_that_differ_are_found() -> None:
+    pytest.importorskip("triton")
+    from helpers import triton_cases
+
+    plain: Any = vars(triton_cases)["lln_attention"]
+
+    def spoil(*given: Any, **options: Any) -> Any:
+        found = plain(*given, **options)
+        if options["backend"] != triton_cases.BACKEND:
+            return found
+        return (found[0] * 1.15, found[1]) if isinstance(found, tuple) else found * 1.15
+
+    with mock.patch.object(triton_cases, "lln_attention", spoil):
+        assert all(run_case("kernels", 1, number) is not None for number in range(4))
 
 
 @pytest.mark.parametrize("kind", ["op", "states", "modules"])
@@ -113,6 +131,22 @@ def test_a_stopped_campaign_goes_on_and_with_other_sources_begins_anew(tmp_path:
     stopped.run(try_one, until=0.0)
     assert stopped.done == 0
     assert "7 are left, the same command goes on" in stopped.tell()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("tools")
+def test_several_at_once_find_the_same(tmp_path: Path) -> None:
+    import campaign as campaigns
+    import fuzz
+
+    held = []
+    for name, at_once in (("one", 1), ("two", 2)):
+        options = campaigns.make_parser(None, 10).parse_args(["--cases", "70", "--out", str(tmp_path / name)])
+        found = campaigns.Campaign("fuzz-states", options)
+        try_one = functools.partial(fuzz.run_named, "states", 0, {})
+        found.run(try_one, float("inf"), at_once=at_once, prepare=fuzz.prepare)
+        held.append((found.done, found.counts, found.faults))
+    assert held[0] == held[1] == (70, {"states": 70}, {})
 
 
 @pytest.mark.usefixtures("tools")
