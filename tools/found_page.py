@@ -128,9 +128,10 @@ def use() -> list[str]:
         f"{gains[2048]} times as fast as with torch's attention at 2,048 tokens, {gains[16384]} times at 16,384 and "
         f"{gains[65536]} times at 65,536. One sequence at a time, it is faster from {one:,} tokens on. Below that, "
         f"keep torch's softmax attention. With `torch.compile` a step takes {saved} of its time without.",
-        '- **In a new model, set `matching="entropy"` and `value_convolution=5`.** Entropy matching follows softmax '
-        "over the widest range. In training no matching differs from another beyond the noise, so the default stays "
-        "the paper's. The convolution of the values lowers the loss of LLN+Diag after 5,500 steps of pre-training from "
+        '- **In a new model, set `matching="entropy"`** and try `value_convolution=5`. Entropy matching follows '
+        "softmax over the widest range. In training no matching differs from another beyond the noise, so the default "
+        "stays the paper's. The convolution of the values lowers the loss of LLN+Diag after 5,500 steps of "
+        "pre-training from "
         f"{scratch['lln_diag']:.2f} to {scratch['lln_diag:value_convolution=5']:.2f}; softmax ends at "
         f"{scratch['softmax']:.2f} without it and at {scratch['softmax:value_convolution=5']:.2f} with it (one seed "
         "each).",

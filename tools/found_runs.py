@@ -252,9 +252,10 @@ def from_scratch() -> list[str]:
         f"{' '.join(table['marks'][name]['budget'])} Loss on held-out text, **one seed**:", "",
         *grid(["attention", "without", "with", "difference"], rows),
         f"`lln reproduce pretraining --scale mini`, {run['device']}, commit {run['commit']}.", "",
-        f"Every attention gains more than differences between seeds explain (Table 1 has deviations up to "
-        f"{max(c['MLM loss']['deviation'] or 0 for c in losses_of_table1()):.2f} there). LLN alone gains most: without "
-        f"the convolution it has not left the plateau with which training begins, with it it comes to "
+        "Seeds differ by a standard deviation of up to "
+        f"{max(c['MLM loss']['deviation'] or 0 for c in losses_of_table1()):.2f} in Table 1, on 256 tokens, so "
+        "the smaller of these gains may be chance. LLN alone gains most: without the convolution it has not left the "
+        "plateau with which training begins, with it it comes to "
         f"{loss[f'lln:{CONVOLVED}']:.2f}. LLN+Diag with it is ahead of softmax without it, by "
         f"{loss['softmax'] - near:.2f}, and {near - far:.2f} behind softmax with it. Its linear part is worth "
         f"{loss[f'block_diagonal:{CONVOLVED}'] - near:.2f} beside the blocks alone where both have the convolution, "
