@@ -22,6 +22,7 @@ pytestmark = MARKS
 
 KIB = 1024
 SMALL = Card("small", shared=99 * KIB, shared_all=100 * KIB, registers=2**16, threads=1536)
+KNOWN = dataclasses.replace(SMALL, measured=True)
 
 
 def takes(shared: dict[tuple[int, bool], int]) -> tuple[list[Any], Callable[[Settings, bool], Needs]]:
@@ -37,24 +38,24 @@ def takes(shared: dict[tuple[int, bool], int]) -> tuple[list[Any], Callable[[Set
 
 def test_stages_are_given_up_before_keys_are_read_again() -> None:
     seen, look = takes({(3, False): 200, (2, False): 150, (1, False): 98, (1, True): 50})
-    assert fit.fit(look, Settings(4, 3, 2), SMALL, again=False) == (Settings(4, 1, 2), False)
+    assert fit.fit(look, Settings(4, 3), KNOWN, again=False) == (Settings(4, 1, programs=1), False)
     assert seen == [(3, False), (2, False), (1, False)]
     seen, look = takes({(3, False): 200, (2, False): 150, (1, False): 100, (1, True): 50})
-    assert fit.fit(look, Settings(4, 3, 2), SMALL, again=False) == (Settings(4, 1, 2), True)
+    assert fit.fit(look, Settings(4, 3), KNOWN, again=False) == (Settings(4, 1, programs=1), True)
     assert seen[-1] == (1, True)
 
 
 def test_what_fits_as_measured_is_left_alone() -> None:
     seen, look = takes({(3, False): 99})
-    assert fit.fit(look, Settings(4, 3, 6, 168), SMALL) == (Settings(4, 3, 6, 168), False)
+    assert fit.fit(look, Settings(4, 3, 168), KNOWN) == (Settings(4, 3, 168, programs=1), False)
     assert seen == [(3, False)]
 
 
 def test_programs_are_those_that_a_multiprocessor_has_room_for() -> None:
     _, look = takes({(3, False): 64, (2, False): 40, (1, False): 20})
-    assert fit.fit(look, Settings(4, 3, 0), SMALL) == (Settings(4, 2, 2), False)  # two share 100 KiB
+    assert fit.fit(look, Settings(4, 3), SMALL) == (Settings(4, 2, programs=2), False)  # two share 100 KiB
     seen, look = takes({(3, False): 120, (2, False): 90, (1, False): 60, (1, True): 20})
-    assert fit.fit(look, Settings(4, 3, 0), SMALL, again=False) == (Settings(4, 2, 1), False)  # none can: most stages
+    assert fit.fit(look, Settings(4, 3), SMALL, again=False) == (Settings(4, 2, programs=1), False)  # none can: most stages
     assert (1, True) not in seen
 
 
@@ -77,15 +78,33 @@ def test_room_of_a_multiprocessor(needs: Needs, warps: int, programs: int) -> No
 def test_what_fits_nowhere_says_why() -> None:
     _, look = takes({(2, False): 150, (1, False): 120, (1, True): 110})
     with pytest.raises(DoesNotFit, match="needs 110 KiB of shared memory, and there are 99"):
-        fit.fit(look, Settings(4, 2, 2), SMALL, again=False)
+        fit.fit(look, Settings(4, 2), SMALL, again=False)
 
     def fails(settings: Settings, again: bool) -> Needs:
         raise DoesNotFit("does not compile")
 
     with pytest.raises(DoesNotFit, match="does not compile"):
-        fit.fit(fails, Settings(4, 2, 2), SMALL)
+        fit.fit(fails, Settings(4, 2), SMALL)
     with pytest.raises(DoesNotFit, match="tensor memory"):
-        fit.fit(lambda settings, again: Needs(0, 0, 1024), Settings(4, 2, 2), SMALL)
+        fit.fit(lambda settings, again: Needs(0, 0, 1024), Settings(4, 2), SMALL)
+
+
+@pytest.mark.parametrize(
+    ("count", "sequences", "programs", "merged", "splits"),
+    [  # where a kernel was quickest on an H200, of one to eight works a sequence, or 11 to 66 where it is alone
+        (64, 192, 3, True, 2),  # fold: one wave. Three works would be a wave and a half, and take as long as two
+        (64, 192, 2, True, 4),  # read_backward: three full waves of sixteen tiles, and not one of 64, less than full
+        (64, 192, 2, False, 4),  # fold_backward
+        (8, 384, 3, True, 1),  # fold of 512 tokens
+        (8, 384, 2, True, 1),  # read_backward: to put two works together takes longer than they save
+        (8, 384, 2, False, 2),  # fold_backward
+        (256, 12, 2, True, 22),
+        (256, 12, 4, False, 44),
+        (1, 5000, 2, True, 1),
+    ],
+)
+def test_works_fill_waves(count: int, sequences: int, programs: int, merged: bool, splits: int) -> None:
+    assert plan.choose_splits(count, sequences, 132 * programs, merged) == splits
 
 
 @pytest.mark.parametrize(

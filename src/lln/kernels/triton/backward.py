@@ -147,7 +147,7 @@ class Backward(Launch):
     # Causal
 
     def run_causal(self) -> None:
-        w, state = self.fold_prefixes("causal" if self.measured else "causal_queries")
+        w, state = self.fold_prefixes("causal_queries")
         self.set_end(state)
         count, rows = self.query_heads * w.works, self.call.query.shape[0] * self.query_heads * self.rows
         reach, reach_d = self.allocate_sums(count)

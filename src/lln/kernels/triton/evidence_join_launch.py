@@ -67,7 +67,7 @@ class Joined(Launch):
         """From what the compiler says of registers. Not measured."""
         found = self.fit.settings.get(kernel)
         warps = 4 if self.dtype == torch.bfloat16 and self.size <= 64 and self.values["BN"] <= 64 else 8
-        usual = plan.Settings(8 if kernel == "join_backward" else warps, 1, 1 if self.measured else 0)
+        usual = plan.Settings(8 if kernel == "join_backward" else warps, 1)
         return usual if found is None else found
 
     def allocate_held(self, *lead: int) -> list[Tensor]:

@@ -3,7 +3,6 @@ call is cut, fitted and recorded, and what a kernel is given, in `forward`."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -29,45 +28,45 @@ ROOM = 160 * 1024  # bytes of shared memory for all matrices of the keys' backwa
 HELD = ("log_sum", "mean_value", "mean_key", "entropy")
 Outer = tuple[Tensor | None, ...]  # gradients of the output and of the four fields of the state
 
-# Warps, stages, programs a multiprocessor to aim at, by kernel and sets of channels, in bfloat16 at head dim 64: from
-# what the compiler says of registers, and programs for three waves rather than one and a half. Not measured.
+# Warps and stages by kernel and sets of channels, in bfloat16 at head dim 64: from what the compiler says of registers.
+# Not measured.
 SETTINGS = {
-    ("fold", 1): Settings(4, 3, 3),
-    ("fold", 2): Settings(4, 3, 3),
-    ("read", 1): Settings(4, 3, 4),
-    ("read", 2): Settings(4, 3, 6),
-    ("read_backward", 1): Settings(4, 2, 6),
-    ("read_backward", 2): Settings(8, 1, 3),
-    ("fold_backward", 1): Settings(4, 2, 6),
-    ("fold_backward", 2): Settings(4, 2, 6),
-    ("read+blocks", 1): Settings(4, 2, 3),
-    ("read+blocks", 2): Settings(8, 2, 2),
-    ("read_backward+blocks", 1): Settings(4, 1, 6),
-    ("read_backward+blocks", 2): Settings(8, 1, 3),
-    ("fold_backward+blocks", 1): Settings(4, 2, 6),
-    ("fold_backward+blocks", 2): Settings(4, 1, 6),
-    ("causal", 1): Settings(8, 2, 6),
-    ("causal_values", 1): Settings(4, 2, 6),
-    ("causal_rows", 1): Settings(8, 2, 6),
-    ("causal_queries", 1): Settings(4, 2, 6),
-    ("causal_keys", 1): Settings(8, 1, 6),
-    ("causal", 0): Settings(8, 1, 6),
-    ("causal_values", 0): Settings(8, 1, 6),
-    ("causal_rows", 0): Settings(8, 1, 6),
-    ("causal_queries", 0): Settings(8, 1, 6),
-    ("causal_keys", 0): Settings(8, 1, 6),
+    ("fold", 1): Settings(4, 3),
+    ("fold", 2): Settings(4, 3),
+    ("read", 1): Settings(4, 3),
+    ("read", 2): Settings(4, 3),
+    ("read_backward", 1): Settings(4, 2),
+    ("read_backward", 2): Settings(8, 1),
+    ("fold_backward", 1): Settings(4, 2),
+    ("fold_backward", 2): Settings(4, 2),
+    ("read+blocks", 1): Settings(4, 2),
+    ("read+blocks", 2): Settings(8, 2),
+    ("read_backward+blocks", 1): Settings(4, 1),
+    ("read_backward+blocks", 2): Settings(8, 1),
+    ("fold_backward+blocks", 1): Settings(4, 2),
+    ("fold_backward+blocks", 2): Settings(4, 1),
+    ("causal", 1): Settings(8, 2),
+    ("causal_values", 1): Settings(4, 2),
+    ("causal_rows", 1): Settings(8, 2),
+    ("causal_queries", 1): Settings(4, 2),
+    ("causal_keys", 1): Settings(8, 1),
+    ("causal", 0): Settings(8, 1),
+    ("causal_values", 0): Settings(8, 1),
+    ("causal_rows", 0): Settings(8, 1),
+    ("causal_queries", 0): Settings(8, 1),
+    ("causal_keys", 0): Settings(8, 1),
     # Sets of channels with directions of their own.
-    ("fold", 0): Settings(4, 3, 3),
-    ("read", 0): Settings(4, 3, 4),
-    ("read_backward", 0): Settings(4, 3, 4),
-    ("asked", 0): Settings(4, 2, 4),
-    ("fold_backward", 0): Settings(4, 2, 4),
-    ("ways", 0): Settings(4, 2, 3),
-    ("read+blocks", 0): Settings(4, 2, 4),
-    ("read_backward+blocks", 0): Settings(4, 2, 4),
-    ("asked+blocks", 0): Settings(4, 2, 4),
-    ("fold_backward+blocks", 0): Settings(4, 2, 4),
-    ("ways+blocks", 0): Settings(4, 2, 3),
+    ("fold", 0): Settings(4, 3),
+    ("read", 0): Settings(4, 3),
+    ("read_backward", 0): Settings(4, 3),
+    ("asked", 0): Settings(4, 2),
+    ("fold_backward", 0): Settings(4, 2),
+    ("ways", 0): Settings(4, 2),
+    ("read+blocks", 0): Settings(4, 2),
+    ("read_backward+blocks", 0): Settings(4, 2),
+    ("asked+blocks", 0): Settings(4, 2),
+    ("fold_backward+blocks", 0): Settings(4, 2),
+    ("ways+blocks", 0): Settings(4, 2),
 }
 
 
@@ -112,8 +111,8 @@ class Channels(Launch):
         if found is not None or known is None:
             return found or super().settings(kernel)
         if self.dtype != torch.bfloat16 or self.size > 64 or self.tile > plan.TILE:
-            known = Settings(8, 1, 1)
-        return known if self.measured else dataclasses.replace(known, programs=0)
+            known = Settings(8, 1)
+        return known
 
     def allocate_held(self, *lead: int) -> dict[str, Tensor]:
         """A new state by the names that kernels know."""

@@ -65,9 +65,9 @@ def count_programs(needs: Needs, warps: int, card: Card) -> int:
 def fit(
     look: Callable[[Settings, bool], Needs], first: Settings, card: Card, again: bool | None = None
 ) -> tuple[Settings, bool]:
-    """(settings, whether keys are read again): the first that fit, from `first` downwards. Measured settings, which say
-    how many programs to aim at, are taken as they fit. Others say 0: then the most stages at which two programs share a
-    multiprocessor, or else the most that fit, and as many programs as there is room for.
+    """(settings, whether keys are read again): the first that fit, from `first` downwards, with how many programs there
+    is room for. On a card like the one that settings were measured on they are taken as they fit; on others with the
+    most stages at which two programs share a multiprocessor, or else the most that fit.
 
     Args:
         look: compiles the kernel with these settings; DoesNotFit where it does not compile.
@@ -91,12 +91,10 @@ def fit(
             lack = f"needs {needs.shared / 1024:.0f} KiB of shared memory, and there are {card.shared / 1024:.0f}"
         elif needs.tensor > TENSOR_MEMORY:
             lack = f"needs {needs.tensor} columns of tensor memory, and there are {TENSOR_MEMORY}"
-        elif first.programs:
-            return settings, bool(reread)
         else:
             settings = dataclasses.replace(settings, programs=count_programs(needs, first.warps, card))
             found = found or (settings, bool(reread))
-            if settings.programs > 1:
+            if settings.programs > 1 or card.measured:
                 return settings, bool(reread)
     if found is None:
         raise DoesNotFit(lack)

@@ -19,17 +19,22 @@ from torch import Tensor
 
 HIP = torch.version.hip is not None  # AMD's devices, which torch calls cuda as well
 TILE = 64  # rows of a tile unless blocks ask for more
+# What a program takes beside its tiles, and a kernel that merges what works found (and that for each work), in the time
+# of a tile; from the times of all kernels of LLN and LLN+Diag with one to 66 works a sequence on an H200.
+BEGIN_AND_END = 1.0
+MERGE, MERGE_EACH = 4.0, 0.1
+MOST_WAVES = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Of one kernel: warps a program, stages of its pipelined loop, programs a multiprocessor to aim at (0: as many as
-    it has room for), and the most registers a thread may take (0: as many as it likes)."""
+    """Of one kernel: warps a program, stages of its pipelined loop, the most registers a thread may take (0: as many as
+    it likes), and programs that a multiprocessor has room for (0: not known before `fit` has looked)."""
 
     warps: int = 4
     stages: int = 2
-    programs: int = 4
     registers: int = 0
+    programs: int = 0
 
     @functools.cached_property
     def options(self) -> dict[str, int]:
@@ -72,7 +77,7 @@ def load_stored() -> dict[str, Any]:
 
 
 def list_settings() -> dict[str, list[int]]:
-    """The stored settings, (warps, stages, programs), by the names of `name_settings`."""
+    """The stored settings, (warps, stages, registers), by the names of `name_settings`."""
     settings: dict[str, list[int]] = load_stored()["settings"]
     return settings
 
@@ -88,20 +93,20 @@ def choose_settings(
 ) -> Settings:
     """The stored settings for the padded head dim `dim` (16 to 256) and tiles of `rows`; safe ones where there are
     none, for float32 and float16, whose products take more registers, and for tiles larger than those measured. Where
-    they were not `measured` on such a card, a beginning: how many programs there are is left to `fit`."""
+    they were not `measured` on such a card, a beginning for `fit`."""
     if kernel == "slow":  # kernels that rarely have to do anything
-        return Settings(8, 1, 1)
+        return Settings(8, 1)
     if kernel == "merge":
-        return Settings(4, 2 if HIP else 3, 1)
+        return Settings(4, 2 if HIP else 3)
     if rows > TILE:
-        return Settings(8, 1, 2 if measured else 0)
+        return Settings(8, 1)
     warps = 8 if dim >= 128 else 4
     if dtype == torch.bfloat16:
         size = min(max(dim, 64), 128)
         if found := list_settings().get(name_settings(kernel, blocks, "half", size, "small" if small else "large")):
-            known = Settings(*found) if dim <= 128 else Settings(8, 1, found[2])
-            return known if measured else Settings(warps, known.stages, 0)
-    return Settings(warps, 1, 3) if measured else Settings(warps, 2, 0)
+            known = Settings(*found) if dim <= 128 else Settings(8, 1)
+            return known if measured else Settings(warps, known.stages)
+    return Settings(warps, 1 if measured else 2)
 
 
 @functools.cache
@@ -201,19 +206,35 @@ def masks_fit(dim: int, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 or pad_dim(dim) <= 128
 
 
+def choose_splits(count: int, sequences: int, slots: int, merged: bool) -> int:
+    """Into how many works to cut each of so many sequences of `count` tiles, for a device that runs `slots` programs at
+    a time. They run in waves, and one that is half full takes as long as a full one. merged: what the works of a
+    sequence found is put together by another kernel, which takes about as long as a few tiles."""
+
+    def reckon(splits: int) -> float:
+        tiles = -(-count // splits)
+        works = -(-count // tiles)
+        waves = -(-sequences * works // slots)
+        return waves * (tiles + BEGIN_AND_END) + (MERGE + MERGE_EACH * works if merged and works > 1 else 0.0)
+
+    candidates = {min(max(slots * waves // max(sequences, 1), 1), count) for waves in range(MOST_WAVES + 1)}
+    return min(sorted(candidates), key=reckon)
+
+
 def cut(
     device: torch.device, length: int, batch: int, heads: int, rows: int, used: int, shifted: bool,
-    cu_seqlens: Tensor | None, programs: int,
+    cu_seqlens: Tensor | None, programs: int, merged: bool = False,
 ) -> Works:  # fmt: skip
-    """Works for sequences of this length (packed: of this length together), about `programs` a multiprocessor; 0: one
-    for each sequence."""
+    """Works for sequences of this length (packed: of this length together), where a multiprocessor has room for so many
+    `programs`; 0: one for each sequence."""
     if cu_seqlens is None and length == 0:
         return Works(used, rows, 1, 0, 0)
     extra = 1 if shifted else 0
     wanted = programs * count_multiprocessors(device)
     if cu_seqlens is None:
         count = -(-length // used) + extra
-        splits = max(min(wanted // max(batch * heads, 1), count), 1)
+        merged = merged and device.type == "cuda"  # the interpreter is to meet works that are merged
+        splits = choose_splits(count, batch * heads, wanted, merged) if wanted else 1
         tiles = -(-count // splits)
         splits = max(-(-count // tiles), 1)
         return Works(used, rows, tiles, splits, batch * splits)

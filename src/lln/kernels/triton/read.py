@@ -70,7 +70,8 @@ def read_kernel(
     mean = mean.to(DOT)
     stream = (b * H * G + h) * 2
     eye = make_identity(BD, DOT)
-    for t in range(begin, end):
+    for back in range(begin, end):
+        t = begin + end - 1 - back  # the keys that were folded last are still in the cache
         rows = (origin + t * USED + r).to(tl.int64)
         ok = (rows >= 0) & (rows < n) & (r < USED)
         q = load_rows(Q, q_base, rows, ok, q_n, q_d, D, BD, EVEN)
@@ -250,13 +251,18 @@ def fold_backward_kernel(
                 top = tl.load(TOP + row_base + rows, mask=ok, other=0.0)
                 inverse = tl.load(INVERSE + row_base + rows, mask=ok, other=0.0)
                 own = tl.load(OWN + row_base + rows, mask=ok, other=0.0)
-                w_ = tl.dot(g.to(DOT), tl.trans(mean), input_precision=PRECISION)
                 stream = (b * H * G + head) * 2
-                if DROPOUT:
-                    w_ = w_ * draw_kept(SEED, stream, rows, d, BD, dropout)
-                a = tl.exp2(scale_rows(widen(q, eye, BD, DOT), alpha_factor, alpha_low, offset, WIDE) - top[:, None])
-                factors = inverse[:, None] * alpha
-                dq = a * (w_ * factors - own[:, None] * factors)
+                dq = tl.zeros([BM, BD], tl.float32)
+                # Always true, which the compiler does not know: it would begin the products of the blocks before these
+                # are used up, and registers for all of them at once leave room for two programs instead of three.
+                if N > 0:
+                    w_ = tl.dot(g.to(DOT), tl.trans(mean), input_precision=PRECISION)
+                    if DROPOUT:
+                        w_ = w_ * draw_kept(SEED, stream, rows, d, BD, dropout)
+                    x = scale_rows(widen(q, eye, BD, DOT), alpha_factor, alpha_low, offset, WIDE)
+                    a = tl.exp2(x - top[:, None])
+                    factors = inverse[:, None] * alpha
+                    dq = a * (w_ * factors - own[:, None] * factors)
 
                 dp, block_weight = block_products(
                     g, v, BLOCK_WEIGHT, b, head, block_b, block_h, block_e, E, BE, UNIFORM, DOT, PRECISION
@@ -291,13 +297,14 @@ def fold_backward_kernel(
             x = x - log_low[None, :]
         weights = tl.exp2(hide_keys(tl.minimum(x, 1.0), visible, EVEN))  # > 0 only where x is rounded away
         dv = tl.dot(weights.to(DOT), dmean, dv, input_precision=PRECISION)
-        dw = tl.dot(v.to(DOT), tl.trans(dmean), input_precision=PRECISION)
         if LOW:
             dv = tl.dot(weights.to(DOT), dmean_low, dv, input_precision=PRECISION)
+        store_rows(DV, dv_base, rows, ok, dv_n, dv_d, dv, E, BE, EVEN)  # before dw, whose registers it had
+        dw = tl.dot(v.to(DOT), tl.trans(dmean), input_precision=PRECISION)
+        if LOW:
             dw = tl.dot(v.to(DOT), tl.trans(dmean_low), dw, input_precision=PRECISION)
         if HAS_DBETA:
             dbeta += tl.sum(weights * (dw - pull[None, :]) * k32, 0)
-        store_rows(DV, dv_base, rows, ok, dv_n, dv_d, dv, E, BE, EVEN)
         store_rows(DK, dk_base, rows, ok, dk_n, dk_d, dk + weights * (dw * beta - pull[None, :] * beta), D, BD, EVEN)
     index = tl.program_id(0).to(tl.int64)
     if HAS_DBETA:

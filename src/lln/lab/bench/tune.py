@@ -5,7 +5,6 @@ the smallest product of times stays. Compiling takes longer than timing, so that
 """
 
 import concurrent.futures
-import dataclasses
 import functools
 import itertools
 import multiprocessing
@@ -39,8 +38,7 @@ KERNELS = [("fold", False, False)] + [
     for kernels in (("read", "read_backward", "fold_backward"), ("causal", "causal_queries", "causal_keys"))
     for blocks, kernel in itertools.product((False, True), kernels)
 ]
-SHARED = ("causal_queries", "causal_keys")  # two kernels of one call; the programs of "causal" rule there
-PROGRAMS = (2, 3, 4, 6)
+SHARED = ("causal_queries", "causal_keys")  # two kernels of one call
 
 
 def list_candidates(kernel: str, dim: int) -> list[tuple[int, int, int]]:
@@ -60,12 +58,14 @@ def begin(device: torch.device) -> None:
 
 
 def use(kernel: str, blocks: bool, dim: int, size: str, settings: Settings) -> None:
-    plan.list_settings()[plan.name_settings(kernel, blocks, "half", dim, size)] = list(dataclasses.astuple(settings))
+    held = [settings.warps, settings.stages, settings.registers]
+    plan.list_settings()[plan.name_settings(kernel, blocks, "half", dim, size)] = held
     plan.choose_settings.cache_clear()
 
 
 def build_calls(shape: Shape, blocks: bool, causal: bool, device: torch.device) -> dict[str, Callable[[], Any]]:
     """Calls that launch the kernels, by the name of the kernel."""
+    from lln.kernels.triton import fit, passes
     from lln.kernels.triton.backward import Backward
     from lln.kernels.triton.forward import Launch
 
@@ -78,21 +78,28 @@ def build_calls(shape: Shape, blocks: bool, causal: bool, device: torch.device) 
         given |= {"lln_weight": number(0.5), "block_weight": number(0.5), "block_size": 64}
     given |= {"is_causal": causal, "scale": dim**-0.5, "dropout_p": 0.0}
     call = Call(**given)
-    log, mean = Launch(call).forward()[1:]
+    fit.FITS.clear()  # what was found with other settings
+    forward = passes.fit_forward(call)
+
+    def make_forward() -> Launch:
+        return Launch(call, None, forward)
+
+    log, mean = make_forward().forward()[1:]
+    backward = passes.fit_backward(call, (log, mean), (g, None, None), frozenset())
 
     def make_backward() -> Backward:
-        return Backward(call, (log, mean), g, None, None, set())
+        return Backward(call, (log, mean), g, None, None, set(), None, backward)
 
     if causal:
         return {
-            "causal": lambda: Launch(call).attend_causally(),
+            "causal": lambda: make_forward().attend_causally(),
             **dict.fromkeys(SHARED, lambda: make_backward().run()),
         }
     ready = make_backward()
     pulls = ready.run_queries()
     return {
-        "fold": lambda: Launch(call).fold_sequences(),
-        "read": lambda: Launch(call).read(log, mean),
+        "fold": lambda: make_forward().fold_sequences(),
+        "read": lambda: make_forward().read(log, mean),
         "read_backward": lambda: make_backward().run_queries(),
         "fold_backward": lambda: ready.fold_backward(*pulls),
     }
@@ -107,7 +114,7 @@ def compile_some(dims: list[int], index: int, count: int, device: str) -> None:
         for candidate in list_candidates(kernel[0], dim)
     ]
     for kernel, blocks, causal, dim, (warps, stages, registers) in jobs[index::count]:
-        use(kernel, blocks, dim, "small", Settings(warps, stages, 2, registers))
+        use(kernel, blocks, dim, "small", Settings(warps, stages, registers))
         try:
             build_calls((1, 2, 256, dim), blocks, causal, torch.device(device))[kernel]()
         except Exception:  # what does not compile is found again, and left out, when it is timed
@@ -140,12 +147,11 @@ def tune(*, device: torch.device, out: Path, progress: Progress, dim: int | None
         name = plan.name_settings(kernel, blocks, "half", head_dim, size)
         progress(name)
         found: dict[Settings, float] = {}
-        calls = [build_calls(shape, blocks, causal, device)[kernel] for shape in SHAPES[head_dim, size]]
-        programs = PROGRAMS[:1] if kernel in SHARED else PROGRAMS
-        for (warps, stages, registers), number in itertools.product(list_candidates(kernel, head_dim), programs):
-            settings = Settings(warps, stages, number, registers)
+        for candidate in list_candidates(kernel, head_dim):
+            settings = Settings(*candidate)
             use(kernel, blocks, head_dim, size, settings)
             try:
+                calls = [build_calls(shape, blocks, causal, device)[kernel] for shape in SHAPES[head_dim, size]]
                 times = [time_device(call, repeats=10, device=device)[0].median for call in calls]
                 found[settings] = statistics.geometric_mean(times)
             except Exception:  # too much shared memory, or a compiler's failure
@@ -155,7 +161,7 @@ def tune(*, device: torch.device, out: Path, progress: Progress, dim: int | None
         best = min(found, key=found.__getitem__)
         use(kernel, blocks, head_dim, size, best)
         measured[name] = {"best_ms": found[best], "worst_ms": max(found.values())}
-        what = "warps, stages, programs a multiprocessor, registers of each kernel by dtype, head dim and size"
+        what = "warps, stages, registers of each kernel by dtype, head dim and size"
         made = {"what": what, "capability": plan.load_stored()["capability"], "provenance": provenance(seed, device)}
         write_json(path, made | {"settings": plan.list_settings(), "measured": measured})
     return path
