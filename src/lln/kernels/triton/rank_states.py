@@ -33,7 +33,7 @@ def load_matrices(X, p, has, c, w, begin, n, step, W: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def join_kernel(
+def join_states_kernel(
     LOG, MEAN, KEY, ENTROPY, THEIRS, THEIRS32, LOG_OUT, MEAN_OUT, KEY_OUT, ENTROPY_OUT, n, others, step,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,
     HAS_OWN: tl.constexpr, EVIDENCE: tl.constexpr,
@@ -85,7 +85,7 @@ def join_kernel(
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def give_kernel(
+def give_states_kernel(
     LOG, MEAN, KEY, ENTROPY, THEIRS, THEIRS32, DMEAN, PULL, DKEY, DENTROPY, G_LOG, G_MEAN, G_KEY, G_ENTROPY,
     n, others, step,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, EVIDENCE: tl.constexpr,
@@ -133,7 +133,7 @@ def give_kernel(
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def take_kernel(
+def take_states_kernel(
     LOG, MEAN, LOG_OWN, MEAN_OWN, THEIRS, THEIRS32, DMEAN, PULL, DKEY, DENTROPY,
     G_LOG, G_MEAN, G_KEY, G_ENTROPY, PULL_OUT, n, others, step,
     D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr, BP: tl.constexpr,

@@ -28,7 +28,7 @@ from lln.kernels.triton.fit import DoesNotFit, Fit
 from lln.kernels.triton.fold import merge_kernel
 from lln.kernels.triton.forward import SPLITS, Launch, make_like
 from lln.kernels.triton.op import ROWS
-from lln.kernels.triton.rank_states import give_kernel, join_kernel, take_kernel
+from lln.kernels.triton.rank_states import give_states_kernel, join_states_kernel, take_states_kernel
 from lln.kernels.triton.tape import Recording, replay, signature
 
 INPUTS = (*ROWS, "alpha", "beta", "lln_weight", "block_weight", "key_mask")
@@ -150,7 +150,7 @@ def join(launch: Any, own: Tensors, theirs: Tensors, others: int) -> list[Tensor
     held = allocate_held(launch)
     made = {f"{name}_OUT": t for name, t in zip(KERNELS, held, strict=False)}
     mine = dict(zip(KERNELS, own, strict=False)) if own else dict.fromkeys(KERNELS)
-    launch_states(launch, join_kernel, others, 1, **mine, **made, THEIRS=theirs[0], THEIRS32=theirs[1], HAS_OWN=bool(own))
+    launch_states(launch, join_states_kernel, others, 1, **mine, **made, THEIRS=theirs[0], THEIRS32=theirs[1], HAS_OWN=bool(own))
     return held
 
 
@@ -268,7 +268,7 @@ def give(kind: Kind, asking: Any, held: Tensors, theirs: Tensors, asked: dict[st
     back = [asking.allocate(kind.before, *shape, dtype=dtype) for shape, dtype in forms]
     given = {name: asked.get(name) for name in ("DMEAN", "PULL", "DKEY", "DENTROPY")}
     launch_states(
-        asking, give_kernel, kind.before, kind.before, **dict(zip(KERNELS, held, strict=False)), THEIRS=theirs[0],
+        asking, give_states_kernel, kind.before, kind.before, **dict(zip(KERNELS, held, strict=False)), THEIRS=theirs[0],
         THEIRS32=theirs[1], **given, **{f"G_{name}": t for name, t in zip(KERNELS, back, strict=False)},
     )  # fmt: skip
     return back
@@ -308,7 +308,7 @@ def take_back(
 ) -> None:
     usual = dict.fromkeys(("G_LOG", "G_MEAN", "PULL_OUT", "DMEAN", "PULL"))
     launch_states(
-        launch, take_kernel, kind.after, 1, LOG=held[0], MEAN=held[1], LOG_OWN=own[0], MEAN_OWN=own[1],
+        launch, take_states_kernel, kind.after, 1, LOG=held[0], MEAN=held[1], LOG_OWN=own[0], MEAN_OWN=own[1],
         THEIRS=theirs[0], THEIRS32=theirs[1], HAS_OWN=not kind.is_causal, **(usual | asked | made),
     )  # fmt: skip
 
