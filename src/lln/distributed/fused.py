@@ -123,7 +123,11 @@ def can_fuse(call: Call, backend: Any, return_state: bool) -> bool:
     others = call.alpha, call.beta, call.lln_weight, call.block_weight
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in others):
         return False  # sums that torch does
-    if not all(map(is_plain, tensors)) or any(0 in t.shape for t in tensors) or choose(backend, call) is not triton.attend:
+    if (
+        not all(map(is_plain, tensors))
+        or any(0 in t.shape for t in tensors)
+        or choose(backend, call) is not triton.attend
+    ):
         return False
     dim, width, dtype = call.query.shape[-1], call.value.shape[-1], call.query.dtype
     if call.is_causal and call.key_mask is not None and not plan.masks_fit(dim, dtype):

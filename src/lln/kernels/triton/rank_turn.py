@@ -82,7 +82,9 @@ class Kind:
     def rebuild(self, tensors: Tensors, held: Tensors = ()) -> Call:
         """held: a state that the call goes on from."""
         state = dict(zip(HELD, held, strict=False))
-        return Call(**(NOTHING | dict(zip(INPUTS, tensors, strict=True)) | dict(zip(REST, self.rest, strict=True)) | state))
+        return Call(
+            **(NOTHING | dict(zip(INPUTS, tensors, strict=True)) | dict(zip(REST, self.rest, strict=True)) | state)
+        )
 
 
 def take_apart(call: Call) -> tuple[list[Any], tuple[Any, ...]]:
@@ -125,7 +127,11 @@ def fit_backward(call: Call) -> Fit:
 def launch_states(launch: Launch, kernel: Any, others: int, programs: int, **given: Any) -> None:
     """A kernel of `rank_states`; programs: for each few channels."""
     evidence = launch.call.read == "evidence"
-    n = launch.batch * launch.heads * (launch.channels if isinstance(launch, (EvidenceForward, EvidenceBackward)) else launch.dim)
+    n = (
+        launch.batch
+        * launch.heads
+        * (launch.channels if isinstance(launch, (EvidenceForward, EvidenceBackward)) else launch.dim)
+    )
     numbers = 2 + launch.width + (2 + launch.dim if evidence else 0)  # of float32, a channel
     usual = dict.fromkeys(("KEY", "ENTROPY", "DKEY", "DENTROPY", "G_KEY", "G_ENTROPY", "KEY_OUT", "ENTROPY_OUT"))
     launch.launch(
@@ -150,7 +156,9 @@ def join(launch: Any, own: Tensors, theirs: Tensors, others: int) -> list[Tensor
     held = allocate_held(launch)
     made = {f"{name}_OUT": t for name, t in zip(KERNELS, held, strict=False)}
     mine = dict(zip(KERNELS, own, strict=False)) if own else dict.fromkeys(KERNELS)
-    launch_states(launch, join_states_kernel, others, 1, **mine, **made, THEIRS=theirs[0], THEIRS32=theirs[1], HAS_OWN=bool(own))
+    launch_states(
+        launch, join_states_kernel, others, 1, **mine, **made, THEIRS=theirs[0], THEIRS32=theirs[1], HAS_OWN=bool(own)
+    )
     return held
 
 
@@ -268,8 +276,8 @@ def give(kind: Kind, asking: Any, held: Tensors, theirs: Tensors, asked: dict[st
     back = [asking.allocate(kind.before, *shape, dtype=dtype) for shape, dtype in forms]
     given = {name: asked.get(name) for name in ("DMEAN", "PULL", "DKEY", "DENTROPY")}
     launch_states(
-        asking, give_states_kernel, kind.before, kind.before, **dict(zip(KERNELS, held, strict=False)), THEIRS=theirs[0],
-        THEIRS32=theirs[1], **given, **{f"G_{name}": t for name, t in zip(KERNELS, back, strict=False)},
+        asking, give_states_kernel, kind.before, kind.before, **dict(zip(KERNELS, held, strict=False)),
+        THEIRS=theirs[0], THEIRS32=theirs[1], **given, **{f"G_{name}": t for name, t in zip(KERNELS, back, strict=False)},
     )  # fmt: skip
     return back
 
