@@ -38,6 +38,8 @@ from lln.lab.core.timing import Work, time_calls, time_device, time_host
 from lln.ranks import Ranks, share
 
 BLOCK = 128
+WAYS = "one pass", "sharded", "rank", "its rows alone"
+attend_as_users_do: Any = lln_attention  # of options in a dictionary
 KINDS: dict[str, dict[str, Any]] = {
     "LLN": {},
     "LLN, causal": {"is_causal": True},
@@ -136,7 +138,7 @@ def run_rank(parts: list[Rows], options: dict[str, Any], rank: int) -> list[Tens
     alpha, beta = list_factors(options)
     lengths = tuple(rows[0].shape[2] for rows in parts)
     with share(Canned(None, rank, len(parts), attend, lengths)):
-        return [lln_attention(*parts[rank], alpha, beta, **options)]
+        return [attend_as_users_do(*parts[rank], alpha, beta, **options)]
 
 
 def cut(tensors: Rows, lengths: tuple[int, ...]) -> list[Rows]:
@@ -278,7 +280,7 @@ def time_apart(
         return functools.partial(go_back, run, parts, [weight])
 
     def run_alone(parts: list[Rows]) -> list[Tensor]:
-        return [lln_attention(*parts[0], *list_factors(options), **options)]
+        return [attend_as_users_do(*parts[0], *list_factors(options), **options)]
 
     def run_middle(parts: list[Rows]) -> list[Tensor]:
         return run_rank([*many[:middle], *parts, *many[middle + 1 :]], options, middle)
@@ -296,8 +298,8 @@ def time_apart(
                 timing, graph = time_device(work, repeats=min(settings.repeats, 10), device=device)
                 found["device"].setdefault(what, {})[kind] = dataclasses.asdict(timing) | {"graph": graph}
             for kind in ("rank", "its rows alone"):
-                if (timing := time_host(each[kind], device)) is not None:
-                    found["host"].setdefault(what, {})[kind] = dataclasses.asdict(timing)
+                if (host := time_host(each[kind], device)) is not None:
+                    found["host"].setdefault(what, {})[kind] = dataclasses.asdict(host)
     return found
 
 
@@ -323,6 +325,23 @@ def measure(settings: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def show_apart(result: dict[str, Any]) -> None:
+    """Of the device alone, and of one rank."""
+    shards, rows = result["settings"]["shards"], []
+    for name, each in result["kinds"].items():
+        for what, times in each.get("device", {}).items():
+            whole, cut, rank, alone = (times[kind]["median"] for kind in WAYS)
+            hosts = each["host"].get(what, {})
+            told = (f"{1e3 * hosts[kind]['median']:.0f}" if kind in hosts else "-" for kind in WAYS[2:])
+            graphs = "" if all(times[kind]["graph"] for kind in WAYS) else "*"
+            share = f"{1e3 * whole / shards:.0f}"
+            costs = f"{cut / whole - 1:+.1%}", f"{1e3 * rank:.0f}", f"{1e3 * alone:.0f}", share
+            rows.append([name, what, f"{whole:.3f}{graphs}", f"{cut:.3f}", *costs, *told])
+    head = ["", "", "device, ms", "sharded", "cost", "a rank, us", "its rows alone", "share of one pass"]
+    if rows:
+        print_wide(terminal_table([*head, "host of a rank, us", "of its rows alone"], rows, "llrrrrrrrr"))
+
+
 def show(result: dict[str, Any]) -> None:
     head = (
         "",
@@ -342,6 +361,7 @@ def show(result: dict[str, Any]) -> None:
             row += [show_timing(each[what]["one pass"]), show_timing(each[what]["sharded"]), f"{cost:+.1%}"]
         rows.append([*row, *(f"{each['errors'][kind]['out']:.1e}" for kind in ("one pass", "sharded"))])
     length, shards = result["settings"]["length"], result["settings"]["shards"]
+    show_apart(result)
     print_wide(terminal_table(head, rows, "lrrrrrrrr", title=f"{length:,} tokens in {shards} shards"))
 
 

@@ -272,12 +272,12 @@ def carry_back(
 
 def give(kind: Kind, asking: Any, held: Tensors, theirs: Tensors, asked: dict[str, Any]) -> list[Tensor]:
     """The gradients of the states that came, a row for each of their ranks."""
-    forms = [(t.shape, t.dtype) for t in held]
-    back = [asking.allocate(kind.before, *shape, dtype=dtype) for shape, dtype in forms]
+    back = [asking.allocate(kind.before, *t.shape, dtype=t.dtype) for t in held]
+    made = {f"G_{name}": t for name, t in zip(KERNELS, back, strict=False)}
     given = {name: asked.get(name) for name in ("DMEAN", "PULL", "DKEY", "DENTROPY")}
     launch_states(
         asking, give_states_kernel, kind.before, kind.before, **dict(zip(KERNELS, held, strict=False)),
-        THEIRS=theirs[0], THEIRS32=theirs[1], **given, **{f"G_{name}": t for name, t in zip(KERNELS, back, strict=False)},
+        THEIRS=theirs[0], THEIRS32=theirs[1], **given, **made,
     )  # fmt: skip
     return back
 
