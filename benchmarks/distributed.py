@@ -291,16 +291,29 @@ def time_apart(
         | {"rank": functools.partial(run_middle, own), "its rows alone": functools.partial(run_alone, own)},
         "training": backs | {"rank": go(run_middle, own), "its rows alone": go(run_alone, own)},
     }
-    found: dict[str, Any] = {"device": {}, "host": {}}
+    found: dict[str, Any] = {"device": {}, "host": {}, "kernels": {}}
     for what, each in works.items():
         with torch.set_grad_enabled(what == "training"):
             for kind, work in each.items():
                 timing, graph = time_device(work, repeats=min(settings.repeats, 10), device=device)
                 found["device"].setdefault(what, {})[kind] = dataclasses.asdict(timing) | {"graph": graph}
+            found["kernels"][what] = {kind: list_kernels(work) for kind, work in each.items()}
             for kind in ("rank", "its rows alone"):
                 if (host := time_host(each[kind], device)) is not None:
                     found["host"].setdefault(what, {})[kind] = dataclasses.asdict(host)
     return found
+
+
+def list_kernels(work: Work) -> dict[str, tuple[int, float]]:
+    """Of one call: how often each kernel ran, and its microseconds together; the longest first."""
+    work()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    found = {event.key[:60]: (event.count, event.self_device_time_total) for event in profiler.key_averages()}
+    ran = {name: (count, round(time, 1)) for name, (count, time) in found.items() if time}
+    return dict(sorted(ran.items(), key=lambda item: -item[1][1]))
 
 
 def measure(settings: argparse.Namespace) -> dict[str, Any]:
