@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,20 @@ from torch.utils.checkpoint import checkpoint
 from lln.checks import check_call, check_inputs
 from lln.distributed import split_evenly
 from lln.distributed.across import Shared, attend, find_ratio
+from lln.distributed.fused import Turn, can_fuse, list_partners
 from lln.files import read_json, write_json
-from lln.functional import attend_here
+from lln.functional import attend_here, lln_attention
+from lln.kernels.call import Call
 from lln.lab.bench.cluster import count_sent
 from lln.lab.core.progress import track
 from lln.lab.core.provenance import provenance
 from lln.lab.core.tables import print_wide, show_timing, terminal_table
-from lln.lab.core.timing import Work, time_calls
-from lln.ranks import Ranks
+from lln.lab.core.timing import Work, time_calls, time_device, time_host
+from lln.ranks import Ranks, share
 
 BLOCK = 128
+WAYS = "one pass", "sharded", "rank", "its rows alone"
+attend_as_users_do: Any = lln_attention  # of options in a dictionary
 KINDS: dict[str, dict[str, Any]] = {
     "LLN": {},
     "LLN, causal": {"is_causal": True},
@@ -45,6 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+Partners = Sequence[int]
 Rows = list[Tensor]  # queries, keys and values of one rank
 Run = Callable[[list[Rows]], list[Tensor]]  # from the rows of all ranks to the outputs of all
 
@@ -60,22 +65,80 @@ def run_whole(parts: list[Rows], options: dict[str, Any], backend: Any = "auto")
     return [out]
 
 
+def make_call(rows: Rows, options: dict[str, Any]) -> Call:
+    alpha, beta = list_factors(options)
+    return check_call(check_inputs(*rows, key_mask=None, cu_seqlens=None), alpha=alpha, beta=beta, **options)
+
+
+def is_fused(parts: list[Rows], options: dict[str, Any]) -> bool:
+    """Whether ranks work by `lln.distributed.fused`: borders cut no block here."""
+    return can_fuse(make_call(parts[0], options), "auto", False)
+
+
 def run_sharded(parts: list[Rows], options: dict[str, Any]) -> list[Tensor]:
     """What all ranks do, one after another."""
-    alpha, beta = list_factors(options)
-    lengths, shares = tuple(rows[0].shape[2] for rows in parts), []
+    if is_fused(parts, options) and not torch.is_grad_enabled():
+        return run_turns(parts, options)[0]
+    lengths, spread = tuple(rows[0].shape[2] for rows in parts), []
     for rank, rows in enumerate(parts):
-        inputs = check_inputs(*rows, key_mask=None, cu_seqlens=None)
         ranks = Ranks(None, rank, len(lengths), attend, lengths)  # no group: nobody talks
-        shares.append(
-            Shared(ranks, check_call(inputs, alpha=alpha, beta=beta, **options), "auto", False, find_ratio(options))
-        )
-    owns = [share.fold() for share in shares]
+        spread.append(Shared(ranks, make_call(rows, options), "auto", False, find_ratio(options)))
+    owns = [shared.fold() for shared in spread]
     outs = []
-    for rank, share in enumerate(shares):
-        came = [giver.give(rank, own) for giver, own in zip(shares, owns, strict=True)]
-        outs.append(share.answer(owns[rank], came)[0])
+    for rank, shared in enumerate(spread):
+        came = [giver.give(rank, own) for giver, own in zip(spread, owns, strict=True)]
+        outs.append(shared.answer(owns[rank], came)[0])
     return outs
+
+
+def run_turns(parts: list[Rows], options: dict[str, Any]) -> tuple[list[Tensor], list[Turn]]:
+    """The same by the kernels, step by step."""
+    turns = [
+        Turn(make_call(rows, options), *list_partners(rank, len(parts), options.get("is_causal", False)))
+        for rank, rows in enumerate(parts)
+    ]
+    sent = [turn.fold() for turn in turns]
+    came = hand_over(sent, [turn.takers for turn in turns], [turn.givers for turn in turns])
+    return [turn.read(states) for turn, states in zip(turns, came, strict=True)], turns
+
+
+def hand_over(sent: list[Tensor], takers: list[Partners], givers: list[Partners]) -> list[Tensor]:
+    """What every rank gets of what all send: one copy a rank stands for the network."""
+    rows = [t.view(len(to), -1) if to else t for t, to in zip(sent, takers, strict=True)]
+    return [
+        torch.cat([rows[by][takers[by].index(rank)] for by in froms]) if froms else sent[rank][:0]
+        for rank, froms in enumerate(givers)
+    ]
+
+
+def go_back_in_turns(parts: list[Rows], weights: list[Tensor], options: dict[str, Any]) -> list[list[Tensor]]:
+    """As `go_back`."""
+    with torch.no_grad():
+        outs, turns = run_turns(parts, options)
+        asked = [turn.ask(weight) for turn, weight in zip(turns, weights, strict=True)]
+        came = hand_over(asked, [turn.givers for turn in turns], [turn.takers for turn in turns])
+        return [[out, *turn.answer(grads)] for out, turn, grads in zip(outs, turns, came, strict=True)]
+
+
+class Canned(Ranks):
+    """One rank, to which the others always send zeros, which are there already: states, or gradients, that count for
+    what any would."""
+
+    def swap(self, outgoing: Tensor, sent: Sequence[int], expected: Sequence[int]) -> Tensor:
+        return make_zeros(sum(expected), outgoing.device)
+
+
+@functools.cache
+def make_zeros(count: int, device: torch.device) -> Tensor:
+    return torch.zeros(count, dtype=torch.uint8, device=device)
+
+
+def run_rank(parts: list[Rows], options: dict[str, Any], rank: int) -> list[Tensor]:
+    """What one rank does, from the call to its output."""
+    alpha, beta = list_factors(options)
+    lengths = tuple(rows[0].shape[2] for rows in parts)
+    with share(Canned(None, rank, len(parts), attend, lengths)):
+        return [attend_as_users_do(*parts[rank], alpha, beta, **options)]
 
 
 def cut(tensors: Rows, lengths: tuple[int, ...]) -> list[Rows]:
@@ -155,6 +218,7 @@ def measure_kind(name: str, options: dict[str, Any], settings: argparse.Namespac
     shape = (1, settings.heads, settings.length, settings.dim)
     *tensors, weights = (torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(4))
     one, many = [tensors], cut(tensors, lengths)
+    fused = settings.device == "cuda" and is_fused(many, options)
     ways: dict[str, tuple[Run, list[Rows], list[Tensor]]] = {
         "one pass": (lambda parts: run_whole(parts, options), one, [weights]),
         "sharded": (lambda parts: run_sharded(parts, options), many, list(torch.split(weights, list(lengths), 2))),
@@ -163,20 +227,26 @@ def measure_kind(name: str, options: dict[str, Any], settings: argparse.Namespac
     def run_plainly(parts: list[Rows]) -> list[Tensor]:
         return run_whole(parts, options, "eager")
 
-    reference = find_reference([t.double() for t in tensors], weights.double(), options)
-    errors = {kind: list_errors(go_back(*way), reference) for kind, way in ways.items()}
+    checked = slice(settings.checked)  # heads do not know of each other
+    reference = find_reference([t[:, checked].double() for t in tensors], weights[:, checked].double(), options)
+    backs: dict[str, Work] = {kind: functools.partial(go_back, *way) for kind, way in ways.items()}
+    if fused:
+        backs["sharded"] = functools.partial(go_back_in_turns, many, ways["sharded"][2], options)
+    errors = {
+        kind: list_errors([[t[:, checked] for t in each] for each in back()], reference) for kind, back in backs.items()
+    }
     if not options.get("is_causal"):
-        errors["plain"] = list_errors(go_back(run_plainly, one, [weights]), reference)
+        first = [[t[:, checked] for t in tensors]]
+        errors["plain"] = list_errors(go_back(run_plainly, first, [weights[:, checked]]), reference)
     del reference
     for what, error in errors["sharded"].items():
         allowed = 2.0 * max(each[what] for kind, each in errors.items() if kind != "sharded")
         if not error <= allowed:
             raise RuntimeError(f"{name}: {what} of shards is off by {error:.1e}, and {allowed:.1e} is allowed.")
     forward: dict[str, Work] = {kind: functools.partial(run, parts) for kind, (run, parts, _) in ways.items()}
-    both: dict[str, Work] = {kind: functools.partial(go_back, *way) for kind, way in ways.items()}
     with torch.no_grad():
         times = time_calls(forward, repeats=settings.repeats, device=device, warmup=2)
-    trained = time_calls(both, repeats=settings.repeats, device=device, warmup=2)
+    trained = time_calls(backs, repeats=settings.repeats, device=device, warmup=2)
     sizes: dict[str, Any] = {
         "heads": settings.heads,
         "dim": settings.dim,
@@ -190,9 +260,60 @@ def measure_kind(name: str, options: dict[str, Any], settings: argparse.Namespac
         "training": {kind: dataclasses.asdict(timing) for kind, timing in trained.items()},
         "cost": [each["sharded"].median / each["one pass"].median - 1 for each in (times, trained)],
     }
+    if fused:
+        found |= time_apart(many, forward, backs, options, settings)
     if "read" not in options:
         found["sent"] = [count_sent(lengths, rank, **sizes) for rank in range(len(lengths))]
     return found
+
+
+def time_apart(
+    many: list[Rows], forward: dict[str, Work], backs: dict[str, Work], options: dict[str, Any],
+    settings: argparse.Namespace,
+) -> dict[str, Any]:  # fmt: skip
+    """What the device alone takes, as a CUDA graph, for all ranks' work and for one rank's; and that rank's host. It
+    is the rank in the middle, which hears as many others where it is causal as one does in the mean."""
+    device, middle = torch.device(settings.device), len(many) // 2
+    weight = torch.randn_like(many[middle][0])
+
+    def go(run: Run, parts: list[Rows]) -> Work:
+        return functools.partial(go_back, run, parts, [weight])
+
+    def run_alone(parts: list[Rows]) -> list[Tensor]:
+        return [attend_as_users_do(*parts[0], *list_factors(options), **options)]
+
+    def run_middle(parts: list[Rows]) -> list[Tensor]:
+        return run_rank([*many[:middle], *parts, *many[middle + 1 :]], options, middle)
+
+    own = [many[middle]]
+    works = {
+        "forward": forward
+        | {"rank": functools.partial(run_middle, own), "its rows alone": functools.partial(run_alone, own)},
+        "training": backs | {"rank": go(run_middle, own), "its rows alone": go(run_alone, own)},
+    }
+    found: dict[str, Any] = {"device": {}, "host": {}, "kernels": {}}
+    for what, each in works.items():
+        with torch.set_grad_enabled(what == "training"):
+            for kind, work in each.items():
+                timing, graph = time_device(work, repeats=min(settings.repeats, 10), device=device)
+                found["device"].setdefault(what, {})[kind] = dataclasses.asdict(timing) | {"graph": graph}
+            found["kernels"][what] = {kind: list_kernels(work) for kind, work in each.items()}
+            for kind in ("rank", "its rows alone"):
+                if (host := time_host(each[kind], device)) is not None:
+                    found["host"].setdefault(what, {})[kind] = dataclasses.asdict(host)
+    return found
+
+
+def list_kernels(work: Work) -> dict[str, tuple[int, float]]:
+    """Of one call: how often each kernel ran, and its microseconds together; the longest first."""
+    work()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    found = {event.key[:60]: (event.count, event.self_device_time_total) for event in profiler.key_averages()}
+    ran = {name: (count, round(time, 1)) for name, (count, time) in found.items() if time}
+    return dict(sorted(ran.items(), key=lambda item: -item[1][1]))
 
 
 def measure(settings: argparse.Namespace) -> dict[str, Any]:
@@ -217,6 +338,23 @@ def measure(settings: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def show_apart(result: dict[str, Any]) -> None:
+    """Of the device alone, and of one rank."""
+    shards, rows = result["settings"]["shards"], []
+    for name, each in result["kinds"].items():
+        for what, times in each.get("device", {}).items():
+            whole, cut, rank, alone = (times[kind]["median"] for kind in WAYS)
+            hosts = each["host"].get(what, {})
+            told = (f"{1e3 * hosts[kind]['median']:.0f}" if kind in hosts else "-" for kind in WAYS[2:])
+            graphs = "" if all(times[kind]["graph"] for kind in WAYS) else "*"
+            share = f"{1e3 * whole / shards:.0f}"
+            costs = f"{cut / whole - 1:+.1%}", f"{1e3 * rank:.0f}", f"{1e3 * alone:.0f}", share
+            rows.append([name, what, f"{whole:.3f}{graphs}", f"{cut:.3f}", *costs, *told])
+    head = ["", "", "device, ms", "sharded", "cost", "a rank, us", "its rows alone", "share of one pass"]
+    if rows:
+        print_wide(terminal_table([*head, "host of a rank, us", "of its rows alone"], rows, "llrrrrrrrr"))
+
+
 def show(result: dict[str, Any]) -> None:
     head = (
         "",
@@ -236,6 +374,7 @@ def show(result: dict[str, Any]) -> None:
             row += [show_timing(each[what]["one pass"]), show_timing(each[what]["sharded"]), f"{cost:+.1%}"]
         rows.append([*row, *(f"{each['errors'][kind]['out']:.1e}" for kind in ("one pass", "sharded"))])
     length, shards = result["settings"]["length"], result["settings"]["shards"]
+    show_apart(result)
     print_wide(terminal_table(head, rows, "lrrrrrrrr", title=f"{length:,} tokens in {shards} shards"))
 
 
@@ -249,6 +388,7 @@ if __name__ == "__main__":
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--checked", type=int, help="heads that are compared with float64; default: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     show(measure(parser.parse_args()))

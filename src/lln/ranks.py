@@ -50,6 +50,13 @@ class Ranks:
             dist.all_gather(every, t, group=self.group)
         return every
 
+    def swap(self, outgoing: Tensor, sent: Sequence[int], expected: Sequence[int]) -> Tensor:
+        """Bytes for bytes, in one collective: so many for each rank, and so many from each."""
+        incoming = outgoing.new_empty(sum(expected))
+        with explain_loss(self):
+            dist.all_to_all_single(incoming, outgoing, list(expected), list(sent), group=self.group)
+        return incoming
+
     def measure(self, length: int) -> tuple[int, ...]:
         """How many rows each rank has, of which this one has so many."""
         if self.lengths is None:

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from lln.checks import BACKENDS, Coefficient, Inputs, check_call
 from lln.distributed.borders import Piece, Reach, check_offsets, find_block_reach, find_pieces, list_shares, overlap
+from lln.distributed.fused import attend_fused, can_fuse
 from lln.distributed.near import attend_near
 from lln.distributed.states import Fields, join, list_fields, make_empty, make_state, merge, take
 from lln.functional import attend_here
@@ -53,6 +54,8 @@ def attend(
     check_choice("backend", backend, *BACKENDS)
     with draw_apart(ranks, call.dropout_p):
         shared = Shared(ranks, call, backend, return_state, find_ratio(options))
+        if shared.is_fused and (whole := attend_fused(ranks, call)) is not None:
+            return whole
         out, after = shared.attend()
     if after is None:
         return out
@@ -172,6 +175,12 @@ class Shared:
                 out = self.mix(out, self.attend_blocks(heard) if near is None else near)
         after = self.finish(own, heard) if self.return_state else None
         return out.to(call.query.dtype), after
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether kernels do all of it: no border cuts a block."""
+        cut = self.call.block_size is not None and (self.masked or any(r != Reach(0, 0) for r in self.reaches))
+        return not cut and can_fuse(self.call, self.backend, self.return_state)
 
     @property
     def is_whole(self) -> bool:

@@ -17,6 +17,8 @@ from lln.kernels.triton.forward import Launch, name_strides
 from lln.kernels.triton.read import fold_backward_kernel, read_backward_kernel
 from lln.kernels.triton.tape import Recording
 
+MADE = frozenset(("query", "key", "value"))
+
 
 class Backward(Launch):
     """`gradients` are filled by the names of a call's fields; of factors and weights, those that are `wanted`."""
@@ -24,8 +26,9 @@ class Backward(Launch):
     def __init__(
         self, call: Call, final: tuple[Tensor, Tensor] | None, grad: Tensor, grad_log: Tensor | None,
         grad_mean: Tensor | None, wanted: Set[str], recording: Recording | None = None,
-        fit: Fit | None = None,
+        fit: Fit | None = None, made: Set[str] = MADE,
     ) -> None:  # fmt: skip
+        """made: whose gradients are made here, where a backward is done in two parts."""
         super().__init__(call, recording, fit)
         self.folded_before = final is not None
         self.grad_log, self.grad_mean = grad_log, grad_mean
@@ -34,8 +37,9 @@ class Backward(Launch):
             self.set_end(final)
         self.dalpha, self.dbeta = "alpha" in wanted, "beta" in wanted
         self.dweights = self.blocks and not wanted.isdisjoint(("lln_weight", "block_weight"))
-        dq, dk, dv = (self.allocate_like(t, t.shape[3]) for t in (call.query, call.key, call.value))
-        self.gradients: dict[str, Tensor] = {"query": dq, "key": dk, "value": dv}
+        rows = {"query": call.query, "key": call.key, "value": call.value}
+        self.gradients = {name: self.allocate_like(t, t.shape[3]) for name, t in rows.items() if name in made}
+        dq, dk, dv = (self.gradients.get(name) for name in rows)
         self.values |= {
             "GRAD": grad, "DQ": dq, "DK": dk, "DV": dv,
             "HAS_GRAD": self.has_grad, "HAS_DALPHA": self.dalpha, "HAS_DBETA": self.dbeta,
@@ -44,7 +48,7 @@ class Backward(Launch):
             "TOP": None, "INVERSE": None, "OWN": None, "LOG2": None,
         }  # fmt: skip
         for name, t in (("g", grad), ("dq", dq), ("dk", dk), ("dv", dv)):
-            self.values.update(name_strides(name, t))
+            self.values.update(name_strides(name, grad if t is None else t))
         # Weights that are the same for all channels go into P and A, unless their own gradients need these without.
         self.values["UNIFORM"] &= not self.dweights
 
@@ -147,7 +151,12 @@ class Backward(Launch):
     # Causal
 
     def run_causal(self) -> None:
-        w, state = self.fold_prefixes("causal_queries")
+        w = self.ask_causally(*self.fold_prefixes("causal_queries"))
+        self.sum_suffix(w)
+        self.answer_causally(w)
+
+    def ask_causally(self, w: plan.Works, state: tuple[Tensor, Tensor]) -> plan.Works:
+        """dq, and what the queries of every work ask of the states before it."""
         self.set_end(state)
         count, rows = self.query_heads * w.works, self.call.query.shape[0] * self.query_heads * self.rows
         reach, reach_d = self.allocate_sums(count)
@@ -156,14 +165,18 @@ class Backward(Launch):
         parts |= {
             name: self.allocate_parts(self.dweights, count, self.width) for name in ("lln_weight", "block_weight")
         }
+        self.parts = parts
         self.values.update(
             name_strides("o", self.gradients["query"]), OUT=None, REACH=reach, REACH_D=reach_d, OWN=self.allocate(rows),
             LOG_Z=self.allocate(rows, dtype=wide), REFERENCE=self.allocate(self.heads * w.works * w.tiles, self.dim),
             DALPHA=parts["alpha"], DLLN=parts["lln_weight"], DBLOCK=parts["block_weight"], BACKWARD=True,
         )  # fmt: skip
         self.launch_causal_rows("causal_queries", count)
-        self.sum_suffix(w)
-        count = self.heads * w.works
+        return w
+
+    def answer_causally(self, w: plan.Works) -> None:
+        """dk and dv, from what is asked of the states after every work; and sums over the works."""
+        count, parts = self.heads * w.works, self.parts
         parts["beta"] = self.values["DBETA"] = self.allocate_parts(self.dbeta, count, self.dim)
         for name, opened in (("open_key", "OPEN_K"), ("open_value", "OPEN_V")):
             self.values[f"D{opened}"] = None

@@ -13,7 +13,7 @@ from torch import Tensor
 from lln.kernels.call import Call
 from lln.kernels.evidence import SIGNED
 from lln.kernels.triton import plan
-from lln.kernels.triton.backward import Backward
+from lln.kernels.triton.backward import MADE, Backward
 from lln.kernels.triton.evidence_fold import evidence_fold_kernel, evidence_merge_kernel, evidence_sum_kernel
 from lln.kernels.triton.evidence_keys import evidence_fold_backward_kernel
 from lln.kernels.triton.evidence_read import evidence_read_backward_kernel, evidence_read_kernel
@@ -164,12 +164,16 @@ class EvidenceForward(Channels):
         """(out, log_sum, mean_value, mean_key, entropy)"""
         with plan.use_device(self.device):
             held = self.hold()
-            out = self.allocate_like(self.call.query, self.width)
-            w = self.cut("read", self.query_heads, False, self.shifted)
-            self.values.update(name_strides("o", out))
-            if self.query_heads * w.works:
-                self.read_channels(self.query_heads * w.works, held, out)
-            return out, *held.values()
+            return self.read_held(held), *held.values()
+
+    def read_held(self, held: dict[str, Tensor]) -> Tensor:
+        """The output, from this state."""
+        out = self.allocate_like(self.call.query, self.width)
+        w = self.cut("read", self.query_heads, False, self.shifted)
+        self.values.update(name_strides("o", out))
+        if self.query_heads * w.works:
+            self.read_channels(self.query_heads * w.works, held, out)
+        return out
 
     def read_channels(self, count: int, held: dict[str, Tensor], out: Tensor) -> None:
         self.launch(evidence_read_kernel, count, "read", **held, OUT=out)
@@ -180,11 +184,11 @@ class EvidenceBackward(Channels, Backward):
 
     def __init__(
         self, call: Call, held: Sequence[Tensor] | None, outer: Outer, wanted: Set[str],
-        recording: Recording | None = None, fit: Fit | None = None,
+        recording: Recording | None = None, fit: Fit | None = None, made: Set[str] = MADE,
     ) -> None:  # fmt: skip
         grad, *self.grads = outer
         assert grad is not None
-        Backward.__init__(self, call, None, grad, None, None, wanted, recording, fit)
+        Backward.__init__(self, call, None, grad, None, None, wanted, recording, fit, made)
         self.name_channels()
         self.held, self.wanted = held, wanted
 
@@ -222,6 +226,10 @@ class EvidenceBackward(Channels, Backward):
             mean = self.values["MEAN"][owner].transpose(0, 1).repeat_interleave(self.group, 0)  # [Hq, works, M, E]
             self.add_up("lln_weight", (parts["DMEAN"].view(mean.shape) * mean).sum(-2), w)
             self.add_up("block_weight", dweight, w)
+        self.sum_asked(w, parts)
+
+    def sum_asked(self, w: plan.Works, parts: dict[str, Tensor]) -> None:
+        """What is asked of every state, of the parts of all works, as the keys' backward reads it."""
         at = self.batch, self.heads, self.channels
         narrow = torch.bfloat16 if self.values["DOT"] is tl.bfloat16 else torch.float32
         self.values |= {name: self.allocate(*at) for name in ("ASK_H", "PULL", "PULL_K", "LOG2", "LOG2_LOW")}

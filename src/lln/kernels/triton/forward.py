@@ -194,7 +194,10 @@ class Launch:
         """(works of a causal call; L and S after the last). Its kernels are given the states before each work, L after
         it in two forms, the open block, marks to set."""
         w = self.cut(kernel, self.query_heads, True, self.shifted)
-        log, mean = self.fold(w, False)
+        return w, self.carry_prefixes(w, *self.fold(w, False))
+
+    def carry_prefixes(self, w: plan.Works, log: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+        """What `fold_prefixes` gives, from the states of the works."""
         before, mean_before, end = (self.record_made(torch.empty_like(t)) for t in (log, mean, log))
         final = self.merge(
             prefix_kernel, w, LOG=log, MEAN=mean, BEFORE=before, MEAN_BEFORE=mean_before, END=end,
@@ -206,7 +209,7 @@ class Launch:
         for name in ("OPEN_K", "OPEN_V", "OPEN_MASK"):
             if self.values[name] is not None:
                 self.values[name] = self.values[name].contiguous()
-        return w, final
+        return final
 
     def launch_causal_rows(self, settings: str, count: int) -> None:
         """`causal_rows_kernel`, and again for the splits that it marks."""
@@ -215,10 +218,14 @@ class Launch:
 
     def attend_causally(self) -> tuple[Tensor, Tensor, Tensor]:
         w, final = self.fold_prefixes()
+        return self.read_causally(w), *final
+
+    def read_causally(self, w: plan.Works) -> Tensor:
+        """The output, after `carry_prefixes`."""
         out = self.allocate_like(self.call.query, self.width)
         self.values.update(name_strides("o", out), OUT=out, **NO_BACKWARD)
         self.launch_causal_rows("causal", self.query_heads * w.works)
-        return out, *final
+        return out
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         with plan.use_device(self.device):
