@@ -25,6 +25,7 @@ from lln.kernels.triton.read import read_kernel
 from lln.kernels.triton.tape import Recording
 
 FEW = 8  # tiles of keys that one program folds: to merge the states of several takes another launch
+TOGETHER = {"causal_queries": ("causal_queries", "causal_keys")}  # kernels that work on the same cut
 MERGED = ("fold", "read_backward")  # kernels whose works another puts together
 SPLITS = 4, 16  # splits a program of the merging kernels takes at once: few of them or many
 SHORT = {"query": "Q", "key": "K", "value": "V", "key_mask": "MASK", "open_key": "OPEN_K", "open_value": "OPEN_V"}
@@ -108,7 +109,8 @@ class Launch:
 
     def cut(self, kernel: str, heads: int, of_keys: bool, shifted: bool) -> plan.Works:
         """How the kernels that follow are cut, for this one: the keys, or the queries, of so many heads."""
-        programs = self.settings(kernel).programs or 4  # 0 in a rehearsal, which asks for them, and where none runs
+        # 0 in a rehearsal, which asks for them, and in the interpreter.
+        programs = max(self.settings(name).programs for name in TOGETHER.get(kernel, (kernel,))) or 4
         n, cu = (self.keys, self.call.cu_key) if of_keys else (self.rows, self.call.cu_query)
         if kernel == "fold" and n <= FEW * self.used:
             programs = 0

@@ -172,6 +172,20 @@ def read_backward_kernel(
     tl.store(PULL + index * D + d, tl.sum(pull, 0), mask=d < D)
 
 
+@triton.jit
+def push_queries(
+    q, g, mean, eye, alpha, factor, low, offset, top, inverse, own, SEED, stream, rows, dropout,
+    BD: tl.constexpr, DROPOUT: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dq of the linear part, from what `read_backward_kernel` kept of A."""
+    w_ = tl.dot(g.to(DOT), tl.trans(mean), input_precision=PRECISION)
+    if DROPOUT:
+        w_ = w_ * draw_kept(SEED, stream, rows, tl.arange(0, BD), BD, dropout)
+    a = tl.exp2(scale_rows(widen(q, eye, BD, DOT), factor, low, offset, WIDE) - top[:, None])
+    factors = inverse[:, None] * alpha
+    return a * (w_ * factors - own[:, None] * factors)
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def fold_backward_kernel(
     Q, K, V, GRAD, ALPHA, BETA, LOG, MEAN, DMEAN, PULL, LLN_WEIGHT, BLOCK_WEIGHT, MASK, CU, OWNER, BEGIN, START, SEED,
@@ -252,18 +266,20 @@ def fold_backward_kernel(
                 inverse = tl.load(INVERSE + row_base + rows, mask=ok, other=0.0)
                 own = tl.load(OWN + row_base + rows, mask=ok, other=0.0)
                 stream = (b * H * G + head) * 2
-                dq = tl.zeros([BM, BD], tl.float32)
-                # Always true, which the compiler does not know: it would begin the products of the blocks before these
-                # are used up, and registers for all of them at once leave room for two programs instead of three.
-                if N > 0:
-                    w_ = tl.dot(g.to(DOT), tl.trans(mean), input_precision=PRECISION)
-                    if DROPOUT:
-                        w_ = w_ * draw_kept(SEED, stream, rows, d, BD, dropout)
-                    x = scale_rows(widen(q, eye, BD, DOT), alpha_factor, alpha_low, offset, WIDE)
-                    a = tl.exp2(x - top[:, None])
-                    factors = inverse[:, None] * alpha
-                    dq = a * (w_ * factors - own[:, None] * factors)
-
+                if BD > 64:
+                    dq = push_queries(
+                        q, g, mean, eye, alpha, alpha_factor, alpha_low, offset, top, inverse, own, SEED, stream, rows,
+                        dropout, BD, DROPOUT, WIDE, DOT, PRECISION,
+                    )  # fmt: skip
+                else:
+                    dq = tl.zeros([BM, BD], tl.float32)
+                    # Always true, which the compiler does not know: it would begin the products of the blocks before
+                    # these are used up, and registers for all of them leave room for two programs instead of three.
+                    if N > 0:
+                        dq = push_queries(
+                            q, g, mean, eye, alpha, alpha_factor, alpha_low, offset, top, inverse, own, SEED, stream,
+                            rows, dropout, BD, DROPOUT, WIDE, DOT, PRECISION,
+                        )  # fmt: skip
                 dp, block_weight = block_products(
                     g, v, BLOCK_WEIGHT, b, head, block_b, block_h, block_e, E, BE, UNIFORM, DOT, PRECISION
                 )

@@ -28,7 +28,7 @@ Shape = tuple[int, int, int, int]
 # By head dim and class: where the settings are measured.
 SHAPES: dict[tuple[int, str], list[Shape]] = {
     (64, "small"): [(1, 12, 512, 64), (1, 12, 4096, 64)],
-    (64, "large"): [(16, 12, 4096, 64), (1, 12, 16384, 64)],
+    (64, "large"): [(16, 12, 4096, 64), (1, 12, 16384, 64), (32, 12, 512, 64)],
     (128, "small"): [(1, 16, 2048, 128)],
     (128, "large"): [(4, 16, 16384, 128), (1, 16, 16384, 128)],
 }
