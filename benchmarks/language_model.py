@@ -11,10 +11,9 @@ layer is distilled (`lln.hf.distill`), and all weights are trained until the log
 the fit, and for every number of `--fine-tune` one from its end. What is learned in a step is `--batch` passages of
 `--length` tokens, and no passage comes twice while there is text.
 
-What stands beside a perplexity is its ratio to the softmax model's, with the standard error of the mean over passages
-of the difference of losses. Rows that are in `--out` already, of the same commit, device, torch and settings, are not
-made again, and several processes may add to one file. With `--work DIR` a run that was stopped goes on after the last
-stage that it finished.
+Beside a perplexity stands its ratio to the softmax model's, with the standard error of the mean over passages. What is
+in `--out` already, of the same commit, device, torch and settings, is not made again, and several processes may add to
+one file. With `--work DIR` a run that was stopped goes on after the last stage that it finished.
 """
 
 from __future__ import annotations
@@ -52,6 +51,7 @@ LEARNED: dict[str, dict[str, Any]] = {
     "blocks": {"mix": 0.0, "feature_map": "linear"},
     "paper": KINDS["paper"][1],  # what switching by name gives; nothing is learned
 }
+SEVERAL = 2  # times as many tokens are judged at once as are learned from in a step
 SAME = ("commit", "device", "torch")  # of the provenance of a row that counts as measured
 Losses = dict[str, Tensor]  # by the length of the passages: the mean loss of a token of each
 Judge = Callable[[PreTrainedModel], dict[str, dict[str, float]]]  # gives what `compare` does
@@ -62,7 +62,7 @@ def read_passages(tokenizer: Any, file: Path, length: int, each: int, count: int
     found: list[list[int]] = []
     with file.open(encoding="utf-8") as lines:
         for line in lines:
-            ids = tokenizer(line[: 16 * length * each], add_special_tokens=False, verbose=False)["input_ids"]
+            ids = tokenizer(line[: 8 * length * each], add_special_tokens=False, verbose=False)["input_ids"]
             whole = range(0, len(ids) - length + 1, length)
             found += [ids[at : at + length] for at in whole[:each]]
             if len(found) >= count:
@@ -249,23 +249,31 @@ def table(result: dict[str, Any]) -> str:
 
     def order(row: dict[str, Any]) -> tuple[Any, ...]:
         steps = -1 if row["distilled"] is None else row["distilled"]
-        return list(LEARNED).index(row["kind"]), row["block_size"], row["length"], steps, row["fine_tuned"], row["seed"]
+        kind = list(LEARNED).index(row["kind"]), row["block_size"], row["length"]
+        return *kind, steps, row["fine_tuned"], row["fine_rate"], row["seed"]
+
+    def list_all(name: str) -> set[Any]:
+        return {row[name] for row in result["rows"]}
 
     for row in sorted(result["rows"], key=order):
         title = titles[row["kind"]] + (f", {row['block_size']} tokens" if row["block_size"] != 64 else "")
-        cells = [title, name_steps(row), row["fine_tuned"] or "", f"{row['batch']} x {row['length']:,}"]
+        title += f", {row['directions']} channels a dim" if len(list_all("directions")) > 1 else ""
+        title += f", seed {row['seed']}" if len(list_all("seed")) > 1 else ""
+        tuned = f"{row['fine_tuned']} at {row['fine_rate']:g}" if row["fine_tuned"] else ""
+        cells = [title, name_steps(row), tuned, f"{row['batch']} x {row['length']:,}"]
         for length in lengths:
             one = row["found"].get(length)
-            ratio = "" if one is None else f"{math.exp(one['difference']):.3f} ± {one['error']:.3f}"
-            cells += ["" if one is None else f"{one['perplexity']:.2f}", ratio]
+            ratio = 1.0 if one is None else math.exp(one["difference"])
+            error = 0.0 if one is None else ratio * one["error"]
+            cells += ["", ""] if one is None else [f"{one['perplexity']:.2f}", f"{ratio:.3f} ± {error:.3f}"]
         rows.append(cells)
     lines = [*markdown_table(header, rows), ""]
     counts = ", ".join(f"{one['passages']:,} passages of {int(n):,} tokens" for n, one in softmax.items())
     lines.append(
-        f"{result['model']}, perplexity on {counts} that nothing was learned from; ± is the standard error of the "
-        "difference of the losses, over passages. Distilled: steps that teach each layer alone. Fine-tuned: steps "
-        "after that which train all weights on the softmax model's logits. Learned at: passages of a step and their "
-        "tokens. Blocks and windows have 64 tokens where nothing else is said."
+        f"{result['model']}, perplexity on {counts} that nothing was learned from; ± is the standard error over "
+        "passages. Distilled: steps that teach each layer alone. Fine-tuned: steps after that which train all weights "
+        "on the softmax model's logits, and their rate; the softmax model itself would stay as it is. Learned at: "
+        "passages of a step and their tokens. Blocks and windows have 64 tokens where nothing else is said."
     )
     origins = [row["provenance"] for row in result["rows"]]
     told = {f"{one['device']}, torch {one['torch']}, {one['date'][:10]}, commit {one['commit']}" for one in origins}
@@ -313,7 +321,7 @@ def main() -> None:
     judged = {}
     for n in args.lengths:
         found = read_passages(tokenizer, args.judge, n, 2, max(1, args.judged * min(args.lengths) // n))
-        judged[str(n)] = make_batches(found, max(1, args.batch * args.length // n), device)
+        judged[str(n)] = make_batches(found, max(1, SEVERAL * args.batch * args.length // n), device)
     softmax = measure_losses(model, judged)
     about: dict[str, Any] = {"model": args.name or args.model.name, "softmax": {}}
     for held, losses in softmax.items():
