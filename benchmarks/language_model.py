@@ -36,7 +36,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import lln.hf
-from lln.files import write_json
+from lln.files import replace_file, write_json
 from lln.hf.watch import switch_to_eval
 from lln.lab.core.provenance import provenance
 from lln.lab.core.tables import markdown_table
@@ -144,12 +144,13 @@ class Runs:
         self.task, self.kind, self.args, self.store, self.judge = task, kind, args, store, judge
 
     def settings(self, distilled: int | None, fine_tuned: int) -> dict[str, Any]:
-        """distilled: None before the fit."""
+        """distilled: None before it. What has not been done yet has no rate."""
         args = self.args
         return {
             "kind": self.kind, "length": args.length, "batch": args.batch, "block_size": args.block_size,
-            "directions": args.directions, "distilled": distilled, "fine_tuned": fine_tuned, "rate": args.rate,
-            "fine_rate": args.fine_rate, "seed": args.seed, "judged": args.judged, "lengths": args.lengths,
+            "directions": args.directions, "distilled": distilled, "fine_tuned": fine_tuned,
+            "rate": args.rate if distilled else None, "fine_rate": args.fine_rate if fine_tuned else None,
+            "seed": args.seed, "judged": args.judged, "lengths": args.lengths,
         }  # fmt: skip
 
     def go(self) -> None:
@@ -212,8 +213,8 @@ class Runs:
             model = self.measure(make, distilled, fine_tuned, always=True)
             state = {key: t.detach().clone() for key, t in model.state_dict().items() if ".lln." in key}
             if place and state:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                save_file(state, place)
+                with replace_file(place) as part:  # another process may be as far
+                    save_file(state, part)
 
         def again() -> PreTrainedModel:
             other = self.convert()
@@ -250,7 +251,7 @@ def table(result: dict[str, Any]) -> str:
     def order(row: dict[str, Any]) -> tuple[Any, ...]:
         steps = -1 if row["distilled"] is None else row["distilled"]
         kind = list(LEARNED).index(row["kind"]), row["block_size"], row["length"]
-        return *kind, steps, row["fine_tuned"], row["fine_rate"], row["seed"]
+        return *kind, steps, row["fine_tuned"], row["fine_rate"] or 0.0, row["seed"]
 
     def list_all(name: str) -> set[Any]:
         return {row[name] for row in result["rows"]}
