@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import scipy.signal
 import torch
 import transformers
 from torch import Tensor
@@ -268,6 +267,8 @@ def whisper(folder: Path, args: argparse.Namespace) -> Iterator[Task]:
 
 def read_sound(path: Path) -> Any:
     """A WAV file of one channel of 16 bits as 16,000 numbers a second."""
+    import scipy.signal  # which other models do without
+
     with wave.open(str(path)) as file:
         rate, sound = file.getframerate(), numpy.frombuffer(file.readframes(file.getnframes()), "<i2")
     return scipy.signal.resample_poly(sound.astype(numpy.float32) / 32768, 16000, rate)

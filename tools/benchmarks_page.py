@@ -191,6 +191,9 @@ def conversion() -> list[str]:
     others = RESULTS / "real_models.json"
     if others.exists():
         lines += ["## Conversion of other models", "", program("real_models").table(load_stored(others)).strip(), ""]
+    stages = RESULTS / "language_model.json"
+    if stages.exists():
+        lines += ["## A language model, stage by stage", "", program("language_model").table(load_stored(stages)), ""]
     return lines
 
 

@@ -212,6 +212,42 @@ def test_fine_tuning_brings_the_last_hidden_states_nearer(kind: str) -> None:
     assert fine_tuning(model, 3).parameters.keys() == dict(model.base_model.named_parameters()).keys()
 
 
+def test_fine_tuning_on_logits_brings_the_next_token_nearer() -> None:
+    """The loss is the Kullback-Leibler divergence of a token, padding left out, and everything learns, the head too."""
+    teacher, given = build_model("llama", "sdpa"), batches("llama", 2)
+    with torch.no_grad():
+        for name, parameter in teacher.named_parameters():
+            parameter *= 30.0 if "v_proj" in name else 5.0 if "lm_head" in name else 1.0  # so that tokens differ
+    model = copy.deepcopy(teacher)
+    lln.hf.convert(model, "lln_diag", matching="data", batches=given, block_size=BLOCK, **ALL_OF_IT)
+
+    def diverge(batch: dict[str, Any]) -> float:
+        with torch.no_grad():
+            both = [one(**batch).logits[batch["attention_mask"].bool()].softmax(-1) for one in (teacher, model)]
+        wanted, found = both
+        return float((wanted * (wanted / found).log()).sum(-1).mean())
+
+    before = {name: t.clone() for name, t in model.named_parameters()}
+    original = {name: t.clone() for name, t in teacher.state_dict().items()}
+    first, losses = [diverge(batch) for batch in given], list[float]()
+    lln.hf.fine_tune(
+        model, teacher, given, on="logits", steps=30, rate=1e-3, progress=lambda done, loss: losses.append(loss)
+    )
+    assert min(abs(losses[0] / one - 1) for one in first) < 1e-9
+    assert sum(map(diverge, given)) < 0.5 * sum(first)
+    assert all(not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert all(torch.equal(t, original[name]) for name, t in teacher.state_dict().items())
+
+
+def test_what_has_no_logits_is_not_fine_tuned_on_them() -> None:
+    teacher, model = build_model("bert", "sdpa"), convert_matched("bert", **ALL_OF_IT)
+    with pytest.raises(ValueError, match=r"on='logits' needs .*, and BertModel does not; leave it out") as problem:
+        lln.hf.fine_tune(model, teacher, batches("bert"), on="logits", steps=1)
+    sentence(problem)
+    with pytest.raises(ValueError, match=r"on must be 'hidden' or 'logits'; got 'loss'"):
+        lln.hf.fine_tune(model, teacher, batches("bert"), on="loss", steps=1)
+
+
 def test_learned_values_survive_saving_and_generation_goes_on_in_constant_memory(tmp_path: Path) -> None:
     for kind, maker in (("bert", tf.AutoModel), ("llama", tf.AutoModelForCausalLM)):
         model = convert_matched(kind, **ALL_OF_IT)

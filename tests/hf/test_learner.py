@@ -29,6 +29,24 @@ def test_the_rate_rises_for_ten_steps_while_it_falls_to_nothing(steps: int) -> N
     assert list_rates(steps) == pytest.approx(wanted, rel=1e-12)
 
 
+def test_each_parameter_has_its_own_rate() -> None:
+    """However they are grouped: the same as with an Adam for each."""
+    rates = {"a": 0.1, "b": 0.02, "c": 0.1}
+
+    def go(names: str) -> dict[str, torch.Tensor]:
+        weights = {name: nn.Parameter(torch.linspace(-1.0, 1.0, 3)) for name in names}
+        learner = Learner(weights, rates, 20)
+        while learner.done < learner.steps:
+            for weight in weights.values():
+                weight.grad = (weight.detach() - 3.0) * (1.0 + learner.done)
+            learner.step(1.0)
+        return {name: weight.detach() for name, weight in weights.items()}
+
+    together = go("abc")
+    assert all(torch.equal(together[name], go(name)[name]) for name in rates)
+    assert not torch.equal(together["a"], together["b"])
+
+
 def test_a_learner_that_goes_on_has_the_rates_that_were_left() -> None:
     assert list_rates(40, done=4) == list_rates(40)[4:]
 

@@ -22,6 +22,7 @@ from lln.lab.convert.verdict import EXITS, compare, judge
 from lln.lab.convert.workplace import LEARNING
 from lln.lab.core import pretrained
 
+LOGITS = ("--fine-tune-on", "logits")
 SMALL = ("--block-size", "8", "--length", "48", "--batch-size", "2", "--directions", "12")
 LEARN = (*SMALL, "--distill", "7", "--fine-tune", "5")
 run_convert = functools.partial(run_command, "convert", columns=160)
@@ -261,6 +262,11 @@ def test_other_matchings_need_no_learning(kind: str, place: Path, tmp_path: Path
         ),
         (["{bert}", "{out}", "--calibration", "{text}", "--read", "best"], ["read must be 'paper' or 'evidence'"]),
         (["{bert}", "{out}", "--calibration", "{text}", "--rate", "0"], ["rate must be positive"]),
+        (["{bert}", "{out}", "--calibration", "{text}", "--fine-tune-on", "loss"], ["must be None, 'hidden' or"]),
+        (
+            ["{tmp}/headless", "{out}", "--calibration", "{text}", *SMALL, "--fine-tune", "1", *LOGITS],
+            ["fine_tune_on: on='logits' needs a model that chooses by its logits"],
+        ),
         (["{tmp}/nowhere", "{out}", "--calibration", "{text}"], ["there is no folder"]),
         (["{tmp}/vit", "{out}", "--calibration", "{text}"], ["which takes pictures", "--images FOLDER"]),
         (["{tmp}/mpnet", "{out}", "--calibration", "{text}", "--block-size", "8"], ["MPNet", "AttentionInterface"]),
@@ -287,16 +293,17 @@ def test_mistakes_are_one_line_and_exit_code_2(
     name = Path(arguments[0]).name
     if name == "vit":
         tf.ViTModel(make_config("vit")).save_pretrained(tmp_path / name)
-    elif name in ("mpnet", "t5", "lln", "mute"):
+    elif name in ("mpnet", "t5", "lln", "mute", "headless"):
         sizes = {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 1, "num_heads": 4, "vocab_size": 61}
         makers = {
             "mpnet": lambda: tf.MPNetModel(tf.MPNetConfig(**BERT)),
             "t5": lambda: tf.T5Model(tf.T5Config(**sizes)),
             "lln": lambda: build_model("bert"),
+            "headless": lambda: build_model("bert", "sdpa").float(),
             "mute": lambda: build_model("llama", "sdpa").float(),
         }
         makers[name]().save_pretrained(tmp_path / name)
-    if name in ("mpnet", "t5", "lln"):
+    if name in ("mpnet", "t5", "lln", "headless"):
         tf.AutoTokenizer.from_pretrained(place / "bert").save_pretrained(tmp_path / name)
     places = {"bert": place / "bert", "text": place / "text.txt", "tmp": tmp_path, "out": tmp_path / "out"}
     code, out, err = run_convert(*(text.format(**places) for text in arguments))

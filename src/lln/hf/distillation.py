@@ -6,9 +6,10 @@ independently of each other, all in the same pass, and nothing but LLN's own par
 mix, the feature map. The loss of a layer is the squared error of a head's output over its squared size, a mean over
 heads: a head whose values are small is worth as much as any other, and the number reads the same in every layer.
 
-`fine_tune`: what is left adds up over the layers. All weights of the body are then trained so that the last hidden
-states are those of the softmax model: relative squared error over all tokens. Hidden states and not logits, because
-every head stands on them, and they are there where a model has no head.
+`fine_tune`: what is left adds up over the layers. All weights are then trained so that the model as a whole gives what
+the softmax model gives. Either the last hidden states, relative squared error over all tokens: every head stands on
+them, and they are there where a model has no head. Or the logits, Kullback-Leibler divergence of a token: what a
+language model is measured by, where an error that no token notices costs nothing.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from lln.hf.find import Model, find_model
 from lln.hf.layers import check_runs, find_running
 from lln.hf.options import IMPLEMENTATIONS
 from lln.hf.watch import SoftmaxCall, check_batches, check_pattern, find_rows, move_batch, show_softmax, switch_to_eval
-from lln.values import check_count, derive_seed
+from lln.values import check_choice, check_count, derive_seed
 
 Batch = Mapping[str, Any]
 Progress = Callable[[int, float], None]  # steps done, loss
 RATE = 0.03
 FINE_RATE, FINE_LLN_RATE = 1e-4, 1e-3
 LAST = "last_hidden_state"
+HIDDEN, LOGITS = "hidden", "logits"  # what `fine_tune` may be about
 WARMUP = 10  # steps over which the rate rises; then it falls in a straight line to 0
 
 
@@ -45,7 +47,12 @@ class Learner:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], rates: Mapping[str, float], steps: int) -> None:
         self.parameters, self.rates, self.steps, self.done = dict(parameters), rates, check_count("steps", steps), 0
-        groups = [{"params": [parameter], "lr": rates[name]} for name, parameter in self.parameters.items()]
+        # A group for each rate and not for each parameter: Adam then takes a few launches on a GPU, not thousands.
+        self.levels = sorted({rates[name] for name in self.parameters})
+        groups = [
+            {"params": [p for name, p in self.parameters.items() if rates[name] == level], "lr": level}
+            for level in self.levels
+        ]
         self.adam = torch.optim.Adam(groups, betas=(0.9, 0.98))
         self.adam.zero_grad()
 
@@ -53,8 +60,8 @@ class Learner:
         if not math.isfinite(loss):
             raise NotFinite(f"The loss is {loss} at step {self.done + 1}; a lower rate may help.")
         factor = min(1.0, (self.done + 1) / WARMUP) * (1.0 - self.done / self.steps)
-        for group, name in zip(self.adam.param_groups, self.parameters, strict=True):
-            group["lr"] = factor * self.rates[name]
+        for group, level in zip(self.adam.param_groups, self.levels, strict=True):
+            group["lr"] = factor * level
         self.adam.step()
         self.adam.zero_grad()
         self.done += 1
@@ -166,7 +173,7 @@ def distill(
     check_runs("distill", body, IMPLEMENTATIONS)
     running = find_running(body)
     learner = distillation(body, steps, rate) if learner is None else learner
-    losses: list[float] = []
+    losses: list[Tensor] = []
 
     def look(call: SoftmaxCall) -> None:
         """Ask the LLN attention of a module for what softmax gave, and leave its gradients."""
@@ -177,22 +184,23 @@ def distill(
             out = attention(call.query, call.key, call.value, **call.where, **more)
             loss = relative_error(out.transpose(1, 2), call.out, call.where["query_mask"], (0, 1, 3))
             loss.backward()
-        losses.append(loss.item())
+        losses.append(loss.detach().double())  # as numbers they would be waited for in every layer
 
     with show_softmax(body, look) as run:
 
         def teach(batch: Batch) -> float:
             losses.clear()
             run(batch)
-            return sum(losses) / len(losses)
+            return float(torch.stack([loss.to(losses[0].device) for loss in losses]).mean())
 
         learner.learn(batches, seed, teach, progress)
     return model
 
 
-def fine_tuning(model: PreTrainedModel, steps: int, rate: float = FINE_RATE) -> Learner:
+def fine_tuning(model: PreTrainedModel, steps: int, rate: float = FINE_RATE, on: str = HIDDEN) -> Learner:
     """The learner of `fine_tune`, before its first step."""
-    held = {name: p for name, p in model.base_model.named_parameters() if p.requires_grad and p.is_floating_point()}
+    trained = model if on == LOGITS else model.base_model  # whose hidden states no head changes
+    held = {name: p for name, p in trained.named_parameters() if p.requires_grad and p.is_floating_point()}
     factor = rate / FINE_RATE
     rates = {name: factor * (FINE_LLN_RATE if ".lln." in name else FINE_RATE) for name in held}
     return Learner(held, rates, steps)
@@ -219,26 +227,47 @@ def choose_rows(rows: Tensor | None, name: str, hidden: Tensor) -> Tensor | None
     return rows if text and rows is not None and rows.shape == hidden.shape[:2] else None
 
 
+def find_logits(output: Any, model: str) -> Tensor:
+    """What a model chooses by. model: its class."""
+    logits = output.get("logits") if isinstance(output, Mapping) else None
+    if not isinstance(logits, Tensor) or logits.shape[-1] < 2:
+        raise ValueError(f"on={LOGITS!r} needs a model that chooses by its logits, and {model} does not; leave it out.")
+    return logits
+
+
+def divergence(found: Tensor, wanted: Tensor, rows: Tensor | None) -> Tensor:
+    """Kullback-Leibler divergence of what is wanted from what is found, logits [B, N, choices] or [B, choices] each: a
+    mean over all but the choices. Rows that are padding, False in `rows` [B, N], do not count."""
+    wide = torch.promote_types(found.dtype, torch.float32)
+    ours, theirs = (logits.to(wide).log_softmax(-1) for logits in (found, wanted))
+    each = (theirs.exp() * (theirs - ours)).sum(-1)
+    return each.mean() if rows is None or rows.shape != each.shape else each[rows].mean()
+
+
 def fine_tune(
     model: Model,
     teacher: nn.Module,
     batches: Sequence[Batch],
     *,
+    on: str = HIDDEN,
     steps: int = 100,
     rate: float = FINE_RATE,
     seed: int = 0,
     learner: Learner | None = None,
     progress: Progress = lambda done, loss: None,
 ) -> Model:
-    """Train all weights of a converted model, so that its last hidden states become those of its softmax teacher.
+    """Train all weights of a converted model, so that it gives what its softmax teacher gives.
 
-    A model with several parts (CLIP) learns the hidden states of each part. A model that gives no hidden states learns
-    its logits, or its other outputs.
+    What it learns are the last hidden states, or with on="logits" the distribution over the next token. A model with
+    several parts (CLIP) learns the hidden states of each part. A model that gives no hidden states learns its logits,
+    or its other outputs.
 
     Args:
         model: the converted model, trained in place and without dropout, whatever mode it is in.
         teacher: the softmax model that it was made from, which must be another object.
         batches, steps, seed, progress: as in `distill`; the default of steps is 100.
+        on: "hidden" (default), or "logits" for models with a head, which is then trained, too. A causal language model
+            keeps more of its perplexity with "logits".
         learner: the learner of `fine_tuning(model, steps)`, to continue after the steps that it has done.
         rate: the highest learning rate of Adam for the weights, default 0.0001; LLN's own parameters learn at ten times
             this rate.
@@ -262,20 +291,30 @@ def fine_tune(
     """
     if model is teacher or any(a is b for a, b in zip(model.parameters(), teacher.parameters(), strict=False)):
         raise ValueError("teacher must be another model than the one that learns, with weights of its own.")
+    check_choice("on", on, HIDDEN, LOGITS)
     student, master = find_model(model), find_model(teacher)
-    learner = fine_tuning(student, steps, rate) if learner is None else learner
+    learner = fine_tuning(student, steps, rate, on) if learner is None else learner
 
-    def teach(batch: Batch) -> float:
-        batch = move_batch(batch, student)
+    def compare_hidden(batch: Batch, rows: Tensor | None) -> Tensor:
         with torch.no_grad():
             wanted = find_hidden(master.base_model(**batch), type(master).__name__)
         found = find_hidden(student.base_model(**batch), type(student).__name__)
-        rows = find_rows(student, batch)
         errors = [
             relative_error(found[name], one, choose_rows(rows, name, one), tuple(range(one.ndim)))
             for name, one in wanted.items()
         ]
-        loss = torch.stack(errors).mean()
+        return torch.stack(errors).mean()
+
+    def compare_logits(batch: Batch, rows: Tensor | None) -> Tensor:
+        with torch.no_grad():
+            wanted = find_logits(master(**batch), type(master).__name__)
+        return divergence(find_logits(student(**batch), type(student).__name__), wanted, rows)
+
+    compare = compare_logits if on == LOGITS else compare_hidden
+
+    def teach(batch: Batch) -> float:
+        batch = move_batch(batch, student)
+        loss = compare(batch, find_rows(student, batch))
         loss.backward()
         return loss.item()
 

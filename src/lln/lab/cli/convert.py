@@ -24,6 +24,7 @@ def convert(
     tile: CountOrNone = None,
     distill: Steps = 360,
     fine_tune: Steps = 0,
+    fine_tune_on: str = "auto",
     match_only: Annotated[bool, typer.Option("--match-only")] = False,
     matching: str = "data",
     learn: str = "channel",
@@ -64,6 +65,8 @@ def convert(
         tile: For pictures, instead of a block size: patches along the side of a tile. [default: 8]
         distill: Number of steps that teach each layer the outputs of softmax attention.
         fine_tune: Number of steps after that which train all weights of the whole model.
+        fine_tune_on: What fine-tuning keeps: hidden (the last hidden states), logits (the distribution over the next
+            token or the classes), or auto (logits in causal language models).
         match_only: Only match alpha and beta of the paper's read. Nothing is fitted or distilled.
         matching: Matching for the paper's read: data, entropy, variance or paper.
         learn: What is distilled for the paper's read: alpha and beta of each head, or of each channel.
@@ -116,6 +119,7 @@ def convert(
         plan = ConversionPlan(
             attention=attention, layers=layers, read=read, directions=directions, matching=matching,
             match_only=match_only, distill=distill, fine_tune=fine_tune, coefficients=learn, mix=mix,
+            fine_tune_on=None if fine_tune_on == "auto" else fine_tune_on,
             overlap=choices[overlap], feature_map=None if feature_map == "none" else feature_map, batch_size=batch_size,
             rate=rate, fine_rate=fine_rate, seed=seed,
             **{name: size for name, size in sizes.items() if size is not None},

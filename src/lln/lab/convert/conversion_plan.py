@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from lln.checks import MATCHINGS, READS
-from lln.hf.distillation import FINE_RATE
+from lln.hf.distillation import FINE_RATE, HIDDEN, LOGITS
 from lln.hf.options import LLN
 from lln.values import check_choice, check_count, check_positive
 
@@ -23,6 +23,7 @@ class ConversionPlan:
     tile: int = 8  # of pictures, in its place
     distill: int = 360  # steps
     fine_tune: int = 0  # steps
+    fine_tune_on: str | None = None  # "hidden" states or "logits"; None: the logits of causal language models
     coefficients: str = (
         "channel"  # what distillation learns of the paper's alpha and beta: one each a head or a channel
     )
@@ -50,6 +51,7 @@ class ConversionPlan:
         if self.mix == "evidence" and (self.read != "evidence" or self.match_only):
             raise ValueError("mix='evidence' goes with read='evidence', and without match_only.")
         check_choice("feature_map", self.feature_map, None, "linear")
+        check_choice("fine_tune_on", self.fine_tune_on, None, HIDDEN, LOGITS)
         for name in ("distill", "fine_tune", "seed"):
             check_count(name, getattr(self, name), least=0)
         for name in ("block_size", "tile", "batch_size"):
@@ -90,6 +92,10 @@ class ConversionPlan:
 
     def choose_mix(self, causal: bool) -> str:
         return self.mix or ("evidence" if causal and self.read == "evidence" and not self.match_only else "scales")
+
+    def choose_goal(self, causal: bool) -> str:
+        """Of `lln.hf.fine_tune`: what is to be as it was."""
+        return self.fine_tune_on or (LOGITS if causal else HIDDEN)
 
     def lay_blocks(self, size: dict[str, int], causal: bool) -> dict[str, Any]:
         """How softmax attention is laid out, for `lln.hf.convert`. size: of the blocks, block_size or tile."""

@@ -16,11 +16,11 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from lln.files import explain_writing, write_text
 from lln.hf.converting import convert
-from lln.hf.distillation import Learner, distill, distillation, fine_tune, fine_tuning
+from lln.hf.distillation import HIDDEN, Learner, distill, distillation, find_logits, fine_tune, fine_tuning
 from lln.hf.find import attention_modules, read_sizes
 from lln.hf.fitting import fit
 from lln.hf.options import runs_ours
-from lln.hf.watch import switch_to_eval
+from lln.hf.watch import move_batch, switch_to_eval
 from lln.lab.convert.companions import MODULES, allow_longer, copy_companions, fetch_companions, find_transformer
 from lln.lab.convert.conversion_plan import ConversionPlan
 from lln.lab.convert.layer_report import compare_layers, hidden_error, last_hidden, name_size, write_report
@@ -102,6 +102,9 @@ def convert_checkpoint(
     parts = kept, thin_out(kept, REPORTED), learned, thin_out(learned, MATCHED)
     judged, reported, lessons, matched = (material.make_batches(model, part, plan.batch_size) for part in parts)
     counts = {"learned": len(learned), "reported": len(parts[1]), "judged": len(kept)}
+    goal = plan.choose_goal(predicts(model))
+    if plan.fine_tune and not plan.match_only:
+        check_goal(model, reported, goal)
     with work.lock():
         with switch_to_eval(model):
             conversion = Conversion(work, plan, model, material, reported, judged, progress)
@@ -112,10 +115,10 @@ def convert_checkpoint(
                 learner = distillation(model, plan.distill, plan.rate)
                 conversion.learn("distilled", learner, functools.partial(distill, model, lessons))
             if plan.fine_tune and not plan.match_only:
-                learner = fine_tuning(model, plan.fine_tune, plan.fine_rate)
+                learner = fine_tuning(model, plan.fine_tune, plan.fine_rate, goal)
                 conversion.learn(
                     "fine_tuned", learner,
-                    lambda **how: fine_tune(model, material.enlarge(read_model()[0]), lessons, **how),
+                    lambda **how: fine_tune(model, material.enlarge(read_model()[0]), lessons, on=goal, **how),
                 )  # fmt: skip
         result = {
             "request": work.request,
@@ -127,6 +130,17 @@ def convert_checkpoint(
         }
         save(model, material, work, name, inside, result)
     return result
+
+
+@torch.no_grad()
+def check_goal(model: PreTrainedModel, batches: Sequence[Batch], goal: str) -> None:
+    """Refused where fine-tuning, which comes last, could not be about this."""
+    if goal == HIDDEN or predicts(model):
+        return
+    try:
+        find_logits(model(**move_batch(batches[0], model)), type(model).__name__)
+    except ValueError as error:
+        raise Refused(f"fine_tune_on: {error}") from error
 
 
 def split(found: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
