@@ -44,8 +44,13 @@ class Learner:
     """Adam on named parameters, each with a rate of its own."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], rates: Mapping[str, float], steps: int) -> None:
-        self.parameters, self.rates, self.steps, self.done = dict(parameters), rates, check_count("steps", steps), 0
-        groups = [{"params": [parameter], "lr": rates[name]} for name, parameter in self.parameters.items()]
+        self.parameters, self.steps, self.done = dict(parameters), check_count("steps", steps), 0
+        # One group a rate: on a GPU a step of Adam takes as many launches as there are groups.
+        alike: dict[float, list[nn.Parameter]] = {}
+        for name, parameter in self.parameters.items():
+            alike.setdefault(rates[name], []).append(parameter)
+        self.rates = list(alike)
+        groups = [{"params": members, "lr": rate} for rate, members in alike.items()]
         self.adam = torch.optim.Adam(groups, betas=(0.9, 0.98))
         self.adam.zero_grad()
 
@@ -53,8 +58,8 @@ class Learner:
         if not math.isfinite(loss):
             raise NotFinite(f"The loss is {loss} at step {self.done + 1}; a lower rate may help.")
         factor = min(1.0, (self.done + 1) / WARMUP) * (1.0 - self.done / self.steps)
-        for group, name in zip(self.adam.param_groups, self.parameters, strict=True):
-            group["lr"] = factor * self.rates[name]
+        for group, rate in zip(self.adam.param_groups, self.rates, strict=True):
+            group["lr"] = factor * rate
         self.adam.step()
         self.adam.zero_grad()
         self.done += 1
@@ -166,7 +171,7 @@ def distill(
     check_runs("distill", body, IMPLEMENTATIONS)
     running = find_running(body)
     learner = distillation(body, steps, rate) if learner is None else learner
-    losses: list[float] = []
+    losses: list[Tensor] = []
 
     def look(call: SoftmaxCall) -> None:
         """Ask the LLN attention of a module for what softmax gave, and leave its gradients."""
@@ -177,14 +182,14 @@ def distill(
             out = attention(call.query, call.key, call.value, **call.where, **more)
             loss = relative_error(out.transpose(1, 2), call.out, call.where["query_mask"], (0, 1, 3))
             loss.backward()
-        losses.append(loss.item())
+        losses.append(loss.detach())
 
     with show_softmax(body, look) as run:
 
         def teach(batch: Batch) -> float:
             losses.clear()
             run(batch)
-            return sum(losses) / len(losses)
+            return sum(loss.item() for loss in losses) / len(losses)  # a device is waited for once a step
 
         learner.learn(batches, seed, teach, progress)
     return model
