@@ -32,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,6 +63,7 @@ SECONDS = {
     "image": 8.0,
 }
 QUIET = ("cost", "speed")  # jobs that are alone
+TRIES = 3  # of a job, which may have ended because of another one
 WORTH = {"hedgehog": 1, "mean_distilled": 2}  # what comes after everything else
 
 
@@ -166,16 +168,41 @@ def chosen(found: Found) -> float:
     return float(statistics.mean(value for name, value in found.items() if name.startswith("chosen")))
 
 
-def work_off(args: argparse.Namespace, store: Store, pool: ProcessPoolExecutor) -> bool:
+class Pool:
+    """Processes that jobs run in; others take their place where one ended itself."""
+
+    def __init__(self, args: argparse.Namespace, *given: Any) -> None:
+        self.args, self.given = args, given
+        self.pool = self.open()
+
+    def open(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(self.args.at_once, get_context("spawn"), initializer=open_desk, initargs=self.given)
+
+    def begin(self, job: Job) -> Future[Found]:
+        try:
+            return self.pool.submit(run_job, job.name, job.given)
+        except BrokenProcessPool:
+            self.pool.shutdown(wait=True)
+            self.pool = self.open()
+            return self.pool.submit(run_job, job.name, job.given)
+
+    def close(self, wait_for: bool) -> None:
+        """What jobs do is waited for, or not."""
+        for process in [] if wait_for else list((self.pool._processes or {}).values()):
+            process.terminate()
+        self.pool.shutdown(wait=True, cancel_futures=True)
+
+
+def work_off(args: argparse.Namespace, store: Store, pool: Pool) -> bool:
     """Run what is planned, `at_once` at a time; quiet jobs alone, and in time. Whether nothing is under way."""
     running: dict[Future[Found], Job] = {}
-    failed: set[str] = set()
+    tries: dict[str, int] = {}
 
     def left() -> float:
         return float(args.seconds - (time.monotonic() - args.began))
 
     while True:
-        busy = {job.label for job in running.values()} | failed
+        busy = {job.label for job in running.values()} | {label for label, count in tries.items() if count == TRIES}
         open_jobs = [job for job in plan(args, store) if store.find(job) is None and job.label not in busy]
         quiet = [job for job in open_jobs if job.name in QUIET]
         loud = [job for job in open_jobs if job.name not in QUIET]
@@ -187,7 +214,7 @@ def work_off(args: argparse.Namespace, store: Store, pool: ProcessPoolExecutor) 
         for job in candidates:
             if len(running) >= (1 if job.name in QUIET else args.at_once) or left() < SECONDS[job.name]:
                 break
-            running[pool.submit(run_job, job.name, job.given)] = job
+            running[pool.begin(job)] = job
         if not running:
             print("Nothing is left." if not open_jobs else "The time is over; the same command goes on.", flush=True)
             return True
@@ -200,7 +227,7 @@ def work_off(args: argparse.Namespace, store: Store, pool: ProcessPoolExecutor) 
             if (error := one.exception()) is None:
                 store.keep(job, one.result())
             else:  # the others are worth having all the same
-                failed.add(job.label)
+                tries[job.label] = tries.get(job.label, 0) + 1
                 print(f"{job.part} {job.label} FAILED: {type(error).__name__}: {error}", flush=True)
 
 
@@ -285,16 +312,11 @@ def main() -> None:
         torch.save(prepare(args), texts)
         print(f"{time.monotonic() - args.began:6.1f} s  texts are ready", flush=True)
         told = argparse.Namespace(**{name: value for name, value in vars(args).items() if name != "counts"})
-        pool = ProcessPoolExecutor(
-            args.at_once, get_context("spawn"), initializer=open_desk, initargs=(told, texts, Path(folder) / "work")
-        )
-        over = False
+        pool, over = Pool(args, told, texts, Path(folder) / "work"), False
         try:
             over = work_off(args, store, pool)
         finally:
-            for process in [] if over else list((pool._processes or {}).values()):  # what they do is not waited for
-                process.terminate()
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.close(over)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ import dataclasses
 import functools
 import json
 import lzma
+import os
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -274,7 +276,7 @@ class Desk:
                 ).mean())
                 for seed in range(PROBES)
             ]  # fmt: skip
-        return found
+        return found | {"majority": float(labels.bincount().max() / len(labels))}
 
     def fold(self, kind: str, seed: int, at: int) -> Found:
         """Fine-tuned on all but a fold: how many of the fold's speeches are given their party."""
@@ -390,7 +392,11 @@ def open_desk(args: argparse.Namespace, texts: Path, work: Path) -> None:
 
 def run_job(name: str, given: tuple[Any, ...]) -> Found:
     desk, began = DESK[0], time.monotonic()
-    found: Found = getattr(desk, name)(*given)
+    try:
+        found: Found = getattr(desk, name)(*given)
+    except torch.AcceleratorError:  # nothing that this process asks of the device would be answered any more
+        traceback.print_exc()
+        os._exit(1)
     if desk.device.type == "cuda":
         torch.cuda.empty_cache()
     return found | {"seconds": round(time.monotonic() - began, 1)}
