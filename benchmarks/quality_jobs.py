@@ -226,7 +226,7 @@ class Desk:
             order = (
                 torch.randperm(len(members), generator=generator).tolist() if seed is not None else range(len(members))
             )
-            most = max(1, min(8, self.args.speech_tokens // size))
+            most = max(1, min(4, self.args.speech_tokens // size))
             mixed = [members[i] for i in order]
             found += [(size, mixed[first : first + most]) for first in range(0, len(mixed), most)]
         order = torch.randperm(len(found), generator=generator).tolist() if seed is not None else range(len(found))

@@ -141,7 +141,7 @@ def speeches(part: Part) -> list[str]:
         "attention", "correlation", "fine-tuned, %", "frozen, %", "frozen, new presidents, %",
         "training step, ms (MiB)", "call, ms (MiB)",
     ]  # fmt: skip
-    batch = f" of {costs['batch']} speeches" if costs else ""
+    batch = f" of a batch of {costs['batch']}, each" if costs else ""
     return [
         "### Long documents", "", *markdown_table(header, cells), "",
         "Which of two parties the president of a State of the Union address belongs to: MiniLM with places for "
