@@ -42,7 +42,7 @@ import transformers
 
 from lln.files import write_json
 from lln.lab.core.provenance import provenance
-from quality_jobs import SOFTMAX, Found, open_desk, prepare, run_job
+from quality_jobs import SOFTMAX, TEXTS, Found, open_desk, prepare, run_job
 
 TAUGHT = ("weighed_distilled", "distilled", "blocks_distilled", "lln_distilled", "hedgehog", "mean_distilled")
 BLOCKS, SEEDS = (64, 32), (0, 1, 2)
@@ -308,12 +308,14 @@ def main() -> None:
     if args.reckon:
         return
     with tempfile.TemporaryDirectory() as folder:
-        texts = Path(folder) / "texts.pt"
-        torch.save(prepare(args), texts)
-        print(f"{time.monotonic() - args.began:6.1f} s  texts are ready", flush=True)
         told = argparse.Namespace(**{name: value for name, value in vars(args).items() if name != "counts"})
-        pool, over = Pool(args, told, texts, Path(folder) / "work"), False
+        pool, over = Pool(args, told, Path(folder)), False
         try:
+            warm = [pool.begin(Job("", "warm", ())) for _ in range(args.at_once)]
+            torch.save(prepare(args), Path(folder) / TEXTS)
+            print(f"{time.monotonic() - args.began:6.1f} s  texts are ready", flush=True)
+            wait(warm)
+            print(f"{time.monotonic() - args.began:6.1f} s  so are {len(warm)} processes", flush=True)
             over = work_off(args, store, pool)
         finally:
             pool.close(over)

@@ -37,6 +37,7 @@ Batches = list[dict[str, Tensor]]
 Found = dict[str, Any]
 
 SOFTMAX = "softmax"
+TEXTS = "texts.pt"  # in the folder that all processes share
 PARTIES = ("Democratic", "Republican")
 STEP = 512  # speeches are cut to a multiple of it, so that those of one length need no padding
 HEAD_RATE = 1e-3
@@ -93,11 +94,16 @@ class Teaching(Measure):
 
 
 class Desk:
-    def __init__(self, args: argparse.Namespace, texts: Texts, work: Path) -> None:
-        self.args, self.texts, self.work = args, texts, work
+    def __init__(self, args: argparse.Namespace, place: Path) -> None:
+        self.args, self.place = args, place
         self.device = torch.device(args.device)
         torch.set_num_threads(args.threads)
         torch.manual_seed(0)
+
+    @functools.cached_property
+    def texts(self) -> Texts:
+        texts: Texts = torch.load(self.place / TEXTS, weights_only=False)
+        return texts
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -134,6 +140,10 @@ class Desk:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+    def warm(self) -> Found:
+        """What takes its time and needs no text."""
+        return {"parameters": 0 if self.args.model is None else self.softmax.num_parameters()}
 
     # Seeds
 
@@ -238,7 +248,7 @@ class Desk:
         """Softmax, or what `adapt` has put away."""
         if kind.startswith(SOFTMAX):
             return self.extend(self.speech_length(kind))
-        path = self.work / f"{kind}.pt"
+        path = self.place / f"{kind}.pt"
         if not path.exists():
             self.adapt(kind)
         model: PreTrainedModel = torch.load(path, map_location=self.device, weights_only=False)
@@ -250,8 +260,7 @@ class Desk:
 
     def adapt(self, kind: str) -> Found:
         model, value = self.teach_long(kind, self.args.speech_length)
-        self.work.mkdir(exist_ok=True)
-        torch.save(model, self.work / f"{kind}.pt")
+        torch.save(model, self.place / f"{kind}.pt")
         return {"spearman": value}
 
     def labels(self) -> Tensor:
@@ -386,8 +395,8 @@ class Classifier(nn.Module):
 DESK: list[Desk] = []  # of this process
 
 
-def open_desk(args: argparse.Namespace, texts: Path, work: Path) -> None:
-    DESK.append(Desk(args, torch.load(texts, weights_only=False), work))
+def open_desk(args: argparse.Namespace, place: Path) -> None:
+    DESK.append(Desk(args, place))
 
 
 def run_job(name: str, given: tuple[Any, ...]) -> Found:

@@ -81,7 +81,7 @@ def test_what_is_timed_runs_alone_and_a_job_that_fails_stops_no_other(
     under_way: list[Any] = []
     alone: list[tuple[bool, int]] = []
 
-    class Slow(quality.Future):  # type: ignore[name-defined,misc]
+    class Slow(quality.Future):  # type: ignore[name-defined]
         pass
 
     def begin(job: Any) -> Any:
