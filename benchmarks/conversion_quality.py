@@ -64,7 +64,7 @@ SECONDS = {
 }
 QUIET = ("cost", "speed")  # jobs that are alone
 TRIES = 3  # of a job, which may have ended because of another one
-WORTH = {"hedgehog": 1, "mean_distilled": 2}  # what comes after everything else
+LATER = {"hedgehog": 2, "mean_distilled": 3}  # what comes after everything else, in this order
 
 
 class Job(NamedTuple):
@@ -75,6 +75,11 @@ class Job(NamedTuple):
     @property
     def label(self) -> str:
         return "/".join([self.name, *("+".join(g) if isinstance(g, list) else str(g) for g in self.given)])
+
+    @property
+    def rank(self) -> int:
+        """Second cross-validations come after all first ones, peers later."""
+        return 1 if self.name == "fold" and self.given[1] > 0 else LATER.get(str(self.given[0]), 0)
 
 
 class Store:
@@ -113,7 +118,7 @@ def plan(args: argparse.Namespace, store: Store) -> list[Job]:
     found = [job for part in args.parts for job in PLANS[part](args, store)]
     passed = time.monotonic() - args.began
     late = {part for part, most in args.turns.items() if passed > most}
-    return sorted(found, key=lambda job: (job.part in late, WORTH.get(str(job.given[0]), 0)))
+    return sorted(found, key=lambda job: (job.part in late, job.rank))
 
 
 def plan_seeds(args: argparse.Namespace, store: Store) -> Iterator[Job]:

@@ -227,8 +227,7 @@ def draw(part: Part) -> str | None:
         {"series": DRAWN[row["kind"]], "speedup": row["attention"], "quality": row["quality"], "length": row["length"]}
         for row in rows
     ]
-    given = ("LLN+Diag", "evidence+Diag", "LLN", None, None)
-    signs = [OTHERS[at] if name is None else ATTENTIONS[name] for at, name in enumerate(given)]
+    signs = [*(ATTENTIONS[name] for name in ("LLN+Diag", "evidence+Diag", "LLN")), OTHERS[3], OTHERS[2]]
     styles = dict(zip(DRAWN.values(), signs, strict=True))
     values = [point["speedup"] for point in points]
     across = Axis("speedup", "times as fast as torch's attention", True, choose_ticks(min(values), max(values)))
