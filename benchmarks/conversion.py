@@ -101,9 +101,12 @@ def pydoc(tokenizer: Any, length: int) -> tuple[Passages, Passages]:
 
 def cut(tokenizer: Any, text: str, length: int) -> Passages:
     """Passages of exactly so many tokens; the rest of the text is left out."""
+    return lay(tokenizer, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], length)
+
+
+def lay(tokenizer: Any, ids: list[int], length: int) -> Passages:
     before, after = special_tokens(tokenizer)
     inside = length - len(before) - len(after)
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return [[*before, *ids[at : at + inside], *after] for at in range(0, len(ids) - inside + 1, inside)]
 
 

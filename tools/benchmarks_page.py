@@ -197,6 +197,36 @@ def conversion() -> list[str]:
     return lines
 
 
+QUALITY = RESULTS / "conversion_quality"
+CHART = QUALITY / "quality-against-speed.svg"
+
+
+def quality() -> list[str]:
+    """Of conversions: seeds, speed and pictures, where they were measured. Long documents are in their tutorial."""
+    tables = program("quality_tables")
+    parts = tables.load_parts(QUALITY)
+    long = parts.pop("long", None)
+    lines: list[str] = tables.table(parts, link(CHART))
+    if long and tables.speeches(long):
+        lines += ["Long documents, fine-tuned: see [their tutorial](tutorial-long-documents.md#what-it-gives).", ""]
+    return ["## What conversions keep", "", *lines] if lines else []
+
+
+def charts() -> dict[Path, str]:
+    tables = program("quality_tables")
+    part = tables.load_parts(QUALITY).get("speed")
+    svg = part and tables.draw(part)
+    return {CHART: svg} if svg else {}
+
+
+def speeches() -> str:
+    """What the tutorial of long documents quotes."""
+    tables = program("quality_tables")
+    part = tables.load_parts(QUALITY).get("long")
+    lines = tables.speeches(part) if part else []
+    return "\n".join(["", "## What it gives", "", *lines[2:]]) if lines else ""
+
+
 def layers() -> list[str]:
     """LLN attention in some layers, where it was measured."""
     found = [path for name in ("global_layers", "global_layers_gpu") if (path := RESULTS / f"{name}.json").exists()]
@@ -205,7 +235,7 @@ def layers() -> list[str]:
 
 
 def markdown() -> str:
-    lines = [*cpu(), *gpu(), *models(), *decoding(), *instruments(), *conversion(), *layers()]
+    lines = [*cpu(), *gpu(), *models(), *decoding(), *instruments(), *conversion(), *quality(), *layers()]
     lines += [
         "## Measure it yourself", "", "```sh",
         "make bench  # the tables of the CPU", "make bench-gpu  # on a machine with a GPU",

@@ -29,6 +29,7 @@ def pages() -> dict[Path, str]:
         DOCS / "models.md": models_page.markdown(),
         DOCS / "cli.md": cli_page.markdown(),
         DOCS / "benchmarks.md": benchmarks_page.markdown(),
+        **benchmarks_page.charts(),
         **paper_page.pages(),
         **quoted.pages(),
         **stored_tables.tables(),

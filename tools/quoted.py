@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import benchmarks_page
 import found_page
 from campaigns_table import campaigns
 from cards_table import cards
@@ -340,6 +341,7 @@ QUOTES: dict[Path, dict[str, Callable[[], str]]] = {
     DOCS / "found.md": {"found": found_page.markdown},
     DOCS / "paper.md": {"index": index},
     DOCS / "limits.md": {"converted": converted, "line": line, "lognormal": lognormal},
+    DOCS / "tutorial-long-documents.md": {"speeches": benchmarks_page.speeches},
     DOCS / "distributed.md": {"traffic": traffic, "plan": plan, "cutting": cutting},
 }
 
