@@ -38,24 +38,40 @@ def traffic() -> str:
 def cutting() -> str:
     """What a sequence in shards takes beside one pass over it, on one device."""
     found = json.loads((RESULTS / "distributed.json").read_text())
-    settings, made, rows, extra = found["settings"], found["provenance"], [], []
+    settings, made, rows, device, extra = found["settings"], found["provenance"], [], [], []
     for kind, each in found["kinds"].items():
-        row = [kind]
-        for what, cost in zip(("forward", "training"), each["cost"], strict=True):
-            one, cut = (each[what][way]["median"] for way in ("one pass", "sharded"))
-            row += [f"{one:.2f}", f"{cut:.2f}", f"{cost:+.0%}"]
-            extra += [(cut - one) / settings["shards"]] if what == "forward" else []
+        row, own = [kind], [kind]
+        for what in ("forward", "training"):
+            row += compare_ways(each[what])
+            own += compare_ways(each["device"][what])
+            rank, alone = (each["device"][what][way]["median"] for way in ("rank", "its rows alone"))
+            own += [f"{rank / alone - 1:+.1%}"]
+            extra.append(rank / alone - 1)
         rows.append([*row, *(f"{max(each['errors'][way].values()):.1e}" for way in ("one pass", "sharded"))])
-    head = ["", "forward, ms", "in shards", "cost", "with backward, ms", "in shards", "cost", "largest error"]
+        device.append(own)
+    columns = ["forward, ms", "in shards", "cost"], ["with backward, ms", "in shards", "cost"]
+    lines = markdown_table(["", *columns[0], *columns[1], "largest error", "in shards"], rows, "lrrrrrrrr")
+    checked = f", of {settings['checked']} of the heads" if settings["checked"] < settings["heads"] else ""
     said = (
         f"{settings['length']:,} tokens in {settings['shards']} shards, {settings['heads']} heads of "
-        f"{settings['dim']}, bfloat16, medians of {settings['repeats']}; errors of the output and all gradients "
-        f"against float64. {made['device']}, `benchmarks/distributed.py`, commit {made['commit']}. The ranks are "
-        f"emulated, one after another: forward, each costs {min(extra):.1f} to {max(extra):.1f} ms beside its share "
-        "of one pass. Cards that work at the same time pay that once. What of it is Python, launches, the merge of "
-        "states, or blocks that are computed apart was not measured, nor how it depends on the length."
+        f"{settings['dim']}, bfloat16, medians of {settings['repeats']}; errors of the output and all "
+        f"gradients{checked}, against float64. {made['device']}, `benchmarks/distributed.py`, commit {made['commit']}. "
+        "The ranks are emulated, one after another, so these times hold the Python of all ranks, where cards that work "
+        "at the same time would each run their own. What the device takes, as a CUDA graph:"
     )
-    return "\n".join([*markdown_table([*head, "in shards"], rows, "lrrrrrrrr"), "", said, ""])
+    head = ["", *columns[0], "a rank", *columns[1], "a rank"]
+    after = (
+        f"*A rank* compares what one rank does with the same rows where there are no others: {min(extra):.1%} to "
+        f"{max(extra):.1%} more. The rest of the cost comes from kernels that fill the device less well with an "
+        "eighth of the rows."
+    )
+    return "\n".join([*lines, "", said, "", *markdown_table(head, device, "lrrrrrrrr"), "", after, ""])
+
+
+def compare_ways(times: dict[str, dict[str, float]]) -> list[str]:
+    """One pass, in shards, and what the shards cost beside it."""
+    one, cut = (times[way]["median"] for way in ("one pass", "sharded"))
+    return [f"{one:.2f}", f"{cut:.2f}", f"{cut / one - 1:+.1%}"]
 
 
 def plan() -> str:

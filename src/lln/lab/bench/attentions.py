@@ -127,8 +127,8 @@ def lln_variant(block_size: int | None = None, *, sample: bool = False, backend:
         return functools.partial(lln_attention, **given)
 
     # Forward reads q, k, v and writes out; backward reads q, k, v and grad out and writes three gradients. Blocks need
-    # k and v beside the queries, so LLN+Diag reads these two once more in each direction.
-    forward, training = (4, 11) if block_size is None else (6, 15)
+    # k and v beside the queries once more in each direction, which the cache can give.
+    forward, training = 4, 11
     statistics = 2 if sample else 0  # one more look at q and k
     return Attention(
         build,
