@@ -78,7 +78,7 @@ def test_every_timed_variant_was_checked_with_its_gradients(stored: tuple[Path, 
 
 def test_floors_count_what_must_move(stored: tuple[Path, dict[str, Any], str]) -> None:
     _, result, _ = stored
-    counts = {"LLN": (4, 11), "LLN-sample": (6, 13), "LLN+Diag": (6, 15), "LLN+Diag-sample": (8, 17)}
+    counts = {"LLN": (4, 11), "LLN-sample": (6, 13), "LLN+Diag": (4, 11), "LLN+Diag-sample": (6, 13)}
     seen = set()
     for row in result["rows"]:
         if row["causal"] or row["attention"] not in counts:
