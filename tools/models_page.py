@@ -53,6 +53,15 @@ def list_names(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names))
 
 
+def tell_later(rows: dict[str, dict[str, Any]]) -> str:
+    """The commits of architectures that were tried again alone."""
+    later: dict[str, list[str]] = defaultdict(list)
+    for name, row in rows.items():
+        if "commit" in row:
+            later[row["commit"]].append(name)
+    return "".join(f"; {list_names(names)} at {commit}" for commit, names in sorted(later.items()))
+
+
 def markdown() -> str:
     stored = json.loads(STORED.read_text(encoding="utf-8"))
     rows: dict[str, dict[str, Any]] = stored["architectures"]
@@ -68,7 +77,7 @@ def markdown() -> str:
         f"- **{count['failed']} fail**: another exception, or softmax that goes on to run;",
         f"- {count['not tried']} could not be made tiny, or called, without knowing more about them.",
         "",
-        f"{said['device']}, torch {said['torch']}, {said['date'][:10]}, commit {said['commit']}.",
+        f"{said['device']}, torch {said['torch']}, {said['date'][:10]}, commit {said['commit']}{tell_later(rows)}.",
         "",
     ]
     if failed := {name: row for name, row in rows.items() if read_outcome(row) == "failed"}:
