@@ -43,7 +43,7 @@ import lln.hf
 from lln.files import hash_file, read_json, write_json
 from lln.hf import interface
 from lln.hf.attach import ModelAttention
-from lln.hf.find import list_attending, rescale_query
+from lln.hf.find import list_attending, list_parts, own_attention, rescale_query
 from lln.hf.layers import RUNS
 from lln.lab.core.provenance import provenance
 from lln.naive import naive_lln, naive_lln_diag
@@ -108,7 +108,13 @@ def watch_softmax(tiny: Tiny) -> dict[str, list[tuple[Tensor | None, bool]]]:
     """By module; empty where no attention of the model asks transformers for its function."""
     WATCHED.masks.clear()
     try:
-        model = tiny.build(SOFTMAX)
+        try:
+            model = tiny.build(SOFTMAX)
+        except KeyError:  # a part of it (SAM) looks the name up in a table of its own
+            model = tiny.build("eager")
+            for part in list_parts(model):
+                if any(True for _ in own_attention(part)):
+                    part.config._attn_implementation_internal = SOFTMAX
         WATCHED.names = {id(module): name for name, module in model.named_modules()}
         tiny.run(model)
     except Exception:  # a model that knows a few names only: refusing those of ours is all that it can do
