@@ -105,7 +105,9 @@ def test_tiles_are_neighbours_and_other_tokens_see_all(changes: dict[str, Any]) 
 
 def test_calls_that_are_no_image_are_refused() -> None:
     model = lln.timm.convert(build(), tile=3)
-    with pytest.raises(ValueError, match=r"65 tokens of VisionTransformer are not 1 special tokens and .* \(none so far\)") as problem:
+    with pytest.raises(
+        ValueError, match=r"65 tokens of VisionTransformer are not 1 special tokens and .* \(none so far\)"
+    ) as problem:
         model.blocks[0].attn(normal(0, 1, 65, 32))
     sentence(problem)
     assert model(pictures()).shape == (2, 3)

@@ -11,6 +11,8 @@ and across d, linear across log N.
 
 from __future__ import annotations
 
+from operator import index  # of a size that torch.compile(dynamic=True) holds as a symbol the number that curves need
+
 import torch
 from torch import Tensor
 
@@ -42,13 +44,19 @@ def find_interval(x: Tensor, at: Tensor) -> Tensor:
 
 def pick(t: Tensor, i: Tensor) -> Tensor:
     """Not t[..., i]: an index of no dimensions would be read on the host, which waits for the device."""
-    return t.index_select(-1, i.flatten()).reshape(t.shape[:-1] + i.shape)
+    return spread(t.index_select(-1, i.flatten()), i.shape)
 
 
 def take_ends(t: Tensor, at: Tensor) -> list[Tensor]:
     """The first and the last along the last dimension of t, ready to meet `at`. Slices: of a constant, torch.compile
     cannot take a single element."""
-    return [part.reshape(t.shape[:-1] + (1,) * at.ndim) for part in (t[..., :1], t[..., -1:])]
+    return [spread(part, (1,) * at.ndim) for part in (t[..., :1], t[..., -1:])]
+
+
+def spread(t: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """The last dimension of t as several of these sizes, or as none. Not by t.shape, which a constant does not have in
+    torch.compile(dynamic=True)."""
+    return t.unflatten(-1, sizes) if sizes else t.squeeze(-1)
 
 
 def pchip(x: Tensor, y: Tensor) -> Tensor:
@@ -67,20 +75,23 @@ def find_curves(matching: str, head_dim: int, device: torch.device) -> Tensor:
     log t -> log s2, likewise, and a fourth row of log N: [lengths, 4, n]. All are over the same t."""
 
     def make() -> Tensor:
-        return torch.from_numpy(points.find_points(matching, head_dim)).to(wide_dtype(device))
+        points_of = torch.from_numpy(points.find_points(matching, head_dim)).to(wide_dtype(device))
+        # What torch._dynamo.mark_static does, without importing the compiler: no symbols even with dynamic=True.
+        points_of._dynamo_static_indices = set(range(points_of.ndim))  # type: ignore[attr-defined]
+        return points_of
 
     return make_once(MADE, (matching, head_dim, str(device)), make, device)
 
 
 def s2_for_variance(t: Tensor, head_dim: int) -> Tensor:
     """s2 at which the variance of log P_LLN within a row is t."""
-    return interpolate(t.log(), *find_curves("variance", head_dim, t.device).unbind()).exp()
+    return interpolate(t.log(), *find_curves("variance", index(head_dim), t.device).unbind()).exp()
 
 
 def s2_for_entropy(t: Tensor, head_dim: int, length: Tensor) -> Tensor:
     """s2 at which LLN over `length` keys has the entropy of softmax with score variance t. Beyond the measured lengths
     the nearest one serves."""
-    curves = find_curves("entropy", head_dim, t.device)
+    curves = find_curves("entropy", index(head_dim), t.device)
     known = curves[:, 3, 0].contiguous()
     values = interpolate(t.log(), curves[0, 0], curves[:, 1], curves[:, 2])  # [lengths, *t.shape]
     at = length.to(values.dtype).log().expand(t.shape)
