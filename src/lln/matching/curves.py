@@ -44,19 +44,13 @@ def find_interval(x: Tensor, at: Tensor) -> Tensor:
 
 def pick(t: Tensor, i: Tensor) -> Tensor:
     """Not t[..., i]: an index of no dimensions would be read on the host, which waits for the device."""
-    return spread(t.index_select(-1, i.flatten()), i.shape)
+    return t.index_select(-1, i.flatten()).reshape(t.shape[:-1] + i.shape)
 
 
 def take_ends(t: Tensor, at: Tensor) -> list[Tensor]:
     """The first and the last along the last dimension of t, ready to meet `at`. Slices: of a constant, torch.compile
     cannot take a single element."""
-    return [spread(part, (1,) * at.ndim) for part in (t[..., :1], t[..., -1:])]
-
-
-def spread(t: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """The last dimension of t as several of these sizes, or as none. Not by t.shape, which a constant does not have in
-    torch.compile(dynamic=True)."""
-    return t.unflatten(-1, sizes) if sizes else t.squeeze(-1)
+    return [part.reshape(t.shape[:-1] + (1,) * at.ndim) for part in (t[..., :1], t[..., -1:])]
 
 
 def pchip(x: Tensor, y: Tensor) -> Tensor:
@@ -83,15 +77,21 @@ def find_curves(matching: str, head_dim: int, device: torch.device) -> Tensor:
     return make_once(MADE, (matching, head_dim, str(device)), make, device)
 
 
+def take(curves: Tensor, t: Tensor) -> Tensor:
+    """The curves as a part of the graph that torch.compile makes: with dynamic=True it computes parts of a constant
+    while it traces, makes symbols of their sizes, and cannot say where these come from."""
+    return curves + t.new_zeros((), dtype=curves.dtype) if torch.compiler.is_compiling() else curves
+
+
 def s2_for_variance(t: Tensor, head_dim: int) -> Tensor:
     """s2 at which the variance of log P_LLN within a row is t."""
-    return interpolate(t.log(), *find_curves("variance", index(head_dim), t.device).unbind()).exp()
+    return interpolate(t.log(), *take(find_curves("variance", index(head_dim), t.device), t).unbind()).exp()
 
 
 def s2_for_entropy(t: Tensor, head_dim: int, length: Tensor) -> Tensor:
     """s2 at which LLN over `length` keys has the entropy of softmax with score variance t. Beyond the measured lengths
     the nearest one serves."""
-    curves = find_curves("entropy", index(head_dim), t.device)
+    curves = take(find_curves("entropy", index(head_dim), t.device), t)
     known = curves[:, 3, 0].contiguous()
     values = interpolate(t.log(), curves[0, 0], curves[:, 1], curves[:, 2])  # [lengths, *t.shape]
     at = length.to(values.dtype).log().expand(t.shape)
