@@ -94,6 +94,7 @@ def test_one_graph_serves_every_length(options: dict[str, Any]) -> None:
         pytest.param({"matching": "variance"}, id="variance", marks=pytest.mark.long),
         pytest.param({"statistics": "fixed", "learnable": "head", "mix": "ratio", "block_size": 8}, id="learned",
                      marks=pytest.mark.long),
+        pytest.param({"read": "evidence", "mix": "evidence", "block_size": 8}, id="evidence", marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_one_graph_matches_moments_at_every_length_and_has_gradients(options: dict[str, Any]) -> None:
