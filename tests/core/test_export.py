@@ -127,6 +127,12 @@ def test_modules_are_exported(attention: torch.nn.Module) -> None:
     check(export(module).module(), module)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_trace_of_one_length_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"torch\.jit\.trace would keep .* use torch\.compile or torch\.export"):
+        torch.jit.trace(Op(), make(9))
+
+
 def take_to_onnx(program: Any) -> Callable[..., torch.Tensor]:
     """What ONNX Runtime makes of it."""
     runtime = pytest.importorskip("onnxruntime")

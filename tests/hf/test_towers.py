@@ -341,3 +341,11 @@ def test_a_part_that_adds_a_bias_to_its_scores_stays_as_it_is() -> None:
     with pytest.warns(UserWarning, match=r"T5.* keeps its softmax attention.*adds a position_bias"):
         lln.hf.convert(model, "lln", statistics="fixed")
     assert {name.split(".")[0] for name in find_running(model)} == {"vision_model", "qformer"}
+
+
+def test_a_part_that_is_not_there_is_named() -> None:
+    model = build_model("bert", "sdpa")
+    with pytest.raises(ValueError, match=r"{'text_config': 'lln'}: BertModel has no such part; it has ''") as problem:
+        model.set_attn_implementation({"text_config": "lln"})
+    sentence(problem)
+    assert model.config._attn_implementation == "sdpa"

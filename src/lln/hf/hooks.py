@@ -111,6 +111,8 @@ def check_inside(model: PreTrainedModel) -> None:
 
 def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
     """A model that cannot switch to ours is left as it was: transformers itself would warn and go on with softmax."""
+    if isinstance(attn_implementation, dict):
+        check_places(model, attn_implementation)
     named = attn_implementation.values() if isinstance(attn_implementation, dict) else [attn_implementation]
     by_name = any(name in LLN for name in named) and all(read(part.config) is None for part in list_parts(model))
     if attn_implementation in IMPLEMENTATIONS:
@@ -129,6 +131,17 @@ def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *arg
     if by_name and claims.is_loaded(model):
         warn_of_harm()
     return result
+
+
+def check_places(model: PreTrainedModel, chosen: dict[str, Any]) -> None:
+    """ValueError where one of ours is chosen for a part that the model does not have: transformers says nothing."""
+    known = ["", *model.config.sub_configs]
+    for place, name in chosen.items():
+        if name in IMPLEMENTATIONS and place not in known:
+            raise ValueError(
+                f"attn_implementation={{{place!r}: {name!r}}}: {type(model).__name__} has no such part; it has "
+                f"{', '.join(map(repr, known))} (the model itself is '')."
+            )
 
 
 @functools.cache  # once a process
