@@ -7,12 +7,16 @@ and with the pairs that the model's own softmax attention sees), or the model mu
 else is a failure: another exception, another attention that goes on silently. Each architecture runs in a process of
 its own, forked from one that has imported everything. results/models.json has what was found; `make pages` makes
 docs/models.md of it.
+
+A sweep that was stopped goes on where it was: the same sources, torch and transformers keep what is stored, others
+begin anew. `--only` tries single architectures again and keeps the rest; their commit is stored with them.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import resource
@@ -36,10 +40,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 import lln.hf
-from lln.files import write_json
+from lln.files import hash_file, read_json, write_json
 from lln.hf import interface
 from lln.hf.attach import ModelAttention
-from lln.hf.find import list_attending, rescale_query
+from lln.hf.find import list_attending, list_parts, own_attention, rescale_query
 from lln.hf.layers import RUNS
 from lln.lab.core.provenance import provenance
 from lln.naive import naive_lln, naive_lln_diag
@@ -104,7 +108,13 @@ def watch_softmax(tiny: Tiny) -> dict[str, list[tuple[Tensor | None, bool]]]:
     """By module; empty where no attention of the model asks transformers for its function."""
     WATCHED.masks.clear()
     try:
-        model = tiny.build(SOFTMAX)
+        try:
+            model = tiny.build(SOFTMAX)
+        except KeyError:  # a part of it (SAM) looks the name up in a table of its own
+            model = tiny.build("eager")
+            for part in list_parts(model):
+                if any(True for _ in own_attention(part)):
+                    part.config._attn_implementation_internal = SOFTMAX
         WATCHED.names = {id(module): name for name, module in model.named_modules()}
         tiny.run(model)
     except Exception:  # a model that knows a few names only: refusing those of ours is all that it can do
@@ -342,20 +352,43 @@ def run_apart(name: str, seconds: int) -> dict[str, Any]:
         return result
 
 
+def hash_code() -> str:
+    """What tells other sources of what the sweep runs."""
+    digest = hashlib.sha256()
+    tools = [ROOT / "tools" / name for name in ("test_models.py", "tiny_models.py")]
+    for path in sorted((ROOT / "src").rglob("*.py")) + tools:
+        digest.update(f"{path.relative_to(ROOT).as_posix()} {hash_file(path)}".encode())
+    return digest.hexdigest()[:16]
+
+
+def go_on(held: Any, said: dict[str, Any], only: bool) -> dict[str, Any]:
+    """What is stored at first: what an earlier run found, where it stays true beside what runs now, else nothing."""
+    fresh = {"provenance": said, "code": hash_code(), "architectures": {}}
+    if held is None:
+        return fresh
+    same = held.get("code") == fresh["code"] and all(
+        held["provenance"].get(key) == said[key] for key in ("torch", "transformers")
+    )
+    return dict(held) if only or same else fresh
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", help="architectures with commas between, by transformers' model_type")
     parser.add_argument("--out", type=Path, default=STORED)
     parser.add_argument("--seconds", type=int, default=SECONDS, help="of each architecture")
     options = parser.parse_args()
-    rows = json.loads(options.out.read_text())["architectures"] if options.only and options.out.exists() else {}
     said = provenance(0, torch.device("cpu")) | {"transformers": transformers.__version__, "command": "test_models.py"}
-    for name in options.only.split(",") if options.only else list_architectures():
-        rows[name] = run_apart(name, options.seconds)
-        parts = [rows[name], *(rows[name].get(each, {}) for each in NAMES)]
+    only = options.only.split(",") if options.only else []
+    stored = go_on(read_json(options.out, dict), said, bool(only))
+    rows, started = stored["architectures"], stored["provenance"]["commit"]
+    for name in only or [name for name in list_architectures() if name not in rows]:
+        row = run_apart(name, options.seconds)
+        rows[name] = row | ({"commit": said["commit"]} if only and said["commit"] != started else {})
+        parts = [row, *(row.get(each, {}) for each in NAMES)]
         print(name, *(f"{p['outcome']} {p.get('reason', '')}".strip() for p in parts if "outcome" in p), sep="  ",
               flush=True)  # fmt: skip
-        write_json(options.out, {"provenance": said, "architectures": dict(sorted(rows.items()))})
+        write_json(options.out, stored | {"architectures": dict(sorted(rows.items()))})
     failed = [name for name, row in rows.items() if any(row.get(e, {}).get("outcome") == "failed" for e in NAMES)]
     print(f"{len(rows)} architectures; failed: {', '.join(failed) or 'none'}")
     sys.exit(bool(failed))

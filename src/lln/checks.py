@@ -369,20 +369,23 @@ def coefficient(
         raise ValueError(f"{name} must be on the device of query, {device}; got {value.device}.")
     batch, heads, dim = shape
     sizes = tuple(value.shape)
-    forms: dict[tuple[int, ...], tuple[int, ...]] = {}  # allowed shape -> the same as [batch, heads, dim]
-    if value.ndim <= 1:
-        forms = {(): (1, 1, 1), (heads,): (1, -1, 1)}
-    elif value.ndim == 2:
-        forms = {(batch, heads): (*sizes, 1), (heads, dim): (1, *sizes)}
-        if len(forms) == 1 and value.numel() > 1:
+    # Sizes are compared one by one: in torch.compile(dynamic=True) they are symbols, which `in` does not find.
+    if value.ndim == 0:
+        return value.reshape(1, 1, 1).to(dtype)
+    if value.ndim == 1 and sizes[0] == heads:
+        return value.reshape(1, -1, 1).to(dtype)
+    if value.ndim == 2:
+        of_samples = sizes[0] == batch and sizes[1] == heads
+        of_channels = sizes[0] == heads and sizes[1] == dim
+        if of_samples and of_channels and value.numel() > 1:
             raise ValueError(
                 f"{name} of shape {list(sizes)} may be [batch, heads] or [heads, dim] here; "
                 "say which with [batch, heads, 1] or [1, heads, dim]."
             )
-    elif value.ndim == 3 and all(n in (1, m) for n, m in zip(sizes, shape, strict=True)):
+        if of_samples or of_channels:
+            return value.unsqueeze(-1 if of_samples else 0).to(dtype)
+    if value.ndim == 3 and all(n == 1 or n == m for n, m in zip(sizes, shape, strict=True)):
         return value.to(dtype)
-    if sizes in forms:
-        return value.reshape(forms[sizes]).to(dtype)
     raise ValueError(
         f"{name} must be a number or a tensor of shape [heads], [batch, heads], [heads, dim] or "
         f"[batch, heads, dim], here with batch, heads, dim = {batch}, {heads}, {dim}; got {list(sizes)}."

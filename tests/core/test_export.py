@@ -87,6 +87,22 @@ def test_one_graph_serves_every_length(options: dict[str, Any]) -> None:
     assert len(made) == 1
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"matching": "entropy", "block_size": 8}, id="entropy"),
+        pytest.param({"matching": "variance"}, id="variance", marks=pytest.mark.long),
+        pytest.param({"statistics": "fixed", "learnable": "head", "mix": "ratio", "block_size": 8}, id="learned",
+                     marks=pytest.mark.long),
+        pytest.param({"read": "evidence", "mix": "evidence", "block_size": 8}, id="evidence", marks=pytest.mark.long),
+    ],
+)  # fmt: skip
+def test_one_graph_matches_moments_at_every_length_and_has_gradients(options: dict[str, Any]) -> None:
+    torch.compiler.reset()
+    module = Matched(LLNAttention(2, 8, **options))
+    check(torch.compile(module, dynamic=True, fullgraph=True, backend="eager"), module, others=(37, 64))
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_an_export_serves_every_length_and_has_gradients(name: str) -> None:
     module = Op(**CALLS[name])
@@ -109,6 +125,12 @@ def test_modules_are_exported(attention: torch.nn.Module) -> None:
         if name == "value_taps":
             torch.nn.init.normal_(parameter)
     check(export(module).module(), module)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_a_trace_of_one_length_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"torch\.jit\.trace would keep .* use torch\.compile or torch\.export"):
+        torch.jit.trace(Op(), make(9))
 
 
 def take_to_onnx(program: Any) -> Callable[..., torch.Tensor]:

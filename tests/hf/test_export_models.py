@@ -16,13 +16,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::U
 class Exported(torch.nn.Module):
     """A tiny model of a kind, with tensors for arguments and result."""
 
-    def __init__(self, kind: str, name: str) -> None:
+    def __init__(self, kind: str, name: str, **more: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
         config = tf.AutoConfig.for_model(kind, **shape, vocab_size=50, max_position_embeddings=256)
         options: dict[str, Any] = {"block_size": 8} if name == "lln_diag" else {}
-        options |= {"statistics": "fixed"} if kind == "llama" else {}
+        options |= {"statistics": "fixed"} | more if kind == "llama" else more
         self.model = lln.hf.convert(tf.AutoModel.from_config(config), name, **options).eval()
         self.more = {"use_cache": False} if kind == "llama" else {}
 
@@ -62,3 +62,20 @@ def test_a_model_is_exported_for_every_length(kind: str, name: str) -> None:
         for weight, parameter in module.named_parameters():
             if weight in exported:  # all but what has no say, as a pooler
                 assert torch.equal(exported[weight], parameter)
+
+
+@pytest.mark.parametrize("matching", ["paper", pytest.param("entropy", marks=pytest.mark.long)])
+def test_one_graph_of_an_encoder_serves_every_length_and_has_gradients(matching: str) -> None:
+    torch.compiler.reset()
+    module = Exported("bert", "lln_diag", matching=matching)
+    compiled = torch.compile(module, dynamic=True, fullgraph=True, backend="eager")
+    weights = [p for name, p in module.named_parameters() if "pooler" not in name]
+    for length in (37, 12):
+        found, wanted = (one(*make(length)) for one in (compiled, module))
+        assert relative_error(found, wanted) < 1e-5
+        # Together: that of a bias of keys is nothing but rounding.
+        got, right = (
+            torch.cat([t.flatten() for t in torch.autograd.grad(one.square().sum(), weights)])
+            for one in (found, wanted)
+        )
+        assert relative_error(got, right) < 1e-4

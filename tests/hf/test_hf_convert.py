@@ -19,6 +19,7 @@ from lln.hf.watch import WATCHERS
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"implementation": "sdpa"}, "model.set_attn_implementation('sdpa') runs it again"),
         ({"implementation": "flash"}, "implementation must be one of lln, lln_diag"),
         ({"implementation": "lln", "block_size": 8}, "block_size goes with implementation='lln_diag'"),
         ({"alpha": 1.0}, "alpha and beta go together"),

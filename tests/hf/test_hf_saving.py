@@ -3,6 +3,7 @@ nothing of the first."""
 
 import copy
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,17 @@ def test_an_implementation_that_is_asked_for_wins_over_the_saved_one(tmp_path: P
     assert tf.AutoModel.from_pretrained(tmp_path / "again").config._attn_implementation == "sdpa"
     diag = tf.AutoModel.from_pretrained(tmp_path, attn_implementation="lln_diag")
     assert diag.encoder.layer[0].attention.self.lln.block_size == 64
+
+
+def test_a_name_that_is_refused_is_not_said_to_run(tmp_path: Path) -> None:
+    model = lln.hf.convert(build_model("bert", "sdpa"), "lln_diag", block_size=8, mix="ratio")
+    model.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        with pytest.raises(ValueError, match="lln adds: 'lln', 'lln_diag'"):
+            tf.AutoModel.from_pretrained(tmp_path, attn_implementation="lln-diag")
+        with pytest.raises(ValueError, match=r"the learned mix='ratio' .* would be lost"):
+            tf.AutoModel.from_pretrained(tmp_path, attn_implementation="paged|lln")
 
 
 def test_values_stay_while_softmax_runs(tmp_path: Path) -> None:

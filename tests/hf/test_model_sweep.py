@@ -84,3 +84,13 @@ def test_what_is_wrong_is_found(sweep: Any) -> None:
     with spy.look():
         sdpa_attention_forward(module, x, x, x, None)
     assert spy.beside == {"Linear": 1}
+
+
+def test_a_stopped_sweep_goes_on(sweep: Any) -> None:
+    """What is stored stays where the sources and versions are the same, or where single architectures are tried."""
+    said = {"torch": "1", "transformers": "2", "commit": "b"}
+    held = {"provenance": said | {"commit": "a"}, "code": sweep.hash_code(), "architectures": {"bert": {}}}
+    assert sweep.go_on(held, said, False) == held
+    assert sweep.go_on(held, said | {"torch": "3"}, True) == held
+    for other in (None, held | {"code": "other"}, held | {"provenance": said | {"torch": "3"}}):
+        assert sweep.go_on(other, said, False) == held | {"provenance": said, "architectures": {}}

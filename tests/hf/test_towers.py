@@ -234,7 +234,7 @@ def test_the_text_of_clip_is_causal_and_its_image_is_not() -> None:
 @pytest.mark.parametrize("kind", TEXT_STAYS)
 def test_a_text_whose_pairs_are_masked_stays_as_it_is(kind: str) -> None:
     model, given = make(kind)
-    with pytest.warns(UserWarning, match=r"goes into SiglipVisionModel; Gemma.*keeps its softmax attention"):
+    with pytest.warns(UserWarning, match=r"goes into SiglipVisionModel; Gemma.*keeps its softmax.* one by one\.$"):
         lln.hf.convert(model, "lln")
     assert all("vision_tower" in name for name in find_running(model))
     with record(model) as rec:
@@ -341,3 +341,11 @@ def test_a_part_that_adds_a_bias_to_its_scores_stays_as_it_is() -> None:
     with pytest.warns(UserWarning, match=r"T5.* keeps its softmax attention.*adds a position_bias"):
         lln.hf.convert(model, "lln", statistics="fixed")
     assert {name.split(".")[0] for name in find_running(model)} == {"vision_model", "qformer"}
+
+
+def test_a_part_that_is_not_there_is_named() -> None:
+    model = build_model("bert", "sdpa")
+    with pytest.raises(ValueError, match=r"{'text_config': 'lln'}: BertModel has no such part; it has ''") as problem:
+        model.set_attn_implementation({"text_config": "lln"})
+    sentence(problem)
+    assert model.config._attn_implementation == "sdpa"

@@ -105,12 +105,14 @@ def test_tiles_are_neighbours_and_other_tokens_see_all(changes: dict[str, Any]) 
 
 def test_calls_that_are_no_image_are_refused() -> None:
     model = lln.timm.convert(build(), tile=3)
-    with pytest.raises(ValueError, match=r"65 tokens of VisionTransformer are not 1 and .* \(none so far\)") as problem:
+    with pytest.raises(
+        ValueError, match=r"65 tokens of VisionTransformer are not 1 special tokens and .* \(none so far\)"
+    ) as problem:
         model.blocks[0].attn(normal(0, 1, 65, 32))
     sentence(problem)
     assert model(pictures()).shape == (2, 3)
     dropping = lln.timm.convert(build(patch_drop_rate=0.5), tile=3).train()
-    with pytest.raises(ValueError, match="33 tokens of VisionTransformer are not 1 and") as problem:
+    with pytest.raises(ValueError, match="33 tokens of VisionTransformer are not 1 special tokens and") as problem:
         dropping(pictures())
     sentence(problem)
 
@@ -153,7 +155,7 @@ def test_models_of_other_attention_are_refused_and_left() -> None:
     x = torch.zeros(1, 3, 32, 32)
     for name, message in (
         ("swin_tiny_patch4_window7_224", "WindowAttention .* is none of"),
-        ("resnet18", "nothing to"),
+        ("resnet18", "nothing can be converted"),
     ):
         model = timm.create_model(name, **({"img_size": 32, "window_size": 2} if "swin" in name else {})).eval()
         before = model(x)

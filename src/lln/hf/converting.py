@@ -123,6 +123,11 @@ def convert(
         implementation = name_implementation(layers, implementation)
     if implementation is None:
         implementation = held.implementation if held and held.implementation in IMPLEMENTATIONS else "lln_diag"
+    if implementation in ("sdpa", "eager"):
+        raise ValueError(
+            f"implementation={implementation!r} is softmax attention; "
+            f"model.set_attn_implementation({implementation!r}) runs it again."
+        )
     check_listed("implementation", implementation, IMPLEMENTATIONS)
     asked = {
         "matching": matching, "statistics": statistics, "block_size": block_size, "mix": mix, "learnable": learnable,

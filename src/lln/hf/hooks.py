@@ -58,18 +58,16 @@ def choose(original: Any, model: PreTrainedModel, attn_implementation: str | Non
     held = read(model.config)
     if is_mark(attn_implementation):  # the config was read before lln.hf was imported
         attn_implementation = None
+    if attn_implementation is not None and attn_implementation.removeprefix("paged|") in IMPLEMENTATIONS:
+        attn_implementation = attn_implementation.removeprefix("paged|")  # as transformers does, with a warning
+    leaves = False
     if kwargs.get("is_init_check"):
         model.lln_by_name = held is None and attn_implementation in LLN
     if held is not None and held.implementation in IMPLEMENTATIONS:
         if attn_implementation is None:
             attn_implementation = held.implementation
-        elif attn_implementation not in IMPLEMENTATIONS and kwargs.get("is_init_check"):
-            warnings.warn(
-                f"config.lln names {held.implementation!r}, but attn_implementation={attn_implementation!r} was asked "
-                "for, and that is what runs.",
-                stacklevel=4,
-            )
-            write(model.config, dataclasses.replace(held, implementation=attn_implementation))
+        elif attn_implementation not in IMPLEMENTATIONS:
+            leaves = bool(kwargs.get("is_init_check"))
         elif attn_implementation == "lln" and held.implementation == "lln_diag" and isinstance(held.mix, str):
             raise ValueError(
                 f"attn_implementation='lln': the learned mix={held.mix!r} that config.lln names would be lost; load "
@@ -78,11 +76,19 @@ def choose(original: Any, model: PreTrainedModel, attn_implementation: str | Non
     if attn_implementation in IMPLEMENTATIONS and kwargs.get("is_init_check"):
         check_class(model, attn_implementation)
     try:
-        return original(model, attn_implementation, *args, **kwargs)
+        found = original(model, attn_implementation, *args, **kwargs)
     except ValueError as problem:
         if f'attn_implementation="{attn_implementation}"` is not supported' not in str(problem):
             raise
         raise ValueError(f"{problem} lln adds: {', '.join(map(repr, IMPLEMENTATIONS))}.") from problem
+    if leaves and held is not None:
+        warnings.warn(
+            f"config.lln names {held.implementation!r}, but attn_implementation={attn_implementation!r} was asked for, "
+            "and that is what runs.",
+            stacklevel=4,
+        )
+        write(model.config, dataclasses.replace(held, implementation=attn_implementation or found))
+    return found
 
 
 def attach_after_init(original: Any, model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -105,6 +111,8 @@ def check_inside(model: PreTrainedModel) -> None:
 
 def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
     """A model that cannot switch to ours is left as it was: transformers itself would warn and go on with softmax."""
+    if isinstance(attn_implementation, dict):
+        check_places(model, attn_implementation)
     named = attn_implementation.values() if isinstance(attn_implementation, dict) else [attn_implementation]
     by_name = any(name in LLN for name in named) and all(read(part.config) is None for part in list_parts(model))
     if attn_implementation in IMPLEMENTATIONS:
@@ -123,6 +131,17 @@ def switch(original: Any, model: PreTrainedModel, attn_implementation: Any, *arg
     if by_name and claims.is_loaded(model):
         warn_of_harm()
     return result
+
+
+def check_places(model: PreTrainedModel, chosen: dict[str, Any]) -> None:
+    """ValueError where one of ours is chosen for a part that the model does not have: transformers says nothing."""
+    known = ["", *model.config.sub_configs]
+    for place, name in chosen.items():
+        if name in IMPLEMENTATIONS and place not in known:
+            raise ValueError(
+                f"attn_implementation={{{place!r}: {name!r}}}: {type(model).__name__} has no such part; it has "
+                f"{', '.join(map(repr, known))} (the model itself is '')."
+            )
 
 
 @functools.cache  # once a process

@@ -108,9 +108,18 @@ def list_able(model: PreTrainedModel, implementation: str) -> list[PreTrainedMod
     if unable:
         left = [part for part in parts if id(part) in unable and any(True for _ in own_attention(part))]
         names, those = (", ".join(sorted({type(part).__name__ for part in some})) for some in (able, left))
-        reasons = " ".join(dict.fromkeys(unable[id(part)] for part in left or parts if id(part) in unable))
+        reasons = " ".join(dict.fromkeys(drop_remedy(unable[id(part)]) for part in left or parts if id(part) in unable))
         warnings.warn(
             f"LLN attention goes into {names}; {those or 'the rest'} keeps its softmax attention. {reasons}",
             stacklevel=3,
         )
     return able
+
+
+def drop_remedy(refusal: str) -> str:
+    """What a refusal says of a part, less the argument that it names and what to do, where just that has been done.
+
+    >>> drop_remedy("attn_implementation='lln': SamModel has none; use it as it is.")
+    'SamModel has none.'
+    """
+    return refusal.partition(": ")[2].partition("; ")[0].removesuffix(".") + "."

@@ -121,6 +121,11 @@ def spans(t: Tensor, dim: int = -2, at_least: int = 64) -> Iterator[slice]:
         if length:
             yield slice(0, length)
         return
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise TypeError(
+            "torch.jit.trace would keep what holds for this length alone; use torch.compile or torch.export, and "
+            "torch.onnx.export(..., dynamo=True) for ONNX."
+        )
     elements = SPAN_ELEMENTS.get(t.device.type, SPAN_ELEMENTS_ELSEWHERE)
     step = max(elements * length // max(t.numel(), 1), at_least)
     step = max(-(-length // max(round(length / step), 1)), at_least)  # of equal size, without a small rest

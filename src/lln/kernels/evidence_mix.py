@@ -28,7 +28,11 @@ from lln.kernels.carry import Layout
 from lln.kernels.common import compute_dtype, drop, is_autocast_enabled, make_finite, spans, split_heads
 from lln.kernels.evidence import Held, call_again, channel_exponents, fold_nothing, fold_rows, make_empty, merge, read
 
-MUCH = 1e4  # the advantage of a part over one that has no key
+
+def much() -> float:
+    """The advantage of a part over one that has no key. Not a number with a name, of which torch.compile(dynamic=True)
+    makes a symbol that it cannot hand on to a part of the graph."""
+    return 1e4
 
 
 def count_groups(layout: Layout, length: int, continued: bool) -> int:
@@ -97,7 +101,9 @@ def attend_apart(call: Call) -> tuple[tuple[Tensor, Tensor, Tensor], Held]:
             # Rows before the first valid token have no window: all keys lie outside.
             every = functools.reduce(merge, (take_piece(pieces, at) for at in range(pieces.log_sum.shape[3])), state)
             far = read(q, every, call.scale, call.dropout)
-            parts = torch.where(windowless, torch.cat([far, 0.0 * far, torch.full_like(far[..., :1], MUCH)], -1), parts)
+            parts = torch.where(
+                windowless, torch.cat([far, 0.0 * far, torch.full_like(far[..., :1], much())], -1), parts
+            )
     far, near, advantage = parts.split([v.shape[-1], v.shape[-1], 1], -1)
     return (far, near, advantage), pick_prefix(prefixes, count_closed(call, layout, first))
 
@@ -223,5 +229,5 @@ def attend_group(
     dropout = None if call.dropout is None else call.dropout.make_stream(-1)  # independent of that of the channels
     near = drop(weights / held, dropout, first)[0] @ v
     advantage = evidence - (top.masked_fill(~some, 0.0) + held.log())
-    advantage = torch.where(alive, torch.where(some, advantage, MUCH), -MUCH)
+    advantage = torch.where(alive, torch.where(some, advantage, much()), -much())
     return torch.cat([far, near, advantage], -1)

@@ -31,7 +31,6 @@ from lln.kernels.common import (
     zeros_like,
 )
 
-LOG2_E = 1.4426950408889634
 TOGETHER = 32  # spans that are summed up before they are merged, which rounds less than a longer sum
 
 
@@ -53,7 +52,8 @@ def make_empty(key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
 
 def exp_(x: Tensor) -> Tensor:
     """e^x in its place: exp2 takes a third of the time of exp on a CPU."""
-    return x.mul_(LOG2_E).exp2_()
+    # Written out: torch.compile(dynamic=True) makes a symbol of a number that has a name, and cannot hand it on here.
+    return x.mul_(1.4426950408889634).exp2_()  # log2(e)
 
 
 def is_ordinary(total: Tensor, most: float) -> Tensor:

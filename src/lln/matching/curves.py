@@ -11,6 +11,8 @@ and across d, linear across log N.
 
 from __future__ import annotations
 
+from operator import index  # of a size that torch.compile(dynamic=True) holds as a symbol the number that curves need
+
 import torch
 from torch import Tensor
 
@@ -67,20 +69,29 @@ def find_curves(matching: str, head_dim: int, device: torch.device) -> Tensor:
     log t -> log s2, likewise, and a fourth row of log N: [lengths, 4, n]. All are over the same t."""
 
     def make() -> Tensor:
-        return torch.from_numpy(points.find_points(matching, head_dim)).to(wide_dtype(device))
+        points_of = torch.from_numpy(points.find_points(matching, head_dim)).to(wide_dtype(device))
+        # What torch._dynamo.mark_static does, without importing the compiler: no symbols even with dynamic=True.
+        points_of._dynamo_static_indices = set(range(points_of.ndim))  # type: ignore[attr-defined]
+        return points_of
 
     return make_once(MADE, (matching, head_dim, str(device)), make, device)
 
 
+def take(curves: Tensor, t: Tensor) -> Tensor:
+    """The curves as a part of the graph that torch.compile makes: with dynamic=True it computes parts of a constant
+    while it traces, makes symbols of their sizes, and cannot say where these come from."""
+    return curves + t.new_zeros((), dtype=curves.dtype) if torch.compiler.is_compiling() else curves
+
+
 def s2_for_variance(t: Tensor, head_dim: int) -> Tensor:
     """s2 at which the variance of log P_LLN within a row is t."""
-    return interpolate(t.log(), *find_curves("variance", head_dim, t.device).unbind()).exp()
+    return interpolate(t.log(), *take(find_curves("variance", index(head_dim), t.device), t).unbind()).exp()
 
 
 def s2_for_entropy(t: Tensor, head_dim: int, length: Tensor) -> Tensor:
     """s2 at which LLN over `length` keys has the entropy of softmax with score variance t. Beyond the measured lengths
     the nearest one serves."""
-    curves = find_curves("entropy", head_dim, t.device)
+    curves = take(find_curves("entropy", index(head_dim), t.device), t)
     known = curves[:, 3, 0].contiguous()
     values = interpolate(t.log(), curves[0, 0], curves[:, 1], curves[:, 2])  # [lengths, *t.shape]
     at = length.to(values.dtype).log().expand(t.shape)

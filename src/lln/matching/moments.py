@@ -75,7 +75,8 @@ def match_moments(
     if not isinstance(length, Tensor) and length < 1:
         raise ValueError(f"length must be at least 1; got {length}.")
     for name, number in (("scale", scale), ("sigma_q", sigma_q), ("sigma_k", sigma_k)):
-        if number is not None and not isinstance(number, Tensor) and not (number > 0 and math.isfinite(number)):
+        # Not math.isfinite: in torch.compile(dynamic=True) the number may be a symbol.
+        if number is not None and not isinstance(number, Tensor) and not 0 < number < math.inf:
             raise ValueError(f"{name} must be positive and finite; got {number}.")
     devices = [sigma.device for sigma in (sigma_q, sigma_k) if isinstance(sigma, Tensor)]
     device = devices[-1] if devices else torch.device("cpu")
