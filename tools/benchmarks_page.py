@@ -22,7 +22,7 @@ HEAD = """# Benchmarks
 This page has every time that was measured, including the lengths at which softmax attention is faster. In short:
 one call of LLN+Diag, forward and backward, is faster on an H200 than torch's fastest attention at every length from
 512 tokens on. [Whole models](#whole-models-on-an-h200) are faster from about 2,048 tokens on in batches of 16,000
-tokens, and somewhere above 4,096 tokens for one sequence at a time.
+tokens. For one sequence at a time they are in inference at 4,096 tokens, and in training somewhere above.
 
 Before an attention is timed, it is checked against float64. What is compared takes turns within one run. Times are
 medians, with quartiles in brackets.

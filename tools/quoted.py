@@ -146,6 +146,18 @@ def read_attention(part: str, kind: str) -> dict[str, float]:
     return {row["attention"]: row["device_ms"][kind]["median"] for row in rows}
 
 
+def read_converted(kind: str) -> tuple[dict[int, tuple[float, float]], int]:
+    """Of a whole MiniLM as it was and converted so, by length: milliseconds of a batch; and the first length at which
+    it is faster converted."""
+    rows = json.loads((BENCHMARKS / "conversion_quality" / "speed.json").read_text())["rows"]
+    found = {
+        int(name.split("/")[1]): tuple(row["model"][way]["median"] for way in ("softmax", kind))
+        for name, row in rows.items()
+        if name.startswith("speed/")
+    }
+    return found, min(length for length, (softmax, ours) in found.items() if ours < softmax)
+
+
 def compare_mix(part: str) -> tuple[list[float], list[float], int]:
     """What `mix="evidence"` takes, forward and in training: how many times as long as softmax attention it
     takes, how many times as fast as plain PyTorch it is, and the length from which on it is faster than softmax."""
@@ -158,28 +170,31 @@ def compare_mix(part: str) -> tuple[list[float], list[float], int]:
 
 def converted() -> str:
     """What a converted model takes on a GPU, and what a cheaper mix would."""
-    (slower, _, even), (slower_causal, faster_causal, even_causal) = map(
+    (slower, _, _), (slower_causal, faster_causal, even_causal) = map(
         compare_mix, ("evidence-mix", "evidence-mix-causal")
     )
-    directed = read_attention("evidence", "forward")
     agreement, blocks = read_agreement()
+    (times, first), (_, first_mix) = read_converted("distilled"), read_converted("weighed_distilled")
+    slow, fast = (
+        f"{max(times[length]) / min(times[length]):.1f} times as {'fast' if length >= first else 'slow'} at {length:,}"
+        for length in (512, 16384)
+    )
     return (
         '**Encoders** mix the linear part and the blocks by two learned factors a channel (`mix="scales"`). On an '
-        "H200, with 16 texts of 4,096 tokens, the linear part with all its channels takes "
-        f"{directed['evidence-directions']:.2f} ms in inference, and softmax attention {directed['cudnn']:.2f} ms. A "
-        f"MiniLM that was converted in this way keeps a rank correlation of {agreement:.2f} (with its softmax blocks "
+        f"H200, in batches of 65,536 tokens, a whole MiniLM that was converted in this way is faster than before from "
+        f"{first:,} tokens on: {slow}, {fast}. It keeps a rank correlation of {agreement:.2f} (with its softmax blocks "
         f"alone: {blocks:.2f}).\n\n"
         "**Causal language models** need more to keep what they know: each query weighs its block against everything "
         'outside it (`mix="evidence"`). Their attention takes '
         f"{slower_causal[0]:.1f} times as long as softmax attention in inference, and {slower_causal[1]:.1f} times as "
         f"long in training. The kernels are {faster_causal[0]:.0f} and {faster_causal[1]:.0f} times as fast as plain "
         "PyTorch. Encoders can have the same with `--mix evidence`, which keeps a little more of a model. There it "
-        f"takes {slower[0]:.1f} and {slower[1]:.1f} times as long as softmax attention "
-        "([Benchmarks](benchmarks.md#what-each-query-weighs)).\n\n"
+        f"takes {slower[0]:.1f} and {slower[1]:.1f} times as long as softmax attention at 4,096 tokens "
+        f"([Benchmarks](benchmarks.md#what-each-query-weighs)), and the whole MiniLM is faster from {first_mix:,} "
+        "tokens on.\n\n"
         "The time of LLN attention grows with the length, and that of softmax attention with its square. A causal "
-        f"language model should therefore be faster from about {even_causal:,} tokens on, and an encoder with "
-        f"`--mix evidence` from about {even:,}. These two numbers are calculated from the times at 4,096 tokens, and "
-        "not measured.\n"
+        f"language model should therefore be faster from about {even_causal:,} tokens on. This is calculated from the "
+        "times at 4,096 tokens, and not measured.\n"
     )
 
 
@@ -190,7 +205,8 @@ def pitch() -> str:
     assert faster[32, 512] == "1.0"
     softmax, ours = read_times("compiled", 16, 32768)
     agreement, blocks = read_agreement()
-    directed = read_attention("evidence", "forward")
+    converted, first = read_converted("distilled")
+    before, after = converted[8192]
     return (
         f"On an NVIDIA H200, a RoBERTa-base with it reads a text of 16,384 tokens **{faster[1, 16384]} times** as fast "
         f"as with torch's softmax attention, and eight texts of 2,048 tokens {faster[8, 2048]} times as fast; with 32 "
@@ -198,8 +214,8 @@ def pitch() -> str:
         f"{softmax / ours:.1f} times as fast. These are new models, with the paper's formula. A model that was trained "
         "with softmax needs another formula to keep what it knows. A MiniLM converted with `lln convert` ranks pairs "
         f"of passages almost as before (rank correlation **{agreement:.2f}**; with softmax inside blocks and nothing "
-        f"else: {blocks:.2f}). For 16 texts of 4,096 tokens the linear part of such attention takes "
-        f"{directed['evidence-directions']:.2f} ms there, and softmax attention {directed['cudnn']:.2f}.\n"
+        f"else: {blocks:.2f}). It is faster than before from {first:,} tokens on: eight texts of 8,192 tokens take it "
+        f"{after:.1f} ms, and with softmax {before:.1f}.\n"
     )
 
 
