@@ -48,6 +48,8 @@ def test_device_means_the_same_everywhere(name: str) -> None:
         assert name in ("info", "plan")  # the one looks at every device, the other at none
         return
     assert options["--device"].show_default == "the GPU where there is one"
+    if name == "convert":  # which refuses other things first
+        return
     callback = options["--device"].callback
     assert callback is not None
 

@@ -231,10 +231,10 @@ CountOrNone = Annotated[int | None, typer.Option(min=1, max=MOST)]
 Steps = Annotated[int, typer.Option(min=0, max=STEPS)]
 Seed = Annotated[int, typer.Option(min=0, max=LAST_SEED)]
 SeedOrNone = Annotated[int | None, typer.Option(min=0, max=LAST_SEED)]
-Device = Annotated[  # one rule for all commands
-    str,
-    typer.Option(help="cpu, cuda, cuda:1, ...", show_default="the GPU where there is one", callback=choose_device),
-]
+DEVICE: dict[str, Any] = {"help": "cpu, cuda, cuda:1, ...", "show_default": "the GPU where there is one"}
+Device = Annotated[str, typer.Option(**DEVICE, callback=choose_device)]  # one rule for all commands
+# Of a command that has other things to refuse, and then calls `choose_device`: to choose takes seconds, for torch.
+DeviceChosenLater = Annotated[str, typer.Option(**DEVICE)]
 DataRoot = Annotated[Path | None, typer.Option(help="Folder with data in the Hub's layout.", envvar="LLN_DATA_ROOT")]
 ModelName = Annotated[
     str, typer.Argument(help="A folder that a model was saved to, or a Hub id.", show_default=False, metavar="MODEL")
