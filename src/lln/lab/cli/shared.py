@@ -207,18 +207,15 @@ def parse_lengths(text: str, option: str = "--lengths", most: int = LONGEST) -> 
     return parse_numbers(text, option, int, "whole numbers with commas between, like 512,2048", most)
 
 
-def parse_device(text: str | None) -> str | None:
-    import torch
+def parse_device(text: str) -> str:
+    from lln.lab.core.devices import find_device_problem
 
-    try:
-        torch.zeros(1, device=text)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = first_line(error)
-        raise typer.BadParameter(f"torch cannot use {text!r} here: {reason}") from None
+    if problem := find_device_problem(text):
+        raise typer.BadParameter(problem, param_hint="--device")
     return text
 
 
-def choose_device(text: str) -> str | None:
+def choose_device(text: str) -> str:
     """The one that was asked for, or the GPU where there is one."""
     import torch
 
