@@ -232,7 +232,8 @@ DEVICE: dict[str, Any] = {"help": "cpu, cuda, cuda:1, ...", "show_default": "the
 Device = Annotated[str, typer.Option(**DEVICE, callback=choose_device)]  # one rule for all commands
 # Of a command that has other things to refuse, and then calls `choose_device`: to choose takes seconds, for torch.
 DeviceChosenLater = Annotated[str, typer.Option(**DEVICE)]
-DataRoot = Annotated[Path | None, typer.Option(help="Folder with data in the Hub's layout.", envvar="LLN_DATA_ROOT")]
+HUB_FOLDER = "Folder with data sets, laid out as on the Hugging Face Hub."
+DataRoot = Annotated[Path | None, typer.Option(help=HUB_FOLDER, envvar="LLN_DATA_ROOT")]
 ModelName = Annotated[
     str, typer.Argument(help="A folder that a model was saved to, or a Hub id.", show_default=False, metavar="MODEL")
 ]
