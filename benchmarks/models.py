@@ -48,7 +48,10 @@ Store = Callable[[str, Any], None]
 
 KINDS = {"inference": "forward", "training": "training step", "token": "token"}
 MODES = {"eager": "", "graph": ", CUDA graph", "compiled-graph": ", compiled, CUDA graph"}
-PARTS = {"encoder": "RoBERTa", "training": "RoBERTa", "decoding": "Llama", "static": "Llama", "compiled": "Llama"}
+PARTS = {
+    **dict.fromkeys(("encoder", "training"), "RoBERTa"),
+    **dict.fromkeys(("decoding", "far", "static", "compiled"), "Llama"),
+}
 HOST = {"lln_attention": "`lln_attention`", "lln_attention, blocks": "`lln_attention`, blocks of 64"}
 LAYERS = {f"transformers {name}": f"attention of a transformers layer, `{name}`" for name in ("lln", "lln_diag")}
 
@@ -148,19 +151,18 @@ def measure_shapes(store: Store, shapes: int = 1000) -> None:
 
 
 def table(result: dict[str, Any]) -> str:
-    """What is stored, as Markdown."""
-    rows = []
+    """What is stored, as Markdown: a table for each kind of pass, so that none is wider than a page."""
+    kinds: dict[str, list[list[str]]] = {}
     for part, model in PARTS.items():
         for r in result.get(part, {"rows": []})["rows"]:
-            what = f"{model}, {KINDS[r['kind']]}{MODES[r['mode']]}"
             ms = {name: f"{t['median']:.3g} ({t['low']:.3g} to {t['high']:.3g})" for name, t in r["times"].items()}
-            ratios = [f"{r['ratios'][name]:.2f}" if name in r["ratios"] else "" for name in NAMES[1:]]
-            rows.append([what, f"{r['batch']} x {r['length']:,}", *(ms.get(name, "") for name in NAMES), *ratios])
-    for r in result.get("far", {"rows": []})["rows"]:
-        ms = {name: f"{t['median']:.3g} ({t['low']:.3g} to {t['high']:.3g})" for name, t in r["times"].items()}
-        rows.append(["Llama, token", f"{r['batch']} x {r['length']:,}", *(ms.get(name, "") for name in NAMES), "", ""])
-    header = ["model", "batch x tokens", "torch's attention", "LLN", "LLN+Diag", "LLN / torch's", "LLN+Diag / torch's"]
-    lines = markdown_table(header, rows, "lrrrrrr")
+            ratios = [f"{r['ratios'][name]:.2f}" if name in r.get("ratios", {}) else "" for name in NAMES[1:]]
+            row = [f"{r['batch']} x {r['length']:,}", *(ms.get(name, "") for name in NAMES), *ratios]
+            kinds.setdefault(f"{model}, {KINDS[r['kind']]}{MODES[r['mode']]}", []).append(row)
+    header = ["batch x tokens", "torch's", "LLN", "LLN+Diag", "LLN / torch's", "LLN+Diag / torch's"]
+    lines = [
+        line for what, rows in kinds.items() for line in (f"### {what}", "", *markdown_table(header, rows, "lr"), "")
+    ]
     host = result["host"]["rows"]
     shown = []
     for kind, names, base in (("training", HOST, "sdpa"), ("forward", LAYERS, "transformers sdpa")):
@@ -174,15 +176,15 @@ def table(result: dict[str, Any]) -> str:
     for name, part in result.items():
         made.setdefault(describe_made(part), []).append(name)
     parts = "; ".join(f"{', '.join(names)}: {how}" for how, names in made.items())
-    header = ["host time, 1 x 12 x 512 x 64", "what", "ours, us", "torch's, us", "ratio"]
+    header = ["1 x 12 x 512 x 64", "what", "ours, us", "torch's, us", "ratio"]
     return "\n".join([
-        *lines, "",
         "Milliseconds, medians with quartiles, wall clock around a call and a wait for the device. RoBERTa-base (an "
         "encoder's forward pass ends with its hidden states; a step of AdamW with its head) and a Llama of 16 layers "
         "(2,048 wide, 32 heads, 8 key heads), random weights, bfloat16, statistics by default; the tokens of a decoder "
         "are those before the one that is timed. Decoding's baseline is the fastest of torch's back ends without "
         "cuDNN, which plans anew for each length; in graphs it is called without the mask that transformers would hand "
         "it. Where torch's attention alone would need a context of its own size it was left out.", "",
+        *lines, "### Time of the host", "",
         *markdown_table(header, shown, "llrrr"), "",
         f"{shapes['shapes']:,} lengths in a row: {'no' if len(marks) == 1 else 'some'} further compilation and no "
         f"further memory after the first half; a call takes {shapes['after']['median']:.3f} ms afterwards and "

@@ -80,7 +80,7 @@ def cpu() -> list[str]:
 
 
 def list_cells(r: dict[str, Any]) -> list[str]:
-    who = [f"{r['length']:,}", str(r["batch"]), r["attention"]]
+    who = [f"{r['batch']} x {r['length']:,}", r["attention"]]
     if r["error"]:
         return [*who, r["error"], "", "", "", ""]
     ms = r["device_ms"]
@@ -151,9 +151,9 @@ def gpu() -> list[str]:
         for causal in kinds:
             if len(kinds) > 1:
                 lines += ["Causal:" if causal else "Bidirectional:", ""]
-            header = ["tokens", "batch", "attention", "forward", "training", "faster", "floor", "MiB"]
+            header = ["batch x tokens", "attention", "forward", "training", "faster", "floor", "MiB"]
             rows = [list_cells(r) for r in result["rows"] if r["causal"] == causal]
-            lines += [*markdown_table(header, rows, "rrlr"), ""]
+            lines += [*markdown_table(header, rows, "rlr"), ""]
         for path in sorted(folder.glob("percent-of-floor.svg")):
             lines += [f"![Share of the floor in %]({link(path)})", ""]
         if not result["finished"]:

@@ -204,6 +204,18 @@ def test_pages_fit_a_phone_and_complain_of_nothing(site: Path) -> None:
             assert told == [], path.name
 
 
+def test_tables_fit_a_desktop(site: Path) -> None:
+    if BROWSER is None:
+        pytest.skip("no Chromium here")
+    room = "table.closest('article').clientWidth + 32"  # with the margins, which a table may use
+    wide = f"[...document.querySelectorAll('article table')].some(table => table.scrollWidth > {room})"
+    with launch() as browser:
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        for name in ("benchmarks", "found", "training", "mechanisms", "paper-table1", "paper-table5"):  # the widest
+            page.goto((site / f"{name}.html").as_uri(), wait_until="domcontentloaded")
+            assert not page.evaluate(wide), name
+
+
 def test_dark_pages_can_be_read(site: Path) -> None:
     """Those with tables, code of every kind, links in code, and notes."""
     if BROWSER is None:

@@ -56,6 +56,15 @@ def test_dir_shows_what_lln_offers_and_nothing_that_it_is_made_of() -> None:
     assert "_moved" not in rooms
 
 
+def test_a_conversion_without_anything_to_learn_from_is_refused_before_anything_heavy_is_loaded() -> None:
+    code = (
+        "import sys, lln.lab.cli.app as app; sys.argv[1:] = ['convert', 'model', 'out']\n"
+        "try: app.main()\n"
+        "except SystemExit as end: print(end.code, *sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert run_python(code).split() == ["2"]
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in (SOURCE / "lab" / "cli").glob("[a-z]*.py")))
 def test_a_file_of_the_command_line_waits_for_nothing_but_typer(name: str) -> None:
     new = list_new_modules(f"import lln.lab.cli.{name}", "typer")

@@ -298,7 +298,7 @@ def test_a_run_that_is_killed_keeps_its_shapes(tmp_path: Path, monkeypatch: pyte
         (["--dropout", "0.1", "--only", "usual"], "--dropout", "usual has none"),
         (["--dropout", "1.5"], "--dropout", "0.9"),
         (["--device", "nowhere"], "--device", "torch cannot use 'nowhere' here"),
-        (["--device", "meta"], "--device", "times are taken on cpu and cuda"),
+        (["--device", "meta"], "--device", "on it tensors have shapes and no numbers"),
         (["--out", __file__], "--out", "is a file; name a folder"),
         (["--render", "no-such.json"], "--render", "cannot read no-such.json"),
         (["--render", __file__], "--render", "it is not JSON"),

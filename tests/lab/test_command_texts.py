@@ -11,6 +11,7 @@ from helpers.command import run_command
 from lln.lab.cli import reproduce, shared
 from lln.lab.cli.app import app
 from lln.lab.core import progress
+from lln.lab.core.devices import find_device_problem
 from lln.lab.core.errors import Refused
 from lln.lab.core.pretrained import load_tokenizer
 
@@ -48,6 +49,8 @@ def test_device_means_the_same_everywhere(name: str) -> None:
         assert name in ("info", "plan")  # the one looks at every device, the other at none
         return
     assert options["--device"].show_default == "the GPU where there is one"
+    if name == "convert":  # which refuses other things first
+        return
     callback = options["--device"].callback
     assert callback is not None
 
@@ -63,6 +66,38 @@ def test_without_a_choice_the_gpu_is_taken_where_there_is_one(monkeypatch: pytes
     monkeypatch.setattr("lln.lab.cli.shared.parse_device", lambda text: asked.append(text) or text)
     assert choose_device("") == "cuda"
     assert asked == ["cuda"]
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("cuda", "this build of torch knows the CPU alone; install a CUDA build of torch, or use --device cpu."),
+        ("abacus", "there is no such kind of device; use cpu, cuda, or cuda:1 for the second GPU."),
+        ("meta", "tensors have shapes and no numbers; use a device that computes, or use --device cpu."),
+        (
+            "xla",
+            "there is no xla device that this build of torch can use; install a build for it, or use --device cpu.",
+        ),
+    ],
+)
+def test_a_device_that_torch_cannot_use_is_refused_with_the_remedy(
+    device: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    problem = find_device_problem(device)
+    assert problem is not None
+    assert problem.startswith(f"torch cannot use {device!r} here: ")
+    assert problem.endswith(said)
+
+
+def test_a_gpu_that_is_not_found_beside_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "see whether nvidia-smi lists one" in str(find_device_problem("cuda:1"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert "the last GPU is cuda:1, or use device=0." in str(find_device_problem("cuda:2", "device=0"))
 
 
 def test_the_list_of_figures_has_the_times_that_were_measured() -> None:
@@ -108,7 +143,7 @@ def test_a_command_that_is_interrupted_says_that_it_stopped(capsys: pytest.Captu
 
 
 def test_of_several_gpus_train_tells_how_one_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.zeros", lambda *size, device: None)  # every device is there
+    monkeypatch.setattr("lln.lab.core.devices.explain", lambda name: None)  # every device is there
     found = run_command("train", "mlm", "--device", "cuda:1")
     assert found.exit_code == 2
     assert "CUDA_VISIBLE_DEVICES" in found.output

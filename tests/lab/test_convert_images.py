@@ -202,7 +202,7 @@ def test_a_picture_that_is_there_twice_counts_once(place: Path, tmp_path: Path) 
     [
         (
             ["{vit}", "{out}"],
-            ["give --calibration FILE for a model of text or --images FOLDER for a model of pictures"],
+            ["give --calibration FILE for a model of text, or --images FOLDER for a model of pictures"],
         ),
         (["{vit}", "{out}", "--images", "{pictures}", "--calibration", "{text}"], ["and not both"]),
         (

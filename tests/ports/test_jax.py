@@ -350,19 +350,30 @@ def test_it_takes_the_place_of_flaxs_attention() -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"alpha": None}, "alpha is missing"),
-    ({"alpha": -1.0}, "alpha must be positive and finite; got -1.0"),
+    ({"alpha": -1.0}, r"alpha must be a number that is positive and finite; got -1\.0\. lln\.jax\.match_moments"),
     ({"alpha": np.ones(3, "float32")}, r"alpha must be a number or an array of shape \[heads\]"),
-    ({"directions": "signed"}, "directions go with read='evidence'"),
-    ({"read": "evidence"}, "alpha must be left out with read='evidence'"),
+    ({"directions": "signed"}, "directions are .* need read='evidence'.*Set read='evidence', or leave directions out"),
+    ({"read": "evidence"}, "alpha must be left out with read='evidence'.* use read='paper'"),
     ({"block_size": 0}, "block_size must be a positive int"),
-    ({"mix": 0.3}, "mix weighs LLN against the blocks and needs block_size"),
-    ({"mix": "evidence", "block_size": 4}, "is supported only in PyTorch"),
+    ({"block_size": 4, "mix": (1, 2, 3)}, r"a pair \(r, p\), which gives r \* lln \+ p \* diag; got 3 values"),
+    (
+        {"state": 3},
+        r"state must be an lln\.jax\.LLNState, as return_state=True or LLNState\.empty gives one; got 3 \(int",
+    ),
+    ({"mix": 0.3}, "mix weighs LLN against the blocks and needs block_size.*Set block_size"),
+    ({"mix": "evidence", "block_size": 4}, "is supported only in PyTorch, by lln.lln_attention"),
     ({"block_size": 4, "return_state": True}, "block_size with state or return_state is causal only"),
     ({"key_mask": np.ones((2, 9), bool)}, r"key_mask must have shape \[batch, length\] = \[2, 8\]"),
-    ({"key_mask": np.ones((2, 8))}, "key_mask must be bool"),
-    ({"segment_ids": np.ones((2, 8), int), "return_state": True}, "segment_ids: a state is of one sequence"),
+    ({"key_mask": np.ones((2, 8))}, r"key_mask must be bool.*Use key_mask\.astype"),
+    (
+        {"segment_ids": np.ones((2, 8), int), "return_state": True},
+        "segment_ids: a state is of one sequence, .*leave out state and return_state",
+    ),
     ({"value_convolution": np.ones((2, 6, 4))}, "value_convolution must be an array"),
-    ({"value_convolution": np.ones((2, 6, 3)), "return_state": True}, "value_convolution: without is_causal=True"),
+    (
+        {"value_convolution": np.ones((2, 6, 3)), "return_state": True},
+        "value_convolution looks at later tokens too without is_causal=True",
+    ),
 ]
 
 

@@ -27,13 +27,21 @@ def describe(value: Any) -> str:
 def check_arrays(query: Any, key: Any, value: Any) -> None:
     for name, t in (("query", query), ("key", key), ("value", value)):
         if not hasattr(t, "shape") or not hasattr(t, "dtype"):
-            raise TypeError(f"{name} must be an array; got {describe(t)}.")
+            raise TypeError(
+                f"{name} must be an array of JAX or NumPy; got {describe(t)}. Use jax.numpy.asarray({name})."
+            )
         if t.ndim != 4:
-            raise ValueError(f"{name} must have 4 dimensions, [batch, heads, length, dim]; got shape {list(t.shape)}.")
+            raise ValueError(
+                f"{name} must have 4 dimensions, [batch, heads, length, dim]; got shape {list(t.shape)}. A dimension "
+                "that is missing is added with jax.numpy.expand_dims."
+            )
         if str(t.dtype) not in DTYPES:
-            raise TypeError(f"{name} must be float32, float64, bfloat16 or float16; got {describe(t)}.")
+            raise TypeError(f"{name} must be {', '.join(DTYPES)}; got {describe(t)}. Use {name}.astype('float32').")
         if t.dtype != query.dtype:
-            raise TypeError(f"query, key and value must have one dtype; query is {query.dtype}, {name} is {t.dtype}.")
+            raise TypeError(
+                f"query, key and value must have one dtype; query is {query.dtype} and {name} is {t.dtype}. Use "
+                f"{name}.astype(query.dtype)."
+            )
     came = f"query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)}"
     if query.shape[0] != key.shape[0] or query.shape[3] != key.shape[3]:
         raise ValueError(f"query and key must agree in batch and dim; got {came}.")
@@ -50,18 +58,22 @@ def check_mask(name: str, mask: Any, t: Array, kind: str = "bool") -> None:
     if mask is None:
         return
     expected = [t.shape[0], t.shape[2]]
+    holds = "True for each token that counts" if kind == "bool" else "the number of each token's sequence"
     if not hasattr(mask, "shape") or list(mask.shape) != expected:
-        raise ValueError(f"{name} must have shape [batch, length] = {expected}; got {describe(mask)}.")
+        raise ValueError(f"{name} must have shape [batch, length] = {expected}, with {holds}; got {describe(mask)}.")
     right = mask.dtype == bool if kind == "bool" else jnp.issubdtype(mask.dtype, jnp.integer)
     if not right:
-        raise TypeError(f"{name} must be {kind}; got {describe(mask)}.")
+        raise TypeError(f"{name} must be {kind}, with {holds}; got {describe(mask)}. Use {name}.astype({kind!r}).")
 
 
 def coefficient(name: str, value: Any, shape: tuple[int, int, int], dtype: Any, positive: bool = True) -> Array:
     """alpha, beta or a side of mix as an array [batch, heads, tokens, dim] in which any size may be 1."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if not math.isfinite(value) or (positive and value <= 0):
-            raise ValueError(f"{name} must be {'positive and ' if positive else ''}finite; got {value}.")
+            remedy = " lln.jax.match_moments finds one that fits the queries and keys." if positive else ""
+            raise ValueError(
+                f"{name} must be a number that is {'positive and ' if positive else ''}finite; got {value}.{remedy}"
+            )
         return jnp.full((1, 1, 1, 1), value, dtype)
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         raise TypeError(f"{name} must be a number or an array; got {describe(value)}.")
@@ -93,7 +105,10 @@ def check_directions(directions: Any, key: Array, read: str) -> Any:
     if directions is None:
         return None
     if read == "paper":
-        raise ValueError(f"directions go with read='evidence'; got {describe(directions)} and read='paper'.")
+        raise ValueError(
+            f"directions are channels of the evidence read, so they need read='evidence'; got {describe(directions)} "
+            "with read='paper'. Set read='evidence', or leave directions out."
+        )
     if isinstance(directions, str):
         check_choice("directions", directions, SIGNED, None)
         return directions
@@ -115,7 +130,10 @@ def check_read(read: Any, alpha: Any, beta: Any) -> None:
             f"{name} is missing; give a positive number or an array, for example from lln.jax.match_moments."
         )
     if read == "evidence" and alpha is not None:
-        raise ValueError("alpha must be left out with read='evidence', where scale sets the temperature.")
+        raise ValueError(
+            f"alpha must be left out with read='evidence', where scale sets the temperature; got {describe(alpha)}. "
+            "Give alpha=None, or use read='paper'."
+        )
 
 
 def check_layout(
@@ -127,7 +145,10 @@ def check_layout(
             raise TypeError(f"{name} must be True or False; got {describe(flag)}.")
     lengths = query.shape[2], key.shape[2]
     if is_causal and lengths[0] != lengths[1]:
-        raise ValueError(f"is_causal needs query and key of equal length; got {lengths[0]} and {lengths[1]}.")
+        raise ValueError(
+            f"is_causal needs query and key of equal length; got lengths {lengths[0]} and {lengths[1]}. Give what came "
+            "before as state=, or use is_causal=False in cross attention."
+        )
     if segment_ids is not None:
         if lengths[0] != lengths[1]:
             raise ValueError(
@@ -135,7 +156,10 @@ def check_layout(
                 "cross attention of several sequences as a batch with key_mask."
             )
         if with_state:
-            raise ValueError("segment_ids: a state is of one sequence; leave out state and return_state.")
+            raise ValueError(
+                "segment_ids: a state is of one sequence, and segment_ids mark several; leave out state and "
+                "return_state, or give each sequence by itself."
+            )
     if block_size is None:
         return
     check_count("block_size", block_size)
@@ -155,15 +179,22 @@ def mix_weights(mix: Any, block_size: int | None, shape: tuple[int, int, int], d
     """(factor of the linear part, factor of the block part), None where there are no blocks."""
     if block_size is None:
         if not isinstance(mix, (int, float)) or mix != 0.5:
-            raise ValueError(f"mix weighs LLN against the blocks and needs block_size; got {describe(mix)}.")
+            raise ValueError(
+                f"mix weighs LLN against the blocks and needs block_size; got {describe(mix)} with block_size=None. "
+                "Set block_size, for example 64, or leave mix out."
+            )
         return None, None
     if isinstance(mix, str):
         raise ValueError(
-            f"mix must be a number, an array or a pair of them in JAX; {mix!r} is supported only in PyTorch."
+            f"mix must be a number, an array or a pair of them in JAX; {mix!r} is supported only in PyTorch, by "
+            "lln.lln_attention."
         )
     if isinstance(mix, (tuple, list)):
         if len(mix) != 2:
-            raise ValueError(f"mix must be a number, an array, or a pair (r, p); got {len(mix)} values.")
+            raise ValueError(
+                "mix must be a number, an array, or a pair (r, p), which gives r * lln + p * diag; got "
+                f"{len(mix)} values."
+            )
         r, p = (coefficient("mix", m, shape, dtype, positive=False) for m in mix)
         return r, p
     if isinstance(mix, (int, float)) and not 0.0 <= mix <= 1.0:
@@ -176,19 +207,28 @@ def check_state(
     state: Any, batch: int, key: Array, value: Array, channels: int, read: str, block_size: int | None
 ) -> None:
     if not isinstance(state, LLNState):
-        raise TypeError(f"state must be an lln.jax.LLNState; got {type(state).__name__}.")
+        raise TypeError(
+            "state must be an lln.jax.LLNState, as return_state=True or LLNState.empty gives one; got "
+            f"{describe(state)}."
+        )
     if state.read != read:
-        raise ValueError(f"state was made with read={state.read!r}, this call has read={read!r}; use one for both.")
+        raise ValueError(
+            f"state was made with read={state.read!r}, and this call has read={read!r}; use the same read for both."
+        )
     expected = [batch, key.shape[1], channels, value.shape[3]]
     if list(state.mean_value.shape) != expected:
         raise ValueError(
-            f"state must be of [batch, key heads, dim, value dim] = {expected}; got {list(state.mean_value.shape)}."
+            f"state must be of [batch, key heads, dim, value dim] = {expected}, as this call's keys and values are; "
+            f"got one of {list(state.mean_value.shape)}. Another sequence begins with state=None or LLNState.empty."
         )
     held = None if state.block_key is None else state.block_key.shape[2]
     if held != block_size:
         raise ValueError(
-            f"state was made with block_size={held}, this call has block_size={block_size}; "
+            f"state was made with block_size={held}, and this call has block_size={block_size}; "
             "a sequence keeps one block_size from its start (LLNState.empty(..., block_size=...) begins one)."
         )
     if state.mean_value.dtype != compute_dtype(key.dtype):
-        raise ValueError(f"state is for keys of another dtype than {key.dtype}; it holds {state.mean_value.dtype}.")
+        raise ValueError(
+            f"state is for keys of another dtype than {key.dtype}; it holds {state.mean_value.dtype}. Keep one dtype "
+            f"for all parts of a sequence: LLNState.empty(..., dtype='{key.dtype}') begins one."
+        )

@@ -90,9 +90,15 @@ class LLNAttention(nnx.Module):
         if value_convolution is not None and check_count("value_convolution", value_convolution, 3) % 2 == 0:
             raise ValueError(f"value_convolution must be an odd int of 3 or more, or None; got {value_convolution}.")
         if num_heads % (num_key_heads or num_heads):
-            raise ValueError(f"num_heads must be a multiple of num_key_heads; got {num_heads} and {num_key_heads}.")
+            raise ValueError(
+                "num_heads must be a multiple of num_key_heads, so that each key head serves as many query heads; got "
+                f"{num_heads} and {num_key_heads}."
+            )
         if statistics != "fixed" and not (alpha is None and beta is None and learnable is None):
-            raise ValueError(f"alpha, beta and learnable go with statistics='fixed'; got statistics={statistics!r}.")
+            raise ValueError(
+                f"alpha, beta and learnable go with statistics='fixed'; got statistics={statistics!r}, which finds "
+                "alpha and beta itself. Leave them out, or set statistics='fixed'."
+            )
         directed = isinstance(directions, int)
         if directed and (statistics != "fixed" or read != "evidence" or beta is not None or learnable is not None):
             raise ValueError(
@@ -150,8 +156,8 @@ class LLNAttention(nnx.Module):
         heads = self.num_heads, self.num_key_heads, self.head_dim
         if (query.shape[1], key.shape[1], query.shape[3]) != heads:
             raise ValueError(
-                f"query and key must have {heads[0]} and {heads[1]} heads of {heads[2]}; "
-                f"got query {list(query.shape)} and key {list(key.shape)}."
+                f"query and key must have {heads[0]} and {heads[1]} heads of {heads[2]}, as num_heads, num_key_heads "
+                f"and head_dim of the layer say; got query {list(query.shape)} and key {list(key.shape)}."
             )
         if (is_causal or self.decoder) and self.statistics in ("sample", "batch"):
             raise ValueError(
@@ -266,7 +272,10 @@ class MultiHeadAttention(nnx.Module):
     ) -> None:  # fmt: skip
         width = qkv_features or in_features
         if width % num_heads:
-            raise ValueError(f"qkv_features must be a multiple of num_heads; got {width} and {num_heads}.")
+            raise ValueError(
+                f"qkv_features, or in_features where it is left out, must be a multiple of num_heads; got {width} and "
+                f"{num_heads}."
+            )
         head_dim, kv_features = width // num_heads, in_kv_features or in_features
         key_heads = num_kv_heads or num_heads
         self.attention = LLNAttention(num_heads, head_dim, num_key_heads=key_heads, param_dtype=param_dtype, **options)
@@ -300,7 +309,7 @@ class MultiHeadAttention(nnx.Module):
             if mask.ndim != 4 or mask.shape[1:3] != (1, 1):
                 raise ValueError(
                     "mask must be [batch, 1, 1, key length], which hides keys from all queries and heads; linear "
-                    f"attention forms no pairs that could be masked one by one, got {describe(mask)}. Use is_causal, "
+                    f"attention forms no pairs that could be masked one by one; got {describe(mask)}. Use is_causal, "
                     "key_mask or segment_ids."
                 )
             shown = jnp.broadcast_to(mask[:, 0, 0] != 0, inputs_k.shape[:2])

@@ -89,12 +89,12 @@ def check_past(state: Any, value: Array, taps: Array, lengths: tuple[int, int], 
     check_taps(value, taps)
     if lengths[0] != lengths[1]:
         raise ValueError(
-            "value_convolution: it runs over one sequence, so cross attention has none; use value_convolution=None, "
-            f"got lengths {lengths[0]} and {lengths[1]}."
+            "value_convolution runs over the tokens of one sequence, so cross attention has none; got lengths "
+            f"{lengths[0]} and {lengths[1]}. Use value_convolution=None."
         )
     if cut and not is_causal:
         raise ValueError(
-            "value_convolution: without is_causal=True it looks at later tokens too, so a sequence cannot be cut; "
+            "value_convolution looks at later tokens too without is_causal=True, so a sequence cannot be cut; "
             "leave out state and return_state, or use is_causal=True."
         )
     if state is not None:

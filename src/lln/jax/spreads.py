@@ -46,7 +46,10 @@ def match_moments(
     numbers = isinstance(sigma_q, (int, float)) and isinstance(sigma_k, (int, float))
     for name, number in (("scale", scale), ("sigma_q", sigma_q), ("sigma_k", sigma_k)):
         if isinstance(number, (int, float)) and not (number > 0 and math.isfinite(number)):
-            raise ValueError(f"{name} must be positive and finite; got {number}.")
+            raise ValueError(
+                f"{name} must be a number that is positive and finite; got {number}. sigma_q and sigma_k are standard "
+                "deviations, and scale is 1/sqrt(head_dim) where it is left out."
+            )
     if numbers and isinstance(length, (int, float)):
         return match_numbers(sigma_q, sigma_k, head_dim, matching, scale, length)
     wide = wide_dtype()

@@ -43,9 +43,15 @@ def read_torch_weights(module: Any, weights: Mapping[str, Any]) -> None:
     places = find_places(module)
     given = {name: as_numpy(value) for name, value in weights.items()}
     if missing := sorted(set(places) - set(given)):
-        raise ValueError(f"weights: {', '.join(missing)} is missing; build the PyTorch module with the same options.")
+        raise ValueError(
+            f"weights: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; build the PyTorch module "
+            "with the same options as this one."
+        )
     if more := sorted(set(given) - set(places)):
-        raise ValueError(f"weights: there is no place for {', '.join(more)}; build the module with the same options.")
+        raise ValueError(
+            f"weights: there is no place for {', '.join(more)}; build this module with the same options as the PyTorch "
+            "module."
+        )
     for name, (parts, heads) in places.items():
         split = np.split(given[name], len(parts)) if len(parts) > 1 else [given[name]]
         for held, value in zip(parts, split, strict=True):
@@ -106,7 +112,10 @@ def fit(name: str, value: Any, shape: tuple[int, ...], heads: str) -> Any:
         first, last, size = shape[0], shape[-1], math.prod(shape)
         expected = {"in": (first, size // first), "out": (size // last, last), "bias": (size,)}[heads]
     if transposed.shape != expected:
-        raise ValueError(f"weights: {name} does not fit; it has {list(value.shape)}, for an array of {list(shape)}.")
+        raise ValueError(
+            f"weights: {name} must have shape {list(expected[::-1] if heads in ('in', 'out') else expected)} for this "
+            f"module; got {list(value.shape)}. Build both modules with the same sizes."
+        )
     return transposed.reshape(shape)
 
 

@@ -28,17 +28,22 @@ def compare(
 ) -> None:
     """Compare attention mechanisms on the same inputs: time, memory, entropy, spectral gap, and overlap with softmax.
 
+    Entropy says how concentrated an attention is. The spectral gap is 1 where all tokens attend alike, and 0 where a
+    part of the sequence never mixes with the rest. Overlap is the share of attention that goes where softmax attention
+    goes.
+
     Args:
         lengths: Sequence lengths, with commas between.
-        only: Names of mechanisms, with commas between. [default: a few]
-        everything: Compare every mechanism of lln.mechanisms().
-        plugin: Your own attention beside them: file.py:function. May be given several times.
-        temperatures: Temperatures at which entropy, gap and overlap are measured.
-        model: A folder or a Hub id. Entropy, gap and overlap are measured on the queries and keys of this model.
-        batch: Batch size.
+        only: Names of mechanisms, with commas between. [default: softmax, lln, lln_diag, elu, performer,
+            cosformer, nystromformer, linformer]
+        everything: Compare every mechanism that this package has.
+        plugin: Compare your own attention too, given as file.py:function. May be given several times.
+        temperatures: Temperatures at which entropy, gap and overlap are measured, with commas between.
+        model: A folder or a Hub id. Entropy, gap and overlap are then measured on the queries and keys of this model.
+        batch: Number of sequences in a batch.
         heads: Number of heads.
-        dim: Head dimension.
-        causal: Compare causal attention. Mechanisms that have none are marked "no".
+        dim: Number of channels of a head.
+        causal: Compare causal attention. Mechanisms that have no causal form are marked "no".
         repeats: How often each call is timed.
         seed: Seed of the inputs.
         out: Folder for compare.json, compare.md and the charts (SVG).

@@ -6,7 +6,18 @@ from typing import Annotated
 
 import typer
 
-from lln.lab.cli.shared import Count, CountOrNone, Device, ModelName, Seed, Steps, fail, need, need_folder
+from lln.lab.cli.shared import (
+    Count,
+    CountOrNone,
+    DeviceChosenLater,
+    ModelName,
+    Seed,
+    Steps,
+    choose_device,
+    fail,
+    need,
+    need_folder,
+)
 from lln.lab.core.limits import LONGEST
 from lln.lab.core.progress import Bars
 
@@ -36,7 +47,7 @@ def convert(
     batch_size: Count = 4,
     rate: float = 0.01,
     fine_rate: float = 1e-4,
-    device: Device = "",
+    device: DeviceChosenLater = "",
     seed: Seed = 0,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
@@ -97,24 +108,29 @@ def convert(
     need("hf")
     need_folder(out.parent, "OUT")
 
-    import torch
-
-    from lln.hf.distillation import NotFinite
-    from lln.lab.convert.conversion_plan import ConversionPlan
-    from lln.lab.convert.layer_report import describe_beside, describe_verdict, describe_whole, list_rows, name_stages
-    from lln.lab.convert.passages import Passages, read_texts
-    from lln.lab.convert.pictures import Pictures
-    from lln.lab.convert.pipeline import convert_checkpoint
-    from lln.lab.convert.verdict import EXITS
+    from lln.lab.convert.given import check_given, read_texts
     from lln.lab.core.picture_files import find_pictures
-    from lln.lab.core.provenance import provenance
-    from lln.lab.core.tables import print_wide, terminal_table
 
     choices = {"auto": None, "yes": True, "no": False}
     if overlap not in choices:
         fail(f"lln convert: --overlap must be auto, yes or no; got {overlap!r}.")
     sizes = {"block_size": block_size, "length": length, "tile": tile, "image_size": image_size}
-    given = check_given({"input_ids": calibration, "pixel_values": images}, sizes)
+    kind, given = check_given({"input_ids": calibration, "pixel_values": images}, sizes)
+    texts, pictures = ([], find_pictures(given)) if kind == "pixel_values" else (read_texts(given), {})
+    device = choose_device(device)
+
+    import torch  # from here on it takes seconds: what can be refused before is
+
+    from lln.hf.distillation import NotFinite
+    from lln.lab.convert.conversion_plan import ConversionPlan
+    from lln.lab.convert.layer_report import describe_beside, describe_verdict, describe_whole, list_rows, name_stages
+    from lln.lab.convert.passages import Passages
+    from lln.lab.convert.pictures import Pictures
+    from lln.lab.convert.pipeline import convert_checkpoint
+    from lln.lab.convert.verdict import EXITS
+    from lln.lab.core.provenance import provenance
+    from lln.lab.core.tables import print_wide, terminal_table
+
     try:
         plan = ConversionPlan(
             attention=attention, layers=layers, read=read, directions=directions, matching=matching,
@@ -124,7 +140,7 @@ def convert(
             rate=rate, fine_rate=fine_rate, seed=seed,
             **{name: size for name, size in sizes.items() if size is not None},
         )  # fmt: skip
-        material = Pictures(find_pictures(given)) if given is images else Passages(read_texts(given))
+        material = Pictures(pictures) if pictures else Passages(texts)
         with StageBars() as bars:
             about = provenance(seed, torch.device(device))
             result = convert_checkpoint(
@@ -153,27 +169,6 @@ def convert(
         typer.echo(sentence)
     typer.echo("\n" + "\n".join(describe_verdict(result)))
     raise decided
-
-
-def check_given(paths: dict[str, list[Path] | None], sizes: dict[str, int | None]) -> list[Path]:
-    """The files or folders that the model is to learn from. paths, sizes: options by what models take, and by name.
-    Refused unless they are of one kind of model."""
-    from lln.lab.convert.material import TAKEN
-    from lln.lab.core.errors import Refused
-
-    ways = [f"{taken.option} {taken.named} for a model of {taken.kind}" for taken in TAKEN.values()]
-    found = [kind for kind, given in paths.items() if given]
-    if len(found) != 1:
-        raise Refused(f"give {' or '.join(ways)}" + (", and not both" if found else ""))
-    for kind, taken in TAKEN.items():
-        for field in taken.fields:
-            if kind != found[0] and sizes[field] is not None:
-                instead = ", ".join(f"--{name.replace('_', '-')}" for name in TAKEN[found[0]].fields)
-                raise Refused(
-                    f"--{field.replace('_', '-')} goes with {taken.option}; with {TAKEN[found[0]].option} there are "
-                    f"{instead}"
-                )
-    return paths[found[0]] or []
 
 
 class StageBars(Bars):

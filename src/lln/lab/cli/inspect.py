@@ -56,13 +56,14 @@ def inspect(
     a picture.
 
     Args:
-        file: A file with a text in each line; - reads stdin. [default: a few sentences that come with the package]
-        text: A text. May be given several times.
+        file: A file with one text in each line; - reads standard input. [default: a few sentences that come with the
+            package]
+        text: A text that the model reads. May be given several times.
         images: A folder with picture files in it or below. May be given several times.
         out: Folder for the page, its charts (SVG) and data (JSON).
-        max_length: Tokens of a text at most. The rest is cut off.
-        batch_size: Texts, pictures or prompts that are run together.
-        seed: Seed, for pipelines and models that draw random numbers.
+        max_length: The most tokens that are read of a text. The rest is cut off.
+        batch_size: How many texts, pictures or prompts are run together.
+        seed: Seed of the random numbers that pipelines and some models draw.
 
     Examples:
         lln inspect sentence-transformers/all-MiniLM-L6-v2  # then open inspected/index.html

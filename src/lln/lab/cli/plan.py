@@ -39,21 +39,23 @@ def plan(
 
     Args:
         model: bert-base, bert-large, llama-1b or llama-8b; or a folder or Hub id with a transformers config.
-        length: Tokens of the sequence, over all cards.
+        length: Number of tokens in the sequence, over all cards together.
         cards: Number of cards.
-        card: a100, h100, h200 or rtx4090.
+        card: Which card: a100, h100, h200 or rtx4090.
         memory: Gigabytes of memory of a card. [default: the card's]
-        link: Gigabytes a second between cards of one machine, one way. [default: the card's]
-        network: Gigabytes a second for each card between machines, one way.
-        node: Cards in a machine.
-        batch: Number of sequences at once.
-        block_size: Block size of LLN+Diag.
-        inference: Compute no gradients.
-        keep_activations: Keep what the backward pass needs instead of computing it again.
-        replicate: Keep whole weights on every card instead of sharded ones (FSDP).
-        pieces: A bench.json of lln bench: LLN attention takes the times that were measured. [default: times on paper]
+        link: Gigabytes a second that a card sends to the others of its machine. [default: the card's]
+        network: Gigabytes a second that a card sends to other machines.
+        node: Number of cards in a machine.
+        batch: Number of sequences that are computed at once.
+        block_size: Number of tokens in a block of LLN+Diag.
+        inference: Plan for inference, without gradients. Otherwise the plan is for training.
+        keep_activations: Keep what the backward pass needs, which takes more memory, instead of computing it again.
+        replicate: Keep all weights on every card instead of spreading them over the cards (FSDP).
+        pieces: A bench.json that `lln bench` wrote. LLN attention then takes the times that were measured there.
+            [default: times that are calculated from the card's data]
 
     Examples:
+        lln plan --length 262144 --cards 2  # BERT-base, 131,072 tokens on each of two H200
         lln plan llama-8b --length 67108864 --cards 64  # 64 cards with a million tokens each
     """
     import dataclasses

@@ -28,9 +28,9 @@ def report(
         sections: Parts of the page, with commas between: distribution, explorer, moments, training, lengths, kernels
             (on a GPU). [default: all]
         quick: Measure less of everything, in about a minute. The page says that it is provisional.
-        again: Measure anew what the folder already holds.
-        lengths: Sequence lengths to time, with commas between. [default: 256 to 8192, doubling]
-        repeats: How often each call is timed. The page shows medians and quartiles. [default: 5]
+        again: Measure again what the folder already holds, instead of keeping it.
+        lengths: Sequence lengths to time, with commas between. [default: 256 to 8192, doubling; fewer with --quick]
+        repeats: How often each call is timed. The page shows medians and quartiles. [default: 5; 2 with --quick]
         seed: Seed of all random numbers.
         as_json: Print the results as JSON.
 

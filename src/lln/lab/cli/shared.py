@@ -207,18 +207,15 @@ def parse_lengths(text: str, option: str = "--lengths", most: int = LONGEST) -> 
     return parse_numbers(text, option, int, "whole numbers with commas between, like 512,2048", most)
 
 
-def parse_device(text: str | None) -> str | None:
-    import torch
+def parse_device(text: str) -> str:
+    from lln.lab.core.devices import find_device_problem
 
-    try:
-        torch.zeros(1, device=text)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = first_line(error)
-        raise typer.BadParameter(f"torch cannot use {text!r} here: {reason}") from None
+    if problem := find_device_problem(text):
+        raise typer.BadParameter(problem, param_hint="--device")
     return text
 
 
-def choose_device(text: str) -> str | None:
+def choose_device(text: str) -> str:
     """The one that was asked for, or the GPU where there is one."""
     import torch
 
@@ -231,11 +228,12 @@ CountOrNone = Annotated[int | None, typer.Option(min=1, max=MOST)]
 Steps = Annotated[int, typer.Option(min=0, max=STEPS)]
 Seed = Annotated[int, typer.Option(min=0, max=LAST_SEED)]
 SeedOrNone = Annotated[int | None, typer.Option(min=0, max=LAST_SEED)]
-Device = Annotated[  # one rule for all commands
-    str,
-    typer.Option(help="cpu, cuda, cuda:1, ...", show_default="the GPU where there is one", callback=choose_device),
-]
-DataRoot = Annotated[Path | None, typer.Option(help="Folder with data in the Hub's layout.", envvar="LLN_DATA_ROOT")]
+DEVICE: dict[str, Any] = {"help": "cpu, cuda, cuda:1, ...", "show_default": "the GPU where there is one"}
+Device = Annotated[str, typer.Option(**DEVICE, callback=choose_device)]  # one rule for all commands
+# Of a command that has other things to refuse, and then calls `choose_device`: to choose takes seconds, for torch.
+DeviceChosenLater = Annotated[str, typer.Option(**DEVICE)]
+HUB_FOLDER = "Folder with data sets, laid out as on the Hugging Face Hub."
+DataRoot = Annotated[Path | None, typer.Option(help=HUB_FOLDER, envvar="LLN_DATA_ROOT")]
 ModelName = Annotated[
     str, typer.Argument(help="A folder that a model was saved to, or a Hub id.", show_default=False, metavar="MODEL")
 ]

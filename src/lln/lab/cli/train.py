@@ -33,25 +33,28 @@ def train(
     """Train one of the paper's models with any attention. A run that was stopped goes on where it was.
 
     Args:
-        task: mlm, glue, image, lra or needles.
-        attention: softmax, lln, lln_diag, another mechanism, or your own: file.py:function.
+        task: What the model learns: mlm (words that are hidden in a text), glue (questions about sentences), image
+            (what a picture shows), lra (Long Range Arena), or needles (values that stand far away in a text).
+        attention: softmax, lln, lln_diag, the name of another mechanism, or your own as file.py:function.
         preset: How large the model and the run are: tiny, mini or paper.
-        name: Which GLUE or LRA task. [default: the first]
+        name: Which task of glue (sst2, mnli, qqp, qnli) or of lra (listops, text, retrieval, pathfinder, image).
+            [default: the first]
         out: Folder for the run. [default: runs/TASK-NAME-...]
-        start: Folder of a trained model to begin from.
-        seed: Seed of weights, order and masks. [default: 0]
-        changes: An option of the config, like optimisation.rate=1e-3. May be given several times.
-        report_to: tensorboard, wandb or trackio, with commas between.
+        start: Folder of a trained model whose weights this run begins with.
+        seed: Seed of the first weights, of the order of the examples, and of the masks. [default: 0]
+        changes: Changes an option of the config, as optimisation.rate=1e-3 does. --dry-run prints all options. May be
+            given several times.
+        report_to: Services that are told how the run goes: tensorboard, wandb or trackio, with commas between.
         device: cpu or cuda. CUDA_VISIBLE_DEVICES chooses among several GPUs. [default: the GPU where there is one]
-        graph: Capture the whole step in a CUDA graph.
-        fsdp: Spread the weights over the processes of torchrun.
-        context_parallel: How many processes share each sequence; each of them holds a part of its tokens (mlm with
-            lln or lln_diag).
+        graph: Run each step as one CUDA graph, so that the GPU does not wait for Python.
+        fsdp: Spread the weights over the processes of torchrun, so that each holds a part of them.
+        context_parallel: How many processes share each sequence, so that each holds a part of its tokens. This works
+            for mlm with lln or lln_diag.
         dry_run: Print the config and the sizes, and train nothing.
 
     Examples:
         lln train mlm  # a tiny run on text that comes with Python
-        lln train lra --name listops --attention softmax --set optimisation.steps=800  # with another option
+        lln train lra --name listops --attention softmax --set optimisation.steps=800  # 800 steps with softmax
         lln train glue --name sst2 --scale mini --data-root DIR --start runs/mlm/model  # fine-tuning
         torchrun --nproc-per-node 2 -m lln train mlm  # on two devices
         A run that was stopped goes on when the same command is given again.

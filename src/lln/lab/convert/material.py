@@ -5,30 +5,17 @@ import abc
 import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from lln.lab.convert.conversion_plan import ConversionPlan
+from lln.lab.convert.given import TAKEN
 from lln.lab.core.errors import Refused
 
 Batch = Mapping[str, Any]
 
 
-class Taken(NamedTuple):
-    """What a model takes, as a user gives it."""
-
-    kind: str  # in a word
-    option: str  # of the command line
-    named: str  # what the option names
-    fields: tuple[str, ...]  # of a plan: those that are about this alone
-
-
-# By the first argument of a model's forward.
-TAKEN = {
-    "input_ids": Taken("text", "--calibration", "FILE", ("block_size", "length")),
-    "pixel_values": Taken("pictures", "--images", "FOLDER", ("tile", "image_size")),
-}
 IN_PYTHON = "lln.hf.convert, lln.hf.fit and lln.hf.distill convert it in Python, on batches of all that it takes"
 
 

@@ -7,7 +7,6 @@ left out. Passages of different files never mix.
 
 import hashlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 from lln.hf.positions import extend_positions
 from lln.lab.convert.conversion_plan import ConversionPlan
 from lln.lab.convert.material import Material
-from lln.lab.core.errors import Refused, read_text
+from lln.lab.core.errors import Refused
 from lln.lab.core.pretrained import load_tokenizer
 from lln.lab.inspect.inspection import count_positions
 
@@ -77,15 +76,6 @@ def choose_length(plan: ConversionPlan, model: PreTrainedModel, tokenizer: Any, 
             raise Refused(f"length: the model has {places} places, and {error}") from error
         tokenizer.model_max_length = plan.length
     return plan.length
-
-
-def read_texts(files: Sequence[Path]) -> list[str]:
-    """The files' texts. Refused where one is not there, is no text, or holds nothing."""
-    texts = [read_text(file) for file in files]
-    for file, text in zip(files, texts, strict=True):
-        if not text.strip():
-            raise Refused(f"{file} is empty")
-    return texts
 
 
 def fingerprint(texts: Sequence[str]) -> str:

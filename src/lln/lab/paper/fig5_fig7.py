@@ -151,7 +151,7 @@ def judge_7(draws: Draws, rows: Rows) -> list[Verdict]:
 
 def draw_7(draws: Draws, rows: Rows) -> dict[str, str]:
     drawn = [row for row in rows if row["kind"] == "density"]
-    return {"": draw_lines(drawn, MATCHED, Axis("log_p", "log P"), Axis("density", "density"))}
+    return {"": draw_lines(drawn, MATCHED, Axis("log_p", "log P"), Axis("density", "density", from_zero=True))}
 
 
 FIG5A = Figure("fig5a", "Variance and mean of log P, softmax", len(SIGMAS), measure_5a, judge_5a, draw_5a)

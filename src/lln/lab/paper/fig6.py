@@ -111,8 +111,8 @@ def judge_6b(draws: Draws, rows: Rows) -> list[Verdict]:
 def draw(draws: Draws, rows: Rows) -> dict[str, str]:
     """Of Fig. 6a without the rows of LLN, which have no style."""
     drawn = [row for row in rows if row["series"] in STYLES]
-    y = Axis("variance", "variance of ln of the sum")
-    return {"": draw_lines(drawn, STYLES, Axis("s2", "s2 of each variable"), y)}
+    y = Axis("variance", "variance of ln of the sum", from_zero=True)
+    return {"": draw_lines(drawn, STYLES, Axis("s2", "s2 of each variable", from_zero=True), y)}
 
 
 FIG6A = Figure(

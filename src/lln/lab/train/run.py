@@ -17,6 +17,7 @@ from torch import distributed
 from transformers.integrations import rewrite_logs
 
 from lln.files import explain_writing, read_json
+from lln.lab.core.devices import find_device_problem
 from lln.lab.core.errors import DataError
 from lln.lab.core.pretrained import identify
 from lln.lab.core.provenance import provenance
@@ -188,7 +189,8 @@ def check(config: Config, device: str, processes: int, report_to: list[str], con
     """ValueError or TypeError, in one sentence, for what cannot be run, before anything is written."""
     if config.model.start:
         read_start(config.model.start)
-    need((device == "cpu" or torch.cuda.is_available(), f"device: there is no CUDA device here; got {device!r}."))
+    problem = find_device_problem(device, 'device="cpu"')
+    need((problem is None, f"device: {problem}"))
     check_attention(config)
     for name in report_to:
         need(
