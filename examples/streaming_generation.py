@@ -1,6 +1,6 @@
 """Write text without end in constant memory: a small Llama with LLN+Diag attention, on a CPU.
 
-    pip install 'lln-attention[hf]'
+    pip install '.[hf]'
     python examples/streaming_generation.py
 
 The model first learns from Python's own documentation, byte by byte, so nothing is downloaded. Then it writes, and
