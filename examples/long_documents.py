@@ -1,6 +1,6 @@
 """Classify documents of 8,192 tokens with a small BERT and LLN attention, on a CPU.
 
-    pip install 'lln-attention[hf]'
+    pip install '.[hf]'
     python examples/long_documents.py
 
 The documents are put together from Python's own documentation, so nothing is downloaded: most passages of a document

@@ -1,11 +1,11 @@
 """Write text without end in constant memory: a small Llama with LLN+Diag attention, on a CPU.
 
-    pip install 'lln-attention[hf]'
+    pip install '.[hf]'
     python examples/streaming_generation.py
 
-The model learns for half a minute from Python's own documentation, byte by byte, so nothing is downloaded. Then it
-writes, and every token shows up as it comes. Its cache is as large after the last token as after the first, and a token
-takes as long; the keys and values that softmax attention would keep are counted beside it.
+The model first learns from Python's own documentation, byte by byte, so nothing is downloaded. Then it writes, and
+every token shows up as it comes. Its cache is as large after the last token as after the first, and a token takes as
+long; the keys and values that softmax attention would keep are counted beside it.
 """
 
 import argparse

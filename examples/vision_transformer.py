@@ -1,6 +1,6 @@
 """A vision transformer of timm at large pictures: LLN attention beside torch's, in time and memory.
 
-    pip install 'lln-attention[timm]'
+    pip install '.[timm]'
     python examples/vision_transformer.py              a narrow one, 224 to 448 pixels, on a CPU
     python examples/vision_transformer.py --full       ViT-S/16, 448 to 1,792 pixels; with a GPU: --device cuda
 

@@ -85,7 +85,8 @@ def check_call(
     batch = query.shape[0] if cu_query is None else cu_query.numel() - 1
     if is_causal and (cross or length != key_length):
         came = "a pair of cu_seqlens" if cross else f"lengths {length} and {key_length}"
-        raise ValueError(f"is_causal needs query and key of one sequence; got {came}. Earlier tokens go into `state`.")
+        remedy = "Earlier tokens go into the `state` of lln.lln_attention."
+        raise ValueError(f"is_causal needs query and key of one sequence; got {came}. {remedy}")
     # Lengths are compared only where it matters: a compiler that leaves both open would settle it.
     apart = block_size is not None and (cross or length != key_length)
     check_block_size(block_size, is_causal, apart, state is not None or return_state)

@@ -24,6 +24,20 @@ def is_among(value: Any, allowed: Collection[Any]) -> bool:
     return not hasattr(value, "shape") and value in list(allowed)
 
 
+def suggest(value: Any, allowed: Collection[Any]) -> str:
+    """The end of an error message about a name that is none of those allowed: the one that was probably meant, or
+    nothing.
+
+    >>> suggest("lln-dig", ["softmax", "lln", "lln_diag"])
+    " Perhaps you mean 'lln_diag'."
+    """
+    import difflib
+
+    meant = str(value).strip().lower().replace("-", "_") if isinstance(value, str) else ""
+    close = difflib.get_close_matches(meant, [name for name in allowed if isinstance(name, str)], 1)
+    return f" Perhaps you mean {close[0]!r}." if close else ""
+
+
 def check_count(name: str, value: Any, least: int = 1) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         allowed = "a positive int" if least == 1 else f"an int of at least {least}"
@@ -34,10 +48,10 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 def check_choice(name: str, value: Any, *allowed: Any) -> None:
     if not is_among(value, allowed):
         *first, last = map(repr, allowed)
-        raise ValueError(f"{name} must be {', '.join(first)} or {last}; got {show(value)}.")
+        raise ValueError(f"{name} must be {', '.join(first)} or {last}; got {show(value)}.{suggest(value, allowed)}")
 
 
 def check_listed(name: str, value: Any, allowed: Collection[str]) -> None:
     """As `check_choice`, of many names."""
     if not is_among(value, allowed):
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {show(value)}.")
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {show(value)}.{suggest(value, allowed)}")

@@ -16,6 +16,7 @@ from lln.rules import check_count as check_count
 from lln.rules import check_listed as check_listed
 from lln.rules import is_among as is_among
 from lln.rules import show as show
+from lln.rules import suggest as suggest
 
 
 def describe(value: Any) -> str:

@@ -126,9 +126,11 @@ def test_cross_attention_counts_all_queries() -> None:
 
 REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "pairs": (ValueError, "attn_mask must be padding, .*is_causal=True", {"attn_mask": torch.ones(20, 20) > 0}),
+    "a square": (ValueError, r"use attn_mask\[\.\.\., :1, :\]", {"attn_mask": PADDING.expand(2, 1, 20, 20)}),
     "heads": (ValueError, "attn_mask must be padding", {"attn_mask": PADDING.expand(2, 2, 1, 20)}),
     "two dimensions": (ValueError, r"attn_mask must be padding.*Use attn_mask\[:, None, None\]", {"attn_mask": KEPT}),
     "a bias": (ValueError, "attn_mask as float may hold 0 and -inf", {"attn_mask": -0.5 * PADDING}),
+    "ones": (ValueError, r"Where 1 means attend, use attn_mask\.bool\(\)", {"attn_mask": PADDING.float()}),
     "integers": (TypeError, r"attn_mask must be a tensor, bool.*Use attn_mask\.bool\(\)", {"attn_mask": PADDING.int()}),
     "one coefficient": (ValueError, "alpha and beta go together", {"alpha": 1.0}),
     "groups": (ValueError, "pass enable_gqa=True", {"heads": 4}),

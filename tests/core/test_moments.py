@@ -195,6 +195,8 @@ def test_wrong_matching_arguments_are_named() -> None:
         match_moments(1.0, 1.0, D, "mean")
     with pytest.raises(ValueError, match=r"sigma_q must be positive and finite; got 0\.0"):
         match_moments(0.0, 1.0, D)
+    with pytest.raises(ValueError, match=r"sigma_q must be standard deviations, like q\.std\(\)"):
+        match_moments(torch.randn(2, 3, 5, D), torch.randn(2, 3, 5, D), D)  # queries and keys themselves
     with pytest.raises(ValueError, match=r"scale must be positive and finite; got 0\.0"):
         match_moments(1.0, 1.0, D, scale=0.0)
     with pytest.raises(ValueError, match="length must be at least 1; got 0"):

@@ -21,6 +21,11 @@ from lln.hf.watch import WATCHERS
     [
         ({"implementation": "sdpa"}, "model.set_attn_implementation('sdpa') runs it again"),
         ({"implementation": "flash"}, "implementation must be one of lln, lln_diag"),
+        ({"implementation": "lln-diag"}, "Perhaps you mean 'lln_diag'"),
+        (
+            {"blocksize": 8},
+            "has no option 'blocksize'; see the arguments of lln.hf.convert. Perhaps you mean 'block_size'.",
+        ),
         ({"implementation": "lln", "block_size": 8}, "block_size goes with implementation='lln_diag'"),
         ({"alpha": 1.0}, "alpha and beta go together"),
         ({"matching": "data"}, "matching='data' needs batches"),

@@ -90,10 +90,11 @@ def test_what_cannot_be_measured_says_why(result: dict[str, Any]) -> None:
     for row in measure_costs(causal, "linformer", lambda text: None):
         assert row["note"] == "unsupported"
         assert "linformer does not support is_causal=True" in row["reason"]
-    headings, cells = list_columns(
-        {**result, "costs": measure_costs(causal, "linformer", lambda text: None)}, [48], 1.0
-    )
+    refused = {**result, "costs": measure_costs(causal, "linformer", lambda text: None)}
+    headings, cells = list_columns(refused, [48], 1.0)
     assert dict(zip(headings, cells[3], strict=True))["ms @48"] == "no"
+    refused["costs"][-1]["reason"] = "it must return [batch, heads]"
+    assert "must return [batch, heads]" in str(make_compare_table(refused).caption)
 
 
 def test_out_of_memory_and_too_slow_are_cells(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +162,11 @@ def test_the_command_writes_table_result_and_charts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--only", "softmx"), "no mechanism 'softmx'"),
+        (("--only", "lln, softmx"), "no mechanism 'softmx'"),
+        (
+            ("--only", "softmx"),
+            "Perhaps you mean 'softmax'. Attention of your own goes with --plugin file.py:function.",
+        ),
         (("--only", "lln", "--all"), "exclude each other"),
         (("--temperatures", "0,1"), "positive numbers"),
         (("--temperatures", "hot"), "positive numbers"),

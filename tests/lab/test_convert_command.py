@@ -358,7 +358,7 @@ def test_other_weights_in_the_same_folder_are_another_model(place: Path, tmp_pat
         arguments = tmp_path / "model", tmp_path / "out", "--calibration", place / "text.txt"
         code, _, err = run_convert(*arguments, *SMALL, "--distill", "0")
         assert (code in EXITS.values()) if kind == 0 else code == 2
-    assert_said(err, "asked for differently: weights is")
+    assert_said(err, "asked for differently: weights are not the same; name another folder")
     told = (tmp_path / "out" / "README.md").read_text()
     for part in ("license: apache-2.0", "base_model: somebody/bert", "- lln-attention", "is apache-2.0."):
         assert part in told
@@ -385,7 +385,7 @@ def test_other_weights_of_the_same_hub_id_are_another_model(
         tf.AutoTokenizer.from_pretrained(place / "bert").save_pretrained(folder)
         code, _, err = run_convert(*arguments)
         assert (code in EXITS.values()) if kind == 0 else code == 2, err
-    assert_said(err, "asked for differently: weights is")
+    assert_said(err, "asked for differently: weights are not the same; name another folder")
     report = json.loads((tmp_path / "out" / "conversion.json").read_text())
     del report["request"]["weights"]  # as earlier versions wrote it
     (tmp_path / "out" / "conversion.json").write_text(json.dumps(report))

@@ -295,6 +295,7 @@ def test_an_image_model_is_shown_pictures(tmp_path: Path) -> None:
     size = model.config.image_size
     given = "--images", tmp_path / "pictures", "--batch-size", 2, "--out", tmp_path / "out", "--json"
     assert_said(run_inspect(folder, *given)[2], "has no image processor that can be loaded")
+    assert_said(run_inspect(folder)[2], "is a ViTModel, which sees pictures; name a folder of them with --images")
     processor = tf.ViTImageProcessor(size={"height": size, "width": size})
     processor.save_pretrained(folder)
     code, out, err = run_inspect(folder, *given)

@@ -350,7 +350,7 @@ def test_compiled_as_one_graph_it_gives_the_same(name: str) -> None:
 
 def test_names_and_options_that_do_not_exist() -> None:
     q, k, v = draw_inputs(15)
-    with pytest.raises(ValueError, match="Did you mean 'performer'"):
+    with pytest.raises(ValueError, match="Perhaps you mean 'performer'"):
         attention("Perfomer", q, k, v)
     with pytest.raises(TypeError, match="elu has no option 'features'"):
         attention("elu", q, k, v, features=3)

@@ -22,7 +22,7 @@ from lln.hf.watch import NO_BATCHES, SoftmaxCall, show_softmax
 from lln.matching.data import match_data
 from lln.matching.moments import both_moments
 from lln.nn.statistics import Where
-from lln.values import check_listed
+from lln.values import check_listed, suggest
 
 ROWS = 64  # of a sample's queries that data matching looks at; there are many samples
 OF_PEERS = ("block_size", "mix", "value_convolution", "convolution")  # what other mechanisms than LLN take, too
@@ -137,7 +137,9 @@ def convert(
     }  # fmt: skip
     changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     if options and implementation in LLN:
-        raise TypeError(f"{implementation} has no option {next(iter(options))!r}; see the arguments of lln.hf.convert.")
+        wrong = next(iter(options))
+        hint = suggest(wrong, [*asked, "alpha", "beta", "batches", "layers"])
+        raise TypeError(f"{implementation} has no option {wrong!r}; see the arguments of lln.hf.convert.{hint}")
     if implementation in LLN:
         complete(changes, implementation, held or Options(), (alpha, beta), batches is not None)
     else:

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from lln.checks import MATCHINGS, Matching
 from lln.kernels.carry import owners
-from lln.kernels.common import PAPER_A, PAPER_B, SIGMA_FLOOR, compute_dtype, spans, wide_dtype
+from lln.kernels.common import PAPER_A, PAPER_B, SIGMA_FLOOR, can_look, compute_dtype, spans, wide_dtype
 from lln.kernels.triton import support
 from lln.kernels.triton.support import explain_refusal
 from lln.matching.curves import s2_for_entropy, s2_for_variance
 from lln.points import LENGTH as LENGTH
 from lln.ranks import find_ranks, share
-from lln.values import check_choice, check_count
+from lln.values import check_choice, check_count, describe
 
 # query, key, number of key heads, mask of the queries, of the keys, offsets of packed queries, of packed keys
 Data = tuple[Tensor, Tensor, int, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -78,6 +78,10 @@ def match_moments(
         # Not math.isfinite: in torch.compile(dynamic=True) the number may be a symbol.
         if number is not None and not isinstance(number, Tensor) and not 0 < number < math.inf:
             raise ValueError(f"{name} must be positive and finite; got {number}.")
+        if isinstance(number, Tensor) and can_look(number) and bool((number < 0).any()):  # queries in their place
+            raise ValueError(
+                f"{name} must be standard deviations, like q.std(), and none is negative; got {describe(number)}."
+            )
     devices = [sigma.device for sigma in (sigma_q, sigma_k) if isinstance(sigma, Tensor)]
     device = devices[-1] if devices else torch.device("cpu")
     dtype = wide_dtype(device)

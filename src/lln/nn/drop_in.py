@@ -159,11 +159,20 @@ def read_padding(mask: Tensor, key: Tensor) -> Tensor:
     batch, length = key.shape[0], key.shape[2]
     shape = [1] * (4 - mask.ndim) + list(mask.shape)
     if len(shape) != 4 or shape[0] not in (1, batch) or shape[1:] != [1, 1, length]:
-        remedy = " Use attn_mask[:, None, None]." if list(mask.shape) == [batch, length] else ""
+        remedy = ""
+        if list(mask.shape) == [batch, length]:
+            remedy = " Use attn_mask[:, None, None]."
+        elif shape[2] > 1 and shape[3] == length:
+            remedy = (
+                " In place of a causal mask pass is_causal=True; of padding that is repeated for every query use "
+                "attn_mask[..., :1, :]."
+            )
         raise ValueError(
             f"attn_mask must be padding, of shape [batch, 1, 1, key length] = [{batch}, 1, 1, {length}], because "
             "linear attention forms no query-key pairs that could be masked one by one (causality is is_causal=True); "
             f"got {describe(mask)}.{remedy}"
         )
     rows = mask.reshape(shape[0], length).expand(batch, length)
-    return rows if mask.dtype == torch.bool else ~read_added("attn_mask", rows, can_read(mask))
+    if mask.dtype == torch.bool:
+        return rows
+    return ~read_added("attn_mask", rows, can_read(mask), " Where 1 means attend, use attn_mask.bool().")

@@ -19,7 +19,7 @@ from lln.nn.attention import LLNAttention
 from lln.nn.drop_in import read_padding
 from lln.nn.tiles import TiledAttention
 from lln.nn.torch_masks import can_read
-from lln.values import check_choice, check_count
+from lln.values import check_choice, check_count, suggest
 
 IMPLEMENTATIONS = ("lln", "lln_diag")
 BLOCK_SIZE = 64
@@ -42,7 +42,8 @@ def check_plug(implementation: str, options: dict[str, Any]) -> None:
     check_choice("implementation", implementation, *IMPLEMENTATIONS)
     for name in options:
         if name not in OPTIONS:
-            raise TypeError(f"{implementation} has no option {name!r}; there are {', '.join(sorted(OPTIONS))}.")
+            known = ", ".join(sorted(OPTIONS))
+            raise TypeError(f"{implementation} has no option {name!r}; there are {known}.{suggest(name, OPTIONS)}")
         if name in OF_BLOCKS and implementation == "lln":
             raise ValueError(f"{name} goes with implementation='lln_diag'; got implementation='lln'.")
     if options.get("tile") is None:

@@ -28,12 +28,14 @@ def read_hidden(name: str, mask: Tensor, shapes: list[list[int]], device: torch.
     return read_added(name, mask, look)
 
 
-def read_added(name: str, mask: Tensor, look: bool) -> Tensor:
-    """What is added to scores, as bool: True = ignore. `look`: refuse what neither shows nor hides."""
+def read_added(name: str, mask: Tensor, look: bool, remedy: str = "") -> Tensor:
+    """What is added to scores, as bool: True = ignore. `look`: refuse what neither shows nor hides; `remedy` is what to
+    do where it is 0 and 1."""
     if look and not ((mask == 0) | (mask <= HIDDEN)).all():
+        remedy = remedy if bool(((mask == 0) | (mask == 1)).all()) else ""
         raise ValueError(
             f"{name} as float may hold 0 and -inf (or {HIDDEN:,.0f} and less) only, because linear attention forms no "
-            f"query-key scores that a bias could be added to; got other values in {describe(mask)}."
+            f"query-key scores that a bias could be added to; got other values in {describe(mask)}.{remedy}"
         )
     return mask < 0
 

@@ -9,7 +9,6 @@ where there are both; what a mechanism cannot do it `refuses`, with the reason.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -18,6 +17,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor, nn
 
 from lln.files import read_data
+from lln.rules import suggest
 
 Made = TypeVar("Made", bound=Callable[..., Any])
 Feature = Literal["padding", "causal", "packing", "grouped", "cross"]
@@ -162,9 +162,7 @@ def mechanisms() -> Mapping[str, Mechanism]:
 def find(name: str) -> Mechanism:
     if isinstance(name, str) and name in REGISTRY:
         return REGISTRY[name]
-    close = difflib.get_close_matches(str(name).lower().replace("-", "_"), REGISTRY, 1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ValueError(f"name must be one of {', '.join(REGISTRY)}; got {name!r}.{hint}")
+    raise ValueError(f"name must be one of {', '.join(REGISTRY)}; got {name!r}.{suggest(name, REGISTRY)}")
 
 
 def check_names(name: str, given: Mapping[str, Any], allowed: Mapping[str, Any]) -> None:

@@ -182,7 +182,14 @@ def make_compare_table(result: dict[str, Any]) -> Table:
     lengths, temperature = sorted(result["settings"]["lengths"])[-MOST_LENGTHS:], choose_temperature(result)
     headings, rows = list_columns(result, lengths, temperature)
     title, caption = (tell(block, **result, temperature=temperature) for block in ("compare_place", "compare"))
+    caption = " ".join((caption.strip(), *(f"{name}: {reason}" for name, reason in list_reasons(result).items())))
     return terminal_table(headings, rows, title=title, caption=caption, wrap=False, **LEFT)
+
+
+def list_reasons(result: dict[str, Any]) -> dict[str, str]:
+    """Why a mechanism has "no" somewhere, by its title."""
+    refused = [row for row in (*result["costs"], *result["concentration"]) if "reason" in row]
+    return {mechanisms()[row["mechanism"]].title: row["reason"] for row in refused}
 
 
 def write_compare(result: dict[str, Any]) -> str:
@@ -194,8 +201,10 @@ def write_compare(result: dict[str, Any]) -> str:
         )
         for temperature in (s["temperatures"] if "recorded" not in result else [choose_temperature(result)])
     ]
-    refused = [row for row in (*result["costs"], *result["concentration"]) if "reason" in row]
-    reasons = {mechanisms()[row["mechanism"]].title: row["reason"] for row in refused}
     return write_markdown(
-        "compare.md", **result, tables=tables, reasons=reasons, explained=tell("compare", **result, temperature=None)
+        "compare.md",
+        **result,
+        tables=tables,
+        reasons=list_reasons(result),
+        explained=tell("compare", **result, temperature=None),
     )

@@ -19,6 +19,7 @@ from lln.lab.core.provenance import provenance
 from lln.lab.core.seeds import normal
 from lln.lab.core.timing import peak_memory, time_calls
 from lln.peers import attention_matrix, mechanisms
+from lln.rules import suggest
 
 Rows = list[dict[str, Any]]
 Store = Callable[[dict[str, Any]], None]
@@ -46,7 +47,9 @@ class ComparisonPlan:
         unknown = [name for name in self.names if name not in mechanisms()]
         if unknown:
             raise WrongOption(
-                "--attentions", f"there is no mechanism {unknown[0]!r}; there are: {', '.join(mechanisms())}."
+                "--attentions",
+                f"there is no mechanism {unknown[0]!r}; there are: {', '.join(mechanisms())}."
+                f"{suggest(unknown[0], mechanisms())} Attention of your own goes with --plugin file.py:function.",
             )
         if not self.names or not self.lengths:
             raise WrongOption("--attentions", "at least one mechanism and one length are needed.")

@@ -66,7 +66,8 @@ def compare(
     if only is not None and everything:
         raise typer.BadParameter("--attentions and --all exclude each other.", param_hint="--attentions")
     own = [load_attention(text, "--plugin") for text in plugin or []]
-    names = tuple(mechanisms()) if everything else DEFAULT if only is None else tuple(only.split(","))
+    asked = [name.strip() for name in only.split(",")] if only is not None else DEFAULT
+    names = tuple(mechanisms()) if everything else tuple(asked)
     names = tuple(dict.fromkeys((*names, *own)))
     hot = shared.parse_numbers(temperatures, "--temperatures", float, "numbers with commas between, like 0.5,1,2", 1e6)
     plan = ComparisonPlan(

@@ -64,8 +64,8 @@ def convert(
 
     Args:
         out: Folder for the converted model.
-        calibration: A text file. The files are joined and cut into passages; a verdict needs at least 24 of them. May
-            be given several times.
+        calibration: A text file. The files are joined and cut into passages; a verdict needs at least 24 of them, of a
+            causal language model 8. May be given several times.
         images: A folder with picture files in it or below. May be given several times.
         attention: lln or lln_diag.
         layers: Which layers are converted: full_attention (those without a sliding window), indices such as 0,2,5, or

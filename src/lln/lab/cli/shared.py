@@ -163,8 +163,9 @@ def find_missing(extra: str) -> list[str]:
 
 def need(extra: str) -> None:
     if names := find_missing(extra):
+        them = "it" if len(names) == 1 else "them"
         raise typer.BadParameter(
-            f"this command needs {', '.join(names)}; install them with: pip install 'lln-attention[{extra}]'"
+            f"this command needs {', '.join(names)}; install {them} with: pip install 'lln-attention[{extra}]'"
         )
 
 

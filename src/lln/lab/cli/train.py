@@ -79,7 +79,7 @@ def train(
     if device not in ("cpu", "cuda"):
         why = f"must be cpu or cuda; among several GPUs CUDA_VISIBLE_DEVICES chooses; got {device!r}."
         raise typer.BadParameter(why, param_hint="--device")
-    if names_file(attention):
+    if names_file(attention) or attention.endswith(".py"):  # the function is missing: that is said
         attention = load_attention(attention, "--attention")
     first = os.environ.get("RANK", "0") == "0"  # of torchrun's processes, the one that writes
     try:

@@ -26,7 +26,20 @@ from lln.files import Unreadable, explain_writing, read_json, replace_file, writ
 from lln.lab.core.errors import Refused
 from lln.lab.train.run_folder import list_differences
 
+DIGESTS = ("text", "pictures", "weights")  # known by a hash of what is in them, which says nothing to a reader
 REQUEST, RESULT, LEARNING, MODEL = "request.json", "conversion.json", "learning", "model"
+
+
+def name_differences(held: dict[str, Any], asked: dict[str, Any]) -> list[str]:
+    """
+    >>> name_differences({"seed": 0, "text": "ab12"}, {"seed": 1, "text": "cd34"})
+    ['seed is 0 there and 1 here', 'text is not the same']
+    """
+    plain = ({k: v for k, v in one.items() if k not in DIGESTS} for one in (held, asked))
+    other = [f"{name} {'is' if name == 'text' else 'are'} not the same" for name in DIGESTS]
+    return list_differences(next(plain), next(plain)) + [
+        said for name, said in zip(DIGESTS, other, strict=True) if held.get(name) != asked.get(name)
+    ]
 
 
 class Workplace:
@@ -49,7 +62,7 @@ class Workplace:
             asked = self.request
             if held is not None and "weights" not in held:  # of a Hub id, by an earlier version
                 asked = {name: value for name, value in asked.items() if name != "weights"}
-            if held is not None and (changed := list_differences(held, asked)):
+            if held is not None and (changed := name_differences(held, asked)):
                 raise Refused(
                     f"{folder} holds a conversion that was asked for differently: {'; '.join(changed)}; name another "
                     "folder or remove this one"

@@ -50,7 +50,8 @@ def terminal_table(
     from rich.text import Text
 
     looks: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0)} | look
-    made = Table(title=Text(title) if title else None, caption=caption or None, show_header=bool(header), **looks)
+    said = Text(caption, "table.caption") if caption else None
+    made = Table(title=Text(title) if title else None, caption=said, show_header=bool(header), **looks)
     rows = list(rows)
     names = " ".join(row if isinstance(row, str) else str(row[0]) for row in rows).split()
     longest = min(max(map(len, names), default=0), WIDEST_NAME)  # words there are not cut

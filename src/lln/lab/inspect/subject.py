@@ -12,7 +12,7 @@ import torch
 
 from lln.lab.core.errors import Refused, first_line
 from lln.lab.core.picture_files import read_picture
-from lln.lab.core.pretrained import PIPELINE, is_here, load, silence, tell_library
+from lln.lab.core.pretrained import PIPELINE, is_here, load, load_tokenizer, silence, tell_library
 from lln.lab.core.progress import Progress
 from lln.lab.inspect.inspection import TEXTS, CannotInspect, inspect_batches
 from lln.lab.inspect.inspection import inspect as inspect_texts
@@ -50,13 +50,20 @@ def find_subject(
         raise Refused(f"{name} is a model of timm, which sees pictures; name a folder of them with --images")
     if pictures:
         return find_image_model(library, name, device, pictures, batch_size)
-    model, tokenizer = load(name, device)
+    model, tokenizer = load(name, device, load_processor=load_reader)
     given = list(texts or TEXTS)
 
     def measure(progress: Progress) -> dict[str, Any]:
         return inspect_texts(model, tokenizer, given, max_length=max_length, batch_size=batch_size, progress=progress)
 
     return Subject(model, "text", given, measure)
+
+
+def load_reader(model: Any, name: str, options: dict[str, Any]) -> Any:
+    """Its tokenizer. Refused for a model that takes pictures."""
+    if getattr(model, "main_input_name", "") == "pixel_values":
+        raise Refused(f"{name} is a {type(model).__name__}, which sees pictures; name a folder of them with --images")
+    return load_tokenizer(model, name, options)
 
 
 def find_image_model(library: str, name: str, device: str, files: Sequence[Path], size: int) -> Subject:

@@ -20,6 +20,7 @@ from lln.lab.train.config import LEARNED
 from lln.lab.train.models import check_attention
 from lln.lab.train.run import MODEL
 from lln.peers import mechanisms
+from lln.rules import suggest
 
 ALPHAS = (1, 1.5, 2, 3, 4)  # alpha = beta of Fig. 10a
 SCALED = (2, 4)  # of Fig. 10b
@@ -208,7 +209,7 @@ def find_refusal(task: str, scale: str, attention: str) -> str | None:
     config = configure(task, scale, attention, 0, {})
     name = config.attention.name
     if name not in ("softmax", *lln.hf.IMPLEMENTATIONS, *mechanisms()):
-        return f"{attention} is no mechanism of lln.mechanisms()"
+        return f"{attention} is no mechanism of lln.mechanisms().{suggest(name, mechanisms())}"
     try:
         check_attention(config)
     except (ValueError, TypeError) as error:

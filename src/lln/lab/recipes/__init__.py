@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from lln.lab.recipes import glue, image, lra, mlm, needles
 from lln.lab.train.config import Config, choose_attention, need
+from lln.rules import suggest
 
 PRESETS = ("tiny", "mini", "paper")
 RECIPES: dict[str, dict[str, Callable[..., Config]]] = {
@@ -27,11 +28,11 @@ def recipe(task: str, preset: str = "tiny", attention: str = "lln_diag", name: s
     """
     presets, names = RECIPES.get(task, {}), NAMES.get(task, [])
     need(
-        (task in RECIPES, f"task must be one of {', '.join(RECIPES)}; got {task!r}."),
+        (task in RECIPES, f"task must be one of {', '.join(RECIPES)}; got {task!r}.{suggest(task, RECIPES)}"),
         (preset in PRESETS, f"preset must be one of {', '.join(PRESETS)}; got {preset!r}."),
         (preset in presets, f"{task} has the presets {', '.join(presets)}; got {preset!r}."),
         (name is None or names != [], f"{task} is one task and takes no name; got {name!r}."),
-        (name in (None, *names), f"{task} has the tasks {', '.join(names)}; got {name!r}."),
+        (name in (None, *names), f"{task} has the tasks {', '.join(names)}; got {name!r}.{suggest(name, names)}"),
     )
     config = presets[preset](*([name or names[0]] if names else []))
     return dataclasses.replace(config, attention=choose_attention(attention, config.attention.options))

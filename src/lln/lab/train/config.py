@@ -11,6 +11,7 @@ from lln.lab.core.limits import LAST_SEED, LONGEST, MOST, STEPS
 from lln.lab.core.ranges import OneOf, Range, check_ranges
 from lln.lab.data.embedded import PREFIX as EMBEDDED
 from lln.peers import mechanisms
+from lln.rules import suggest
 
 TASKS = ("mlm", "glue", "image", "lra", "needles")
 PRECISIONS, SCHEDULES = ("float32", "bfloat16", "float16"), ("linear", "cosine", "constant")
@@ -308,7 +309,8 @@ def set_option(holder: Any, path: list[str], text: str, name: str) -> Any:
     first, *rest = path
     names = [field.name for field in dataclasses.fields(holder) if field.compare]
     if first not in names:
-        raise ValueError(f"{name}: there is no such option; {first!r} is none of {', '.join(names)}.")
+        hint = suggest(first, names)
+        raise ValueError(f"{name}: there is no such option; {first!r} is none of {', '.join(names)}.{hint}")
     held = getattr(holder, first)
     group = isinstance(held, dict) or dataclasses.is_dataclass(held)
     if group and not rest:
