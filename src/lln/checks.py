@@ -371,9 +371,7 @@ def coefficient(
     batch, heads, dim = shape
     sizes = tuple(value.shape)
     # Sizes are compared one by one: in torch.compile(dynamic=True) they are symbols, which `in` does not find.
-    if value.ndim == 0:
-        return value.reshape(1, 1, 1).to(dtype)
-    if value.ndim == 1 and sizes[0] == heads:
+    if value.ndim == 0 or (value.ndim == 1 and sizes[0] == heads):
         return value.reshape(1, -1, 1).to(dtype)
     if value.ndim == 2:
         of_samples = sizes[0] == batch and sizes[1] == heads
