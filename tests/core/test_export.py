@@ -164,11 +164,10 @@ def test_onnx_runtime_gives_the_same(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "most"),
-    [  # 128: that is one chunk, and a graph of half the size; 512: one group of chunks
-        ("lln_diag", 128),
-        *(pytest.param(*one, marks=pytest.mark.long) for one in (("lln_diag", None), ("lln", 512))),
-    ],
+    # 128: that is one chunk, and a graph of half the size; 512: one group of chunks
+    [("lln_diag", 128), ("lln_diag", None), ("lln", 512)],
 )
+@pytest.mark.long
 def test_causal_attention_is_exported_for_every_length(name: str, most: int | None) -> None:
     module = Op(is_causal=True, **CALLS[name])
     program, others = export(module, most), [length for length in OTHERS if length <= (most or length)]

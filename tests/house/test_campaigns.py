@@ -211,6 +211,7 @@ def test_a_process_is_killed_and_its_command_goes_on(tmp_path: Path) -> None:
     assert kill_test.run([sys.executable, "-c", "raise SystemExit(4)"], tmp_path) == 4
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("tools")
 def test_every_mutant_is_another_program() -> None:
     import mutants

@@ -275,7 +275,7 @@ def test_models_that_cannot_be_inspected_are_one_line(tmp_path: Path) -> None:
     assert code == 2
     assert_said(err, "tokenizer")
     images = save_model(tf.ViTModel(make_config("vit")), tmp_path / "images")
-    assert_said(run_inspect(images)[2], "ViTModel", "does not run on text alone")
+    assert_said(run_inspect(images)[2], "ViTModel", "name a folder of them with --images")
     shape = {"vocab_size": 30522, "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "n_positions": 96}
     rotated = save_model(tf.GPTJModel(tf.GPTJConfig(**shape)), tmp_path / "rotated")
     code, _, err = run_inspect(rotated)

@@ -40,6 +40,7 @@ def read_all_metrics(runs: Path) -> dict[str, str]:
     return {path.parent.name: path.read_text() for path in sorted(runs.glob("*/metrics.jsonl"))}
 
 
+@pytest.mark.long
 def test_runs_at_once_give_what_they_give_one_by_one(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

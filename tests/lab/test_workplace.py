@@ -114,7 +114,7 @@ def test_another_request_finds_neither_what_was_begun_nor_what_is_finished(tmp_p
         convert(tmp_path / "out", stop)
     other = REQUEST | {"weights": "4567"}
     for _ in ("begun", "finished"):
-        with pytest.raises(Refused, match="weights is '0123' there and '4567' here"):
+        with pytest.raises(Refused, match="weights are not the same; name another folder"):
             Workplace(tmp_path / "out", other)
         convert(tmp_path / "out")
     (tmp_path / "out" / "conversion.json").write_text("{")
